@@ -1,0 +1,339 @@
+"""Plain single-device models that tests train.
+
+Nothing here knows about meshes. Each builder returns a `Case`: the model, a maker of batches, and the loss function
+(None where the model computes its own loss). Everything follows from seeds, every row of every batch is different,
+and numbers of valid targets differ from row to row, so that a mean taken over the wrong rows shows.
+
+    case = build("gpt", dtype=torch.float64)
+    args, kwargs = case.make_batch(step=0, rows=8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class MakeBatch(Protocol):
+    def __call__(self, step: int, rows: int, seed: int = 0) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model with data for it."""
+
+    name: str
+    model: nn.Module
+    make_batch: MakeBatch  # (step, rows, seed) -> (args, kwargs); the target is the last positional argument
+    loss_fn: Callable[..., Tensor] | None  # None: the model itself returns a loss
+    tolerance: float = 1e-9  # what float64 parity is held to
+    tied: tuple[tuple[str, ...], ...] = ()  # names that are one and the same parameter
+    buffers: tuple[str, ...] = field(default=())  # buffers that training changes
+
+
+def _generator(step: int, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+
+
+# ---------------------------------------------------------------------------------------------------------------- MLP
+
+
+class MLP(nn.Module):
+    """Linear, GELU, layer norm, linear, and a linear without bias at the end."""
+
+    def __init__(self, features: int = 12, hidden: int = 16, outputs: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(features, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.mix = nn.Linear(hidden, hidden)
+        self.down = nn.Linear(hidden, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(F.gelu(self.up(x)))
+        return self.down(torch.tanh(self.mix(x)))
+
+
+def _build_mlp(dtype: torch.dtype) -> Case:
+    model = MLP().to(dtype)
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        generator = _generator(step, seed)
+        x = torch.randn(rows, 12, generator=generator, dtype=torch.float64)
+        y = torch.randint(0, 8, (rows,), generator=generator)
+        return (x.to(dtype), y), {}
+
+    return Case("mlp", model, make_batch, F.cross_entropy)
+
+
+class Regressor(nn.Module):
+    """Two linears for mean squared error; several outputs per row."""
+
+    def __init__(self, features: int = 8, hidden: int = 12, outputs: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def _build_regressor(dtype: torch.dtype) -> Case:
+    model = Regressor().to(dtype)
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        generator = _generator(step, seed)
+        x = torch.randn(rows, 8, generator=generator, dtype=torch.float64)
+        y = 10 * torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+        return (x.to(dtype), y.to(dtype)), {}
+
+    return Case("regressor", model, make_batch, F.mse_loss)
+
+
+# ---------------------------------------------------------------------------------------------------------- tied GPT
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    vocabulary: int = 64
+    context: int = 16
+    width: int = 32
+    heads: int = 4
+    layers: int = 2
+    dropout: float = 0.0
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.q = nn.Linear(config.width, config.width)
+        self.k = nn.Linear(config.width, config.width)
+        self.v = nn.Linear(config.width, config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        shape = (batch, length, self.heads, width // self.heads)
+        q, k, v = (project(x).view(shape).transpose(1, 2) for project in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    """A pre-norm GPT whose head is the token embedding. The weight carries both names: `tok.weight`, `head.weight`."""
+
+    def __init__(self, config: GPTConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = config or GPTConfig()
+        self.tok = nn.Embedding(config.vocabulary, config.width)
+        self.pos = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.1)
+        self.head.weight = self.tok.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.tok(tokens) + self.pos(positions))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy over all valid tokens of the batch."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def ragged_tokens(generator: torch.Generator, rows: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets; row i keeps a different number of its targets, the last row very few."""
+    tokens = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    targets = torch.randint(0, vocabulary, (rows, length), generator=generator)
+    for row in range(rows):
+        keep = max(1, length - (row * length) // max(rows, 1) - row % 2)
+        targets[row, keep:] = -100
+    return tokens, targets
+
+
+def _build_gpt(dtype: torch.dtype, config: GPTConfig | None = None) -> Case:
+    config = config or GPTConfig()
+    model = GPT(config).to(dtype)
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        generator = _generator(step, seed)
+        return ragged_tokens(generator, rows, config.context, config.vocabulary), {}
+
+    return Case("gpt", model, make_batch, token_loss, tied=(("tok.weight", "head.weight"),))
+
+
+def _build_gpt_dropout(dtype: torch.dtype) -> Case:
+    return _build_gpt(dtype, GPTConfig(dropout=0.1))
+
+
+# ------------------------------------------------------------------------------------------------------------- ResNet
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += self.shortcut(x)
+        return self.relu(y)
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 with the stem for small images: one 3x3 convolution and no pooling before the blocks."""
+
+    def __init__(self, channels: int = 1, classes: int = 10, width: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        blocks: list[nn.Module] = []
+        inputs = width
+        for stage in range(4):
+            outputs = width * 2**stage
+            for index in range(2):
+                blocks.append(BasicBlock(inputs, outputs, stride=2 if stage and not index else 1))
+                inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn(self.stem(x)))
+        x = self.pool(self.blocks(x))
+        return self.fc(torch.flatten(x, 1))
+
+
+def _build_resnet(dtype: torch.dtype) -> Case:
+    model = ResNet18(channels=3, width=8).to(dtype)
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        generator = _generator(step, seed)
+        # Rows of different brightness and contrast: statistics of a part of the batch are not those of the whole.
+        x = torch.randn(rows, 3, 16, 16, generator=generator, dtype=torch.float64)
+        x = x * torch.linspace(0.5, 2.0, rows).view(-1, 1, 1, 1) + torch.linspace(-1, 1, rows).view(-1, 1, 1, 1)
+        y = torch.randint(0, 10, (rows,), generator=generator)
+        return (x.to(dtype), y), {}
+
+    buffers = tuple(name for name, _ in model.named_buffers())
+    return Case("resnet", model, make_batch, F.cross_entropy, buffers=buffers)
+
+
+# ------------------------------------------------------------------------------------------------------- transformers
+
+
+def _token_dictionary(step: int, rows: int, seed: int, vocabulary: int, length: int, mask: bool) -> Batch:
+    generator = _generator(step, seed)
+    tokens, labels = ragged_tokens(generator, rows, length, vocabulary)
+    batch: dict[str, Any] = {"input_ids": tokens, "labels": labels}
+    if mask:
+        batch["attention_mask"] = torch.ones_like(tokens)
+    return (), batch
+
+
+def _build_llama(dtype: torch.dtype, mask: bool = False) -> Case:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    options: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+    model: Any = LlamaForCausalLM(LlamaConfig(**options))
+    model.to(dtype).train()
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        return _token_dictionary(step, rows, seed, vocabulary=96, length=12, mask=mask)
+
+    return Case("llama", model, make_batch, None, tolerance=1e-6)
+
+
+def _build_gpt2(dtype: torch.dtype, mask: bool = False) -> Case:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    options: dict[str, Any] = {
+        "vocab_size": 96,
+        "n_positions": 32,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "use_cache": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "attn_implementation": "sdpa",
+    }
+    model: Any = GPT2LMHeadModel(GPT2Config(**options))
+    model.to(dtype).train()
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        return _token_dictionary(step, rows, seed, vocabulary=96, length=12, mask=mask)
+
+    tied = (("transformer.wte.weight", "lm_head.weight"),)
+    return Case("gpt2", model, make_batch, None, tolerance=1e-6, tied=tied)
+
+
+_BUILDERS: dict[str, Callable[[torch.dtype], Case]] = {
+    "mlp": _build_mlp,
+    "regressor": _build_regressor,
+    "gpt": _build_gpt,
+    "gpt_dropout": _build_gpt_dropout,
+    "resnet": _build_resnet,
+    "llama": _build_llama,
+    "gpt2": _build_gpt2,
+}
+
+NAMES = tuple(_BUILDERS)
+
+
+def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:
+    """The named case, its weights drawn from `seed` alone; the caller's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _BUILDERS[name](dtype)
