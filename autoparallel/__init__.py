@@ -1,0 +1,14 @@
+"""autoparallel: a compiler that makes a plain PyTorch model train on a whole mesh."""
+
+from autoparallel.api import compile
+from autoparallel.capture import CaptureError
+from autoparallel.plan import Plan, PlanError
+from autoparallel.rules import RuleError, register_rule
+from autoparallel.runtime.agreement import RankMismatchError
+from autoparallel.runtime.module import ParallelModule
+
+__version__ = "0.1.0"
+__all__ = [
+    "CaptureError", "ParallelModule", "Plan", "PlanError", "RankMismatchError", "RuleError", "compile",
+    "register_rule",
+]  # fmt: skip

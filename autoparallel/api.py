@@ -1,0 +1,256 @@
+"""``compile()``: the whole way through, from a plain model to a module that trains on a mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autoparallel.capture import Captured, InputSpec, capture
+from autoparallel.groups import bind
+from autoparallel.placements import Invariant, Layout, format_layout
+from autoparallel.plan import ParameterPlan, Plan, PlanError
+from autoparallel.planner.hardware import profile_for
+from autoparallel.planner.presets import PRESETS, constraints_for
+from autoparallel.planner.search import SearchSpace, search
+from autoparallel.program import build_program, input_layouts, wanted_outputs
+from autoparallel.redistribution import Redistributor
+from autoparallel.report.predict import predict
+from autoparallel.runtime.agreement import Agreement, digest
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.module import Call, Kind, ParallelModule, Runner, note_replaced
+from autoparallel.runtime.state import (
+    broadcast_from_first,
+    lay_out,
+    make_dtensors,
+    materialize,
+    require_on_device,
+)
+
+OUTPUTS = ("auto", "gather", "sharded")
+BACKENDS = ("eager", "inductor")
+
+
+def compile(  # noqa: A001 - named after torch.compile
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    example_inputs: tuple[Any, ...] | None = None,
+    plan: str | Plan = "auto",
+    memory_limit: float | None = None,
+    outputs: str = "auto",
+    backend: str = "eager",
+) -> ParallelModule:
+    """Makes a plain single-device model train on a whole mesh.
+
+    Args:
+        model: the plain model; its parameters are replaced by ``DTensor``s of the same names. The first rank's
+            weights are used. Parameters on the meta device are materialised, each rank its part.
+        mesh: one to three named axes. None: all ranks of the launcher on one axis "dp"; without a launcher, one rank.
+        loss_fn: called as ``loss_fn(output, target)``; the last positional argument of a call is the target then.
+        example_inputs: positional inputs of a first call (the target last): traces and plans now instead of then.
+        plan: "auto", a preset ("data_parallel", "fsdp", "tensor_parallel"), or a :class:`Plan`.
+        memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations.
+        outputs: "auto" returns outputs whole, or sharded and detached beside a loss; "gather" and "sharded" always do
+            the one or the other.
+        backend: "eager" runs the program in plain autograd, "inductor" compiles its body with ``torch.compile``.
+
+    Raises:
+        ValueError: for a mesh, a model or an option that cannot be used.
+        RankMismatchError: on every rank, when the ranks have different models or options.
+    """
+    if isinstance(plan, str) and plan not in PRESETS:
+        raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(PRESETS)}, or a Plan")
+    if outputs not in OUTPUTS:
+        raise ValueError(f"unknown outputs {outputs!r}: expected one of {', '.join(OUTPUTS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}")
+    if isinstance(model, ParallelModule):
+        raise ValueError("the model is compiled already")
+    mesh = _usable_mesh(mesh, model)
+    require_on_device(model, mesh)
+    agreement = Agreement(mesh)
+    _require_same_model(agreement, model, plan, memory_limit, outputs, backend)
+    prefix = bind(mesh)
+    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
+    broadcast_from_first(tensors, mesh, _mesh_group(mesh))
+    note_replaced(make_dtensors(model, mesh))
+    seed = int(agreement.from_first(lambda: str(torch.initial_seed())))
+    store = GradientStore(mesh, prefix, dict(model.named_parameters()))  # type: ignore[arg-type]
+    compiler = _Compiler(model, mesh, agreement, store, loss_fn, plan, memory_limit, outputs, backend)
+    module = ParallelModule(
+        model,
+        mesh,
+        agreement=agreement,
+        store=store,
+        make_kind=compiler.make_kind,
+        has_loss_fn=loss_fn is not None,
+        seed=seed,
+    )
+    if example_inputs is not None:
+        module.prepare(*example_inputs)
+    return module
+
+
+def _usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
+    if mesh is None:
+        if not dist.is_initialized() and "RANK" not in os.environ:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+        mesh = init_device_mesh(device, (world,), mesh_dim_names=("dp",))
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ValueError(
+            "the mesh has no axis names: pass mesh_dim_names to init_device_mesh, for example ('dp', 'tp')"
+        )
+    if "pp" in names:
+        raise ValueError(
+            "a mesh axis named 'pp' asks for pipeline parallelism, which is not built yet: leave it out of the mesh"
+        )
+    if mesh.ndim > 3:
+        raise ValueError(f"a mesh has one to three axes, this one has {mesh.ndim}: {names}")
+    if mesh.mesh.numel() > dist.get_world_size():
+        raise ValueError(f"the mesh has {mesh.mesh.numel()} ranks, the world has {dist.get_world_size()}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh; call compile() on the mesh's ranks only")
+    return mesh
+
+
+def _mesh_group(mesh: DeviceMesh) -> Any:
+    return mesh.get_group() if mesh.ndim == 1 else None if mesh.mesh.numel() == dist.get_world_size() else None
+
+
+def _require_same_model(agreement: Agreement, model: nn.Module, plan: str | Plan, *options: object) -> None:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    described = [(n, tuple(t.shape), str(t.dtype), t.requires_grad, t.device.type) for n, t in tensors]
+    choice = plan.to_json() if isinstance(plan, Plan) else plan
+    agreement.require_same(
+        "the ranks compile different models or options:",
+        digest(described, choice, options),
+        lambda: f"{type(model).__name__} with {len(described)} tensors, plan {choice[:40]!r}, options {options}, "
+        f"tensors {hash(tuple(described)) & 0xFFFF:04x}: {described[:2]}",
+    )
+
+
+class _Compiler:
+    """Makes the program of each new kind of call; keeps what must be the same for all of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        agreement: Agreement,
+        store: GradientStore,
+        loss_fn: Callable[..., Any] | None,
+        plan: str | Plan,
+        memory_limit: float | None,
+        outputs: str,
+        backend: str,
+    ) -> None:
+        self.model, self.mesh, self.agreement, self.store = model, mesh, agreement, store
+        self.loss_fn, self.requested, self.memory_limit = loss_fn, plan, memory_limit
+        self.outputs, self.backend = outputs, backend
+        self.axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        self.profile = profile_for(mesh.device_type)
+        sizes = tuple(mesh.shape)
+        self.redistributor = Redistributor(
+            sizes, lambda kind, axes, size: self.profile.step_seconds(sizes, kind, axes, size)
+        )
+        self.at_rest: dict[str, ParameterPlan] | None = None
+
+    def make_kind(self, module: ParallelModule, call: Call) -> Kind:
+        """Captures, plans and builds; every rank alike, before any collective of the model."""
+        if self.at_rest is None and not module.training:
+            # Layouts at rest are planned on the training graph, whatever is called first.
+            training = self.agreement.together(lambda: self._capture(call, training=True))
+            self._settle(self._plan(training, call))
+        captured = self.agreement.together(lambda: self._capture(call))
+        plan = self._plan(captured, call)
+        if self.at_rest is None:
+            self._settle(plan)
+        wanted = wanted_outputs(captured, self.outputs, self.mesh.ndim)
+        program = build_program(
+            captured,
+            plan,
+            prefix=self.store.prefix,
+            redistributor=self.redistributor,
+            outputs=wanted,
+            inputs=input_layouts(captured, call.specs, call.layouts),
+            device=torch.device(self.mesh.device_type),
+            hoist_all=self.backend == "inductor",
+        )
+        text = program.text()
+        self.agreement.require_same(
+            "the ranks have different programs:", digest(text, plan.to_json()), lambda: f"{len(text)} characters"
+        )
+        body = program.body
+        runner = Runner(
+            program,
+            self.store,
+            self.model,
+            torch.compile(body, fullgraph=True, dynamic=True) if self.backend == "inductor" else body,
+        )
+        return Kind(runner, plan.with_prediction(predict(program, plan, self.profile)))
+
+    def _capture(self, call: Call, training: bool | None = None) -> Captured:
+        return capture(
+            self.model,
+            call.specs,
+            call.in_spec,
+            loss_fn=self.loss_fn if call.with_target else None,
+            least_batch=2 * self.mesh.size(),
+            batch=call.batch,
+            training=training,
+        )
+
+    def _plan(self, captured: Captured, call: Call) -> Plan:
+        if isinstance(self.requested, Plan) and self.at_rest is None:
+            plan = self.requested
+            plan.require_fits(captured.graph, self.axes)
+            return plan
+        text = self.agreement.from_first(lambda: self._search(captured, call).to_json())
+        return Plan.from_json(text)
+
+    def _search(self, captured: Captured, call: Call) -> Plan:
+        origin = self.requested.origin if isinstance(self.requested, Plan) else self.requested
+        constraints = constraints_for(origin if origin in PRESETS else "auto", [n for n, _ in self.axes])
+        if constraints.data and not captured.actual and any(isinstance(s, InputSpec) for s in call.specs):
+            raise PlanError(
+                f"the plan {origin!r} shards the batch, but the model fixes the batch size at {call.batch}: "
+                "use x.shape[0] instead of a number, or plan='tensor_parallel'"
+            )
+        space = SearchSpace(
+            captured,
+            self.axes,
+            self.profile,
+            constraints,
+            self.redistributor,
+            wanted_outputs(captured, self.outputs, self.mesh.ndim),
+            pinned=self.at_rest,
+            input_layouts=input_layouts(captured, call.specs, call.layouts),
+        )
+        return search(space, origin, self.memory_limit)
+
+    def _settle(self, plan: Plan) -> None:
+        """Gives every parameter its layout at rest, in place."""
+        self.at_rest = dict(plan.parameters)
+        whole: Layout = (Invariant,) * self.mesh.ndim
+        layouts = {name: plan.at_rest(name) if name in plan.parameters else whole for name in self.store.parameters}
+        for name in layouts:
+            self.at_rest.setdefault(name, ParameterPlan(format_layout(whole)))
+        if any(_is_meta(p) for p in [*self.store.parameters.values(), *self.model.buffers()]):
+            materialize(self.model, layouts, self.mesh, _mesh_group(self.mesh))
+        for name, parameter in self.store.parameters.items():
+            lay_out(parameter, layouts[name], self.mesh)
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).device.type == "meta"

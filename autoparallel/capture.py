@@ -1,0 +1,392 @@
+"""From a model to its forward graph.
+
+``torch.export`` (non-strict) traces the model on fake CPU tensors, whatever its device and however large it is; the
+graph is made functional, brought into the few canonical operators that rules speak of, and described: which
+placeholder is which parameter, buffer or input, which output is the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, export
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from autoparallel._torch import make_fake_mode
+from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.rules import operator_name
+from autoparallel.rules.calls import is_tensor, tensor_operands
+
+
+class CaptureError(RuntimeError):
+    """The model cannot be captured as one graph; the message names the line and says what to change."""
+
+
+@dataclass
+class Captured:
+    """A model's forward graph, on global shapes.
+
+    Attributes:
+        module: the graph; its placeholders are parameters, buffers, constants and inputs, its output a flat tuple:
+            first the new values of mutated buffers, then the model's outputs.
+        parameters, buffers: placeholder name to the name in the model (one name for a tied weight).
+        constants: placeholder name to the tensor.
+        inputs: for each leaf of the call's inputs, the placeholder's name, or None where the graph ignores it.
+        mutated_buffers: the names of the buffers that the first outputs are new values of.
+        outputs: for each leaf of the model's output, the index among the graph's outputs, or the constant itself.
+        output_spec: how the outputs nest.
+        scalars: the indices (among the graph's outputs) of the scalar outputs that are differentiated.
+        actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
+    """
+
+    module: fx.GraphModule
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    inputs: list[str | None]
+    mutated_buffers: list[str]
+    outputs: list[int | _Constant]
+    output_spec: pytree.TreeSpec
+    scalars: list[int]
+    actual: dict[sympy.Symbol, int] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def size(self, value: Any) -> int:
+        """A traced size as it is in the actual call."""
+        if isinstance(value, int):
+            return value
+        return int(value.node.expr.subs(self.actual))
+
+
+@dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+
+class _Training(nn.Module):
+    """The model with its loss: what is captured when a target is given."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.loss_fn is None:
+            return self.model(*args, **kwargs)
+        *inputs, target = args
+        return self.loss_fn(self.model(*inputs, **kwargs), target)
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor among the inputs of a call.
+
+    Attributes:
+        shape: the global shape of the actual call.
+        batch: how many rows of the batch one unit of dim 0 stands for; 0 when dim 0 is not the batch.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    batch: int
+
+
+def describe_inputs(leaves: Sequence[Any]) -> tuple[list[InputSpec | Any], int]:
+    """Tells the batch dim of each input: dim 0, where it is the first tensor's batch size or a multiple of it."""
+    batch = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim > 0), 0)
+    specs: list[InputSpec | Any] = []
+    for x in leaves:
+        if not isinstance(x, torch.Tensor):
+            specs.append(x)
+            continue
+        rows = x.shape[0] if x.ndim else 0
+        multiple = rows // batch if batch and rows and rows % batch == 0 and (batch > 1 or rows == 1) else 0
+        specs.append(InputSpec(tuple(x.shape), x.dtype, x.requires_grad, multiple))
+    return specs, batch
+
+
+def capture(
+    model: nn.Module,
+    specs: Sequence[InputSpec | Any],
+    in_spec: pytree.TreeSpec,
+    *,
+    loss_fn: Callable[..., Any] | None,
+    least_batch: int,
+    batch: int,
+    training: bool | None = None,
+    symbolic: bool = True,
+) -> Captured:
+    """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
+
+    Args:
+        model: the plain model; its tensors are not touched.
+        specs, in_spec: the inputs, flattened from ``(args, kwargs)``.
+        loss_fn: called as ``loss_fn(output, target)``.
+        least_batch: the smallest batch to trace with.
+        batch: the batch size of the actual call.
+        training: captures in this mode instead of the model's own.
+        symbolic: leaves the batch size open.
+
+    Raises:
+        CaptureError: when the model cannot be captured.
+    """
+    mode = make_fake_mode()
+    scale = max(1, -(-least_batch // max(batch, 1)))
+    memo: dict[int, Any] = {}
+    names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    buffer_names = {id(b): name for name, b in reversed(list(model.named_buffers(remove_duplicate=False)))}
+    owners: dict[str, str] = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    owners |= {name: buffer_names[id(b)] for name, b in model.named_buffers(remove_duplicate=False)}
+    with mode:
+        for tensor in (*model.parameters(), *model.buffers()):
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        leaves, dynamic = [], []
+        for spec in specs:
+            if not isinstance(spec, InputSpec):
+                leaves.append(spec)
+                dynamic.append(None)
+                continue
+            shape = (spec.shape[0] * scale, *spec.shape[1:]) if spec.batch else spec.shape
+            fake = torch.empty(shape, dtype=spec.dtype)
+            leaves.append(fake.requires_grad_(spec.requires_grad))
+            dynamic.append({0: Dim.AUTO} if spec.batch and symbolic and scale * batch > 1 else {})
+    try:
+        plain = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"
+        ) from error
+    if training is not None:
+        plain.train(training)
+    args, kwargs = pytree.tree_unflatten(leaves, in_spec)
+    shapes = pytree.tree_unflatten(dynamic, in_spec)
+    wrapper = _Training(plain, loss_fn)
+    wrapper.training = plain.training
+    program = _export(wrapper, (args, kwargs), shapes, model)
+    return _describe(program, model, owners, specs)
+
+
+def _export(
+    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module
+) -> ExportedProgram:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return export(wrapper, inputs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+    except Exception as error:
+        raise CaptureError(_explain(error, model)) from error
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    package = __file__.rpartition("/")[0]
+    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(package)]
+    where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}' if own else "unknown line"
+    text = str(error).strip()
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text:
+        advice = (
+            "Python control flow or a size depends on a tensor's values: use torch.where or masks, or compute it "
+            "outside of the model and pass it in"
+        )
+    elif ".item()" in text or "scalar" in text:
+        advice = "a tensor's value is read into Python: keep it a tensor"
+    elif "Constraints violated" in text or "specialized" in text:
+        advice = "the batch size is fixed somewhere in the model: use x.shape[0] instead of a number"
+    else:
+        advice = "the model must run under torch.export(strict=False) with a symbolic batch"
+    first = text.splitlines()[0] if text else ""
+    return f"{type(model).__name__} cannot be captured at {where}\n{kind}: {first}\nWhat to change: {advice}."
+
+
+def _describe(
+    program: ExportedProgram,
+    model: nn.Module,
+    owners: Mapping[str, str],
+    specs: Sequence[InputSpec | Any],
+) -> Captured:
+    module = fx.GraphModule(torch.nn.Module(), program.graph)
+    graph = module.graph
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str | None] = []
+    first_of: dict[str, fx.Node] = {}
+    for spec in program.graph_signature.input_specs:
+        node = placeholders[spec.arg.name] if spec.arg.name in placeholders else None
+        if spec.kind == InputKind.USER_INPUT:
+            inputs.append(None if isinstance(spec.arg, ConstantArgument) or node is None else node.name)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).startswith("model."):
+            name = owners[str(spec.target).removeprefix("model.")]
+            known = first_of.setdefault(name, node)  # type: ignore[arg-type]
+            if known is not node and node is not None:  # another name of a tied weight
+                node.replace_all_uses_with(known)
+                graph.erase_node(node)
+                continue
+            table = parameters if spec.kind == InputKind.PARAMETER else buffers
+            table[node.name] = name  # type: ignore[union-attr]
+        elif spec.kind == InputKind.PARAMETER:
+            raise CaptureError(f"the loss function has a parameter, {spec.target}: move it into the model")
+        elif node is not None:
+            value = (program.state_dict | program.constants).get(str(spec.target))
+            if not isinstance(value, torch.Tensor):
+                raise CaptureError(f"the model uses {spec.target!r}, which is not a tensor, as an input of its graph")
+            constants[node.name] = value
+    for node in list(graph.nodes):  # inputs that the graph ignores keep their placeholder, constants lose it
+        if node.op == "placeholder" and node.name not in {*parameters, *buffers, *constants, *inputs}:
+            if node.users:
+                raise CaptureError(f"the input {node.name} is used, but it is not a tensor")
+            graph.erase_node(node)
+
+    mutated: list[str] = []
+    results: list[fx.Node] = []
+    outputs: list[int | _Constant] = []
+    nodes = {n.name: n for n in graph.nodes}
+    for out in program.graph_signature.output_specs:
+        if out.kind == OutputKind.BUFFER_MUTATION:
+            mutated.append(owners[str(out.target).removeprefix("model.")])
+            results.append(nodes[out.arg.name])
+        elif out.kind == OutputKind.USER_OUTPUT:
+            if isinstance(out.arg, ConstantArgument):
+                outputs.append(_Constant(out.arg.value))
+            else:
+                outputs.append(len(results))
+                results.append(nodes[out.arg.name])
+        else:
+            raise CaptureError(
+                f"the model changes its input {out.target} in place: work on a copy (x = x.clone()) instead"
+            )
+    _require_deterministic(graph)
+    output = graph.output_node()
+    output.args = (tuple(results),)
+    canonicalize_operators(module)
+    _name_modules(graph)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    differentiable = {node for node, name in parameters.items() if name in trainable}
+    differentiable |= {
+        n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
+    }
+    mark_differentiable(graph, differentiable)
+    scalars = _detach_beside_loss(graph, len(mutated))
+    mark_backward(graph)
+    graph.lint()
+    actual: dict[sympy.Symbol, int] = {}
+    for name, spec in zip(inputs, specs, strict=True):
+        if name is None or not isinstance(spec, InputSpec):
+            continue
+        for size, real in zip(nodes[name].meta["val"].shape, spec.shape, strict=True):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                actual[size.node.expr] = real
+    module.recompile()
+    return Captured(
+        module, parameters, buffers, constants, inputs, mutated, outputs, program.call_spec.out_spec, scalars, actual
+    )
+
+
+def _require_deterministic(graph: fx.Graph) -> None:
+    allowed = ("aten::native_dropout", "aten::dropout", "aten::scaled_dot_product_attention")
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target._schema.name in allowed:
+            continue
+        if torch.Tag.nondeterministic_seeded in target.tags and _is_random(target):
+            raise CaptureError(
+                f"{operator_name(target)} draws random numbers, which would differ from rank to rank and from plan to "
+                f"plan:\n{(node.meta.get('stack_trace') or '').strip()}\nUse nn.Dropout or F.dropout, or draw the "
+                "numbers outside of the model and pass them in."
+            )
+
+
+def _is_random(target: torch._ops.OpOverload) -> bool:
+    name = target._schema.name
+    return any(word in name for word in ("rand", "bernoulli", "normal", "multinomial", "dropout", "uniform", "rrelu"))
+
+
+def _name_modules(graph: fx.Graph) -> None:
+    """Gives every node the key that plans use: module path, operator, occurrence."""
+    seen: dict[str, int] = {}
+    for node in graph.nodes:
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path = ""
+        if stack and isinstance(stack[-1], tuple) and not str(stack[-1][0]).startswith("_empty"):
+            path = str(stack[-1][0]).removeprefix("model").removeprefix(".")
+        node.meta["module"] = path
+        name = node.name if node.op in ("placeholder", "output") else operator_name(node.target)
+        key = f"{path}/{name}"
+        seen[key] = seen.get(key, -1) + 1
+        node.meta["key"] = f"{key}#{seen[key]}"
+
+
+_NO_GRADIENT = ("aten::detach", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros")
+
+
+def mark_differentiable(graph: fx.Graph, placeholders: set[str]) -> None:
+    """Sets ``meta["differentiable"]``: whether a node's value depends, differentiably, on one of ``placeholders``."""
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["differentiable"] = node.name in placeholders
+            continue
+        value = node.meta.get("val")
+        floating = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
+        stops = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NO_GRADIENT
+        node.meta["differentiable"] = (
+            floating and not stops and any(a.meta.get("differentiable") for a in node.all_input_nodes)
+        )
+
+
+def _detach_beside_loss(graph: fx.Graph, first: int) -> list[int]:
+    """Where there is a scalar loss, detaches the other outputs; returns the indices of the scalars."""
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    scalars = [
+        i for i, n in enumerate(results) if i >= first and n.meta["differentiable"] and n.meta["val"].ndim == 0
+    ]
+    for i, node in enumerate(results):
+        if node.meta["differentiable"] and (i < first or (scalars and i not in scalars)):
+            with graph.inserting_before(output):
+                detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+            detached.meta = {**node.meta, "differentiable": False, "key": f"{node.meta['key']}/output"}
+            results[i] = detached
+    output.args = (tuple(results),)
+    return scalars
+
+
+def mark_backward(graph: fx.Graph) -> None:
+    """Sets ``meta["backward"]``: whether a gradient flows through the node when the outputs are differentiated."""
+    reached: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            reached.update(n for n in node.all_input_nodes if n.meta.get("differentiable"))
+        elif node in reached:
+            reached.update(n for n in node.all_input_nodes if n.meta.get("differentiable"))
+        node.meta["backward"] = node in reached
+
+
+def set_device(graph: fx.Graph, device: torch.device) -> None:
+    """Rewrites the device that the traced program creates tensors on."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": device}
+
+
+__all__ = [
+    "CaptureError", "Captured", "InputSpec", "capture", "describe_inputs", "is_tensor", "mark_backward",
+    "mark_differentiable", "set_device", "tensor_operands",
+]  # fmt: skip

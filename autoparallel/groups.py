@@ -1,0 +1,172 @@
+"""Process groups by name.
+
+A rewritten program is the same text on every rank: what depends on a rank (its group, its coordinate) is asked for at
+run time, by the name of a mesh axis.  This module keeps that table, and the one seam through which our operators
+communicate, so that a test can run all ranks of a mesh as threads of one process (see ``simulate``).
+
+An axis is named ``"dp"``; several axes at once (one group over all of them) are named ``"dp+tp"``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+CONTROL_TIMEOUT = timedelta(seconds=120)
+"""How long the ranks wait for one another to agree before a call; a rank that is missing is an error, not a hang."""
+
+Wait = Callable[[], torch.Tensor]
+
+
+class Communicator(Protocol):
+    """What our operators need of a mesh: sizes, coordinates, and four collectives."""
+
+    def size(self, axis: str) -> int: ...
+    def index(self, axis: str) -> int: ...
+    def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait: ...
+    def all_gather(self, x: torch.Tensor, axis: str) -> Wait: ...
+    def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait: ...
+    def all_to_all(self, x: torch.Tensor, axis: str) -> Wait: ...
+
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass
+class MeshGroups:
+    """The communicator of a ``DeviceMesh``; every collective is started at once and returns a function that waits."""
+
+    mesh: DeviceMesh
+    groups: dict[str, tuple[dist.ProcessGroup, int, int]]
+
+    def size(self, axis: str) -> int:
+        return self.groups[axis][1]
+
+    def index(self, axis: str) -> int:
+        return self.groups[axis][2]
+
+    def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
+        """Reduces the contiguous ``x`` in place."""
+        work = dist.all_reduce(x, _REDUCE[op], self.groups[axis][0], async_op=True)
+        return lambda: _finish(work, x)
+
+    def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
+        """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
+        out = x.new_empty((self.size(axis), *x.shape))
+        work = dist.all_gather_into_tensor(out.view(-1), x.view(-1), self.groups[axis][0], async_op=True)
+        return lambda: _finish(work, out)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
+        """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
+        out = x.new_empty(x.shape[1:])
+        work = dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self.groups[axis][0], async_op=True)
+        return lambda: _finish(work, out)
+
+    def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
+        """Sends row i of a contiguous ``[n, ...]`` to rank i; row i of the result came from rank i."""
+        out = torch.empty_like(x)
+        work = dist.all_to_all_single(out, x, group=self.groups[axis][0], async_op=True)
+        return lambda: _finish(work, out)
+
+
+def _finish(work: Any, out: torch.Tensor) -> torch.Tensor:
+    if work is not None:
+        work.wait()
+    return out
+
+
+_BOUND: dict[str, Communicator] = {}
+_LOCAL = threading.local()
+_GROUP_NAMES: dict[str, str] = {}
+
+
+def bind(mesh: DeviceMesh) -> str:
+    """Registers ``mesh`` and returns the prefix under which its axes are known, the same on every rank.
+
+    The groups over several axes are made here, all at once, because making one is itself a collective.
+    """
+    names = mesh.mesh_dim_names or ()
+    key = f"mesh{len(_BOUND)}"
+    for known, communicator in _BOUND.items():
+        if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
+            return known
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("this rank is not part of the mesh")
+    groups: dict[str, tuple[dist.ProcessGroup, int, int]] = {}
+    for i, name in enumerate(names):
+        groups[name] = (mesh.get_group(i), mesh.size(i), coordinate[i])
+    for count in range(2, len(names) + 1):
+        for axes in itertools.combinations(range(len(names)), count):
+            groups["+".join(names[i] for i in axes)] = _joint_group(mesh, axes, coordinate)
+    for name, (group, _, _) in groups.items():
+        _GROUP_NAMES[group.group_name] = name
+    _BOUND[key] = MeshGroups(mesh, groups)
+    return key
+
+
+def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> tuple[Any, int, int]:
+    """One process group over several axes, the first axis outermost."""
+    rest = [i for i in range(mesh.ndim) if i not in axes]
+    size = 1
+    index = 0
+    for i in axes:
+        size *= mesh.size(i)
+        index = index * mesh.size(i) + coordinate[i]
+    rows = mesh.mesh.permute(*rest, *axes).reshape(-1, size)
+    if rows.shape[0] == 1 and size == dist.get_world_size():
+        return dist.group.WORLD, size, index
+    mine = None
+    for row in rows.tolist():
+        group = dist.new_group(row)
+        if dist.get_rank() in row:
+            mine = group
+    return mine, size, index
+
+
+def unbind_all() -> None:
+    """Forgets every mesh; for processes that destroy their process groups and make new ones."""
+    _BOUND.clear()
+    _GROUP_NAMES.clear()
+
+
+def axis_of_group(group_name: str) -> str | None:
+    """The mesh axis that a process group stands for, if it is one of ours."""
+    return _GROUP_NAMES.get(group_name)
+
+
+def use_communicator(communicator: Communicator | None) -> None:
+    """Makes this thread's operators talk to ``communicator`` instead of the bound meshes (tests only)."""
+    _LOCAL.communicator = communicator
+
+
+def communicator_of(group: str) -> tuple[Communicator, str]:
+    """The communicator and axis that a group name such as ``mesh0/dp`` stands for on this rank."""
+    key, _, axis = group.rpartition("/")
+    simulated = getattr(_LOCAL, "communicator", None)
+    if simulated is not None:
+        return simulated, axis
+    try:
+        return _BOUND[key], axis
+    except KeyError:
+        raise RuntimeError(f"the program names the process group {group!r}, but its mesh is not bound") from None
+
+
+def axis_index(group: str) -> int:
+    """This rank's coordinate on the axis."""
+    communicator, axis = communicator_of(group)
+    return communicator.index(axis)
+
+
+def axis_size(group: str) -> int:
+    """The number of ranks along the axis."""
+    communicator, axis = communicator_of(group)
+    return communicator.size(axis)

@@ -1,0 +1,183 @@
+"""Operators of our own that appear in a program: what torch's operator computes, in a form that can be sharded.
+
+What depends on a rank (its rows of a table, its positions in a dropout mask) is asked for by the name of the axis
+when the operator runs, so that the program is the same text on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoparallel.collectives import all_reduce
+from autoparallel.groups import axis_index, axis_size
+
+# ---------------------------------------------------------------------------------------------------------- dropout
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """What a call's dropout masks depend on beside the operator and the global position of an element."""
+
+    seed: int
+    call: int
+
+
+class _Current(threading.local):
+    state = RandomState(0, 0)
+
+
+_CURRENT = _Current()
+_MASK64 = (1 << 64) - 1
+
+
+def set_random_state(state: RandomState) -> None:
+    """Sets the seed and the call number of the dropout masks that this thread makes from now on."""
+    _CURRENT.state = state
+
+
+def _mix(z: int) -> int:
+    """One round of splitmix64 (Steele, Lea, Flood 2014) on a Python integer."""
+    z = (z + 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def _signed(z: int) -> int:
+    return z - (1 << 64) if z >= 1 << 63 else z
+
+
+def _logical_shift(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@torch.library.custom_op("autoparallel::dropout_mask", mutates_args=())
+def _dropout_mask(x: Tensor, p: float, operator: int, shards: str) -> Tensor:
+    state = _CURRENT.state
+    key = _mix(_mix(_mix(state.seed & _MASK64) ^ operator) ^ state.call)
+    index = torch.zeros((), dtype=torch.int64, device=x.device)
+    groups = shards.split(";") if shards else [""] * x.ndim
+    stride = 1
+    for dim in range(x.ndim - 1, -1, -1):
+        local = x.shape[dim]
+        coordinate, count = _coordinate(groups[dim])
+        positions = torch.arange(local, dtype=torch.int64, device=x.device) + coordinate * local
+        index = index + (positions * stride).view([-1 if d == dim else 1 for d in range(x.ndim)])
+        stride *= local * count
+    z = index + _signed(key)
+    z = (z ^ _logical_shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _logical_shift(z, 27)) * _signed(0x94D049BB133111EB)
+    keep = _logical_shift(z ^ _logical_shift(z, 31), 40) >= round(p * (1 << 24))
+    return keep.to(x.dtype) * (1.0 / (1.0 - p) if p < 1 else 0.0)
+
+
+@_dropout_mask.register_fake
+def _(x: Tensor, p: float, operator: int, shards: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _coordinate(groups: str) -> tuple[int, int]:
+    """This rank's position and the number of positions along a dim sharded by ``groups`` (outermost first)."""
+    index, count = 0, 1
+    for group in groups.split(",") if groups else ():
+        n = axis_size(group)
+        index, count = index * n + axis_index(group), count * n
+    return index, count
+
+
+def dropout(x: Tensor, p: float, operator: int, shards: str = "") -> Tensor:
+    """Dropout whose mask depends on the seed, the operator, the call and the *global* position of each element.
+
+    Args:
+        x: any shape.
+        p: the probability of a zero.
+        operator: a number that tells this dropout from the others of the program.
+        shards: for each dim (joined by ";") the axes that shard it (joined by ",", outermost first); empty when whole.
+    """
+    return x * torch.ops.autoparallel.dropout_mask(x.detach(), p, operator, shards)
+
+
+# --------------------------------------------------------------------------------------------------- cross-entropy
+
+
+def cross_entropy_sum(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """The sum of the cross-entropies of ``x`` [N, C, ...] or [C] and class indices ``target`` [N, ...] or []."""
+    return F.cross_entropy(
+        x, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+
+
+def cross_entropy_weight(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """What ``reduction="mean"`` divides by: the number (or summed class weight) of the targets not ignored."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum().to(dtype)
+    return (weight[target.where(valid, 0)] * valid).sum().to(dtype)
+
+
+def cross_entropy_sum_sharded(x: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:
+    """``cross_entropy_sum`` of logits whose classes (dim 1, or dim 0 of a vector) are sharded over ``group``.
+
+    Two all-reduces of [N]-shaped tensors forward, none backward (Shoeybi et al. 2019, Megatron-LM, section 3).
+    """
+    return _ShardedCrossEntropy.apply(x, target, ignore_index, group)
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:
+        classes = 0 if x.ndim == 1 else 1
+        local = target - shard_index(x, group) * x.shape[classes]
+        mine = (local >= 0) & (local < x.shape[classes])
+        local = local.where(mine, 0).unsqueeze(classes)
+        shifted = x - all_reduce(x.amax(classes), "max", group).unsqueeze(classes)
+        exp = shifted.exp()
+        picked = shifted.gather(classes, local).squeeze(classes) * mine
+        totals = all_reduce(torch.stack([exp.sum(classes), picked]), "sum", group)
+        valid = target != ignore_index
+        softmax = exp / totals[0].unsqueeze(classes)
+        ctx.save_for_backward(softmax, local, mine, valid)
+        return ((totals[0].log() - totals[1]) * valid).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        softmax, local, mine, valid = ctx.saved_tensors
+        classes = 0 if softmax.ndim == 1 else 1
+        grad = softmax.scatter_add(classes, local, -mine.to(softmax.dtype).unsqueeze(classes))
+        return grad * valid.unsqueeze(classes) * grads[0], None, None, None
+
+
+# ------------------------------------------------------------------------------------------------------- embedding
+
+
+@torch.library.custom_op("autoparallel::shard_index", mutates_args=())
+def _shard_index(x: Tensor, group: str) -> Tensor:
+    return torch.tensor(axis_index(group), dtype=torch.int64, device=x.device)
+
+
+@_shard_index.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=x.device)
+
+
+def shard_index(x: Tensor, group: str) -> Tensor:
+    """This rank's coordinate on an axis, as a scalar int64 tensor on the device of ``x``."""
+    return torch.ops.autoparallel.shard_index(x.detach(), group)
+
+
+def embedding_sharded(weight: Tensor, indices: Tensor, padding_idx: int, group: str) -> Tensor:
+    """A rank's summand of the embedding of ``indices`` in a table whose rows are sharded over ``group``."""
+    local = indices - shard_index(weight, group) * weight.shape[0]
+    mine = (local >= 0) & (local < weight.shape[0])
+    out = F.embedding(local.where(mine, 0), weight)
+    if padding_idx >= 0:
+        out = out.detach().where((indices == padding_idx).unsqueeze(-1), out)
+    return out * mine.unsqueeze(-1)

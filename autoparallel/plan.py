@@ -1,0 +1,184 @@
+"""What was decided: a small, reviewable file, keyed by module path and operator."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from autoparallel.placements import Layout, format_layout, parse_layout
+from autoparallel.rules.typing import Mode, parse_mode
+
+if TYPE_CHECKING:
+    from autoparallel.report.explain import Prediction
+
+FORMAT = 1
+
+
+class PlanError(ValueError):
+    """A plan that cannot be made, or that does not fit the model or the mesh."""
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How a parameter lies at rest, and when it is gathered.
+
+    Attributes:
+        at_rest: its layout between steps, as ``placements.format_layout`` writes it.
+        gather: ``"per_use"`` gathers before each use and again in the backward, keeping nothing; ``"per_microbatch"``
+            gathers once a call and keeps the result for the backward.
+    """
+
+    at_rest: str
+    gather: str = "per_microbatch"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision about one model on one mesh.
+
+    Attributes:
+        mesh: the mesh axes by name and size, in order.
+        origin: the preset that constrained the search, or "auto".
+        fingerprint: of the captured graph; a plan for another graph is refused.
+        operators: node key (``module/operator#occurrence``) to how it runs on each mesh axis.
+        shared: node key to the layout that all consumers of a tensor read it in, where that is not the layout it is
+            made in.
+        parameters: parameter name to its plan.
+        unruled: operators without a rule, which run replicated, with how often.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    origin: str
+    fingerprint: str
+    operators: Mapping[str, tuple[str, ...]]
+    shared: Mapping[str, str]
+    parameters: Mapping[str, ParameterPlan]
+    unruled: Mapping[str, int] = field(default_factory=dict)
+    search_seconds: float = 0.0
+    prediction: Prediction | None = field(default=None, compare=False)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.mesh)
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.mesh)
+
+    def modes(self, key: str) -> tuple[Mode, ...]:
+        """How the operator with this key runs on each mesh axis."""
+        return tuple(parse_mode(text) for text in self.operators[key])
+
+    def at_rest(self, parameter: str) -> Layout:
+        """A parameter's layout between steps."""
+        return parse_layout(self.parameters[parameter].at_rest)
+
+    def with_prediction(self, prediction: Prediction) -> Plan:
+        """The same plan with its predicted traffic, time and memory."""
+        return replace(self, prediction=prediction)
+
+    def explain(self) -> str:
+        """The plan in words and tables: layouts, collectives and bytes per step, predicted time and memory."""
+        from autoparallel.report.explain import explain
+
+        return explain(self)
+
+    def to_json(self) -> str:
+        """The decisions as JSON text."""
+        data = {
+            "format": FORMAT,
+            "mesh": [list(axis) for axis in self.mesh],
+            "origin": self.origin,
+            "fingerprint": self.fingerprint,
+            "parameters": {name: asdict(p) for name, p in self.parameters.items()},
+            "operators": {key: list(modes) for key, modes in self.operators.items()},
+            "shared": dict(self.shared),
+            "unruled": dict(self.unruled),
+        }
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Reads a plan.
+
+        Raises:
+            PlanError: when the text is not a plan of this format.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["format"] != FORMAT:
+                raise PlanError(f"the plan has format {data['format']}, this version reads {FORMAT}")
+            plan = Plan(
+                mesh=tuple((str(name), int(size)) for name, size in data["mesh"]),
+                origin=str(data["origin"]),
+                fingerprint=str(data["fingerprint"]),
+                operators={str(k): tuple(str(m) for m in v) for k, v in data["operators"].items()},
+                shared={str(k): format_layout(parse_layout(v)) for k, v in data["shared"].items()},
+                parameters={str(k): ParameterPlan(**v) for k, v in data["parameters"].items()},
+                unruled={str(k): int(v) for k, v in data["unruled"].items()},
+            )
+            for parameter in plan.parameters.values():
+                if len(parse_layout(parameter.at_rest)) != len(plan.mesh):
+                    raise PlanError(f"the layout {parameter.at_rest!r} is not for a mesh of {len(plan.mesh)} axes")
+            for modes in plan.operators.values():
+                for mode in modes:
+                    parse_mode(mode)
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"not a plan: {type(error).__name__}: {error}") from error
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads a plan that :meth:`save` wrote."""
+        return Plan.from_json(Path(path).read_text())
+
+    def require_fits(self, graph: fx.Graph, mesh: tuple[tuple[str, int], ...]) -> None:
+        """Refuses a mesh or a graph that the plan was not made for.
+
+        Raises:
+            PlanError: naming what differs.
+        """
+        if self.mesh != mesh:
+            raise PlanError(f"the plan is for the mesh {_mesh_text(self.mesh)}, not for {_mesh_text(mesh)}: plan again")
+        keys = {n.meta["key"] for n in graph.nodes if n.op == "call_function" and is_planned(n)}
+        missing, extra = sorted(keys - set(self.operators)), sorted(set(self.operators) - keys)
+        if missing or extra or fingerprint(graph) != self.fingerprint:
+            detail = [f"the model has {missing[0]}, the plan has not"] if missing else []
+            detail += [f"the plan has {extra[0]}, the model has not"] if extra else []
+            raise PlanError(f"the plan is for another model ({'; '.join(detail) or 'shapes differ'}): plan again")
+
+
+def _mesh_text(mesh: tuple[tuple[str, int], ...]) -> str:
+    return "(" + ", ".join(f"{name}={size}" for name, size in mesh) + ")"
+
+
+def is_planned(node: fx.Node) -> bool:
+    """Whether a call is an operator on tensors, which has a way to run."""
+    return any(isinstance(v, torch.Tensor) for v in torch.utils._pytree.tree_leaves(node.meta.get("val")))
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """A digest of a captured graph: keys, operators, wiring and shapes; batch sizes count as open."""
+    lines = []
+    for node in graph.nodes:
+        shapes = [
+            (tuple(s if isinstance(s, int) else "?" for s in v.shape), str(v.dtype))
+            for v in torch.utils._pytree.tree_leaves(node.meta.get("val"))
+            if isinstance(v, torch.Tensor)
+        ]
+        inputs = [n.name for n in node.all_input_nodes]
+        lines.append(f"{node.meta.get('key')}|{inputs}|{shapes}|{node.meta.get('differentiable')}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

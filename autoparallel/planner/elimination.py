@@ -1,0 +1,565 @@
+"""Exact minimisation of a sum of cost tables over discrete variables.
+
+    minimise   sum over factors f of   f.cost[x restricted to f.variables],   x[v] in 0 .. sizes[v] - 1
+
+The method is bucket elimination (Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial
+Intelligence 113, 1999). To eliminate a variable, add up the tables that mention it and keep, for every choice of its
+neighbours, the best it can do: one new table over the neighbours. In reverse order the choices are then read off.
+
+    tables   (a) (a b) (b c) (a c)      eliminate c:  m(a, b) = min over c of (b c) + (a c)
+             (a) (a b) m(a b)           eliminate b:  m(a)    = min over b of (a b) + m(a b)
+             (a) m(a)                   eliminate a:  the minimum
+
+Before that, two reductions that cannot change the minimum: states that no finite assignment can use are dropped (arc
+consistency), and so are states which another state of the same variable can always replace at no loss (dominance;
+Goldstein, "Efficient rotamer elimination", Biophysical Journal 66, 1994). Only elementwise additions and minima of
+float64 are used, and ties go to the lowest index, so the same input gives the same choices on every machine. Sums of
+tables are made a block at a time; of a wide table only the choices are kept, in one or two bytes per entry.
+
+[Note: budgets] `minimise_with_budget` adds one limit on a second sum of tables. Relaxing it with a multiplier m >= 0
+leaves the unconstrained problem cost + m * usage. Its minimum less m * limit is a lower bound for every m; the best m
+is found by intersecting the lines of the cheapest infeasible and the best feasible solution until no solution lies
+below the intersection. What remains between bound and solution is narrowed by exchanging independent parts of the two
+solutions and by local search, which may leave a gap.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Scope = tuple[int, ...]
+Tables = dict[Scope, Array]
+
+_BLOCK = 1 << 16  # entries of a sum of tables that are computed at a time: half a megabyte, which stays in cache
+_DOMINANCE_ROUNDS = 4  # a state that goes may expose others; later rounds find little
+_DOMINANCE_STATES = 2000  # a variable with more is left alone, since every two of its states are compared
+_EASY_WORK = 100_000_000  # additions below which a second elimination order is not worth looking for
+_LINE_STEPS = 60  # multipliers tried at most; each step ends at a new vertex of the dual, so few are needed
+_LOCAL_MOVES = 1000  # improving changes applied at most after the dual is solved
+_ROUNDING = 1e-12  # relative difference of costs below which they count as equal
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """A cost table over one or more variables; its shape is the sizes of these variables, np.inf forbids an entry."""
+
+    variables: tuple[int, ...]
+    cost: Array
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One state per variable, and what it costs."""
+
+    choices: tuple[int, ...]
+    cost: float
+    width: int  # the largest number of other variables in a table while eliminating
+
+
+@dataclass(frozen=True)
+class BudgetSolution:
+    """The best solution found within a limit, between a proved bound and its own cost."""
+
+    solution: Solution
+    usage: float  # of the solution; at most the limit
+    bound: float  # no solution within the limit costs less (up to rounding)
+    multiplier: float  # cost per unit of usage at the bound: what a little more of the limit would be worth
+
+
+class TooWide(Exception):
+    """Elimination would need a table with more entries than allowed."""
+
+    def __init__(self, entries: int, max_table: int, variables: tuple[int, ...]) -> None:
+        super().__init__(f"a table over variables {variables} needs {entries} entries; max_table is {max_table}")
+        self.entries = entries
+        self.max_table = max_table
+        self.variables = variables
+
+
+class Infeasible(Exception):
+    """No assignment has a finite cost (`variable`, where known), or none is within the limit (`smallest_usage`)."""
+
+    def __init__(self, message: str, *, variable: int | None = None, smallest_usage: float | None = None) -> None:
+        super().__init__(message)
+        self.variable = variable
+        self.smallest_usage = smallest_usage
+
+
+def minimise(
+    sizes: Sequence[int], factors: Sequence[Factor], *, max_table: int = 50_000_000, dominance: bool | None = None
+) -> Solution:
+    """The assignment with the smallest sum of costs, exactly.
+
+    Variable v has the states 0 .. sizes[v] - 1. Raises `TooWide` before any table with more than `max_table` entries
+    would be made, `Infeasible` if no assignment has a finite cost. `dominance` says whether to prune states that
+    another state can always replace; by default where elimination is long enough for it to pay. The cost is the same.
+    """
+    network = _Network(sizes, factors)
+    order = network.reduce(max_table, dominance)
+    (tables,) = network.layers
+    choices = network.original(_eliminate(network.sizes, tables, order))
+    return Solution(choices, evaluate(factors, choices), order.width)
+
+
+def minimise_with_budget(
+    sizes: Sequence[int],
+    factors: Sequence[Factor],
+    usage: Sequence[Factor],
+    limit: float,
+    *,
+    max_table: int = 50_000_000,
+    dominance: bool | None = None,
+) -> BudgetSolution:
+    """The cheapest assignment found whose sum of `usage` tables is at most `limit`, with a lower bound on the best.
+
+    See [Note: budgets]. Where bound and cost agree the solution is optimal. An infinite usage forbids an entry.
+    Raises `Infeasible` with the smallest achievable usage where that is above the limit.
+    """
+    network = _Network(sizes, [*factors, *map(_forbidden, usage)], [_finite(factor) for factor in usage])
+    order = network.reduce(max_table, dominance)
+    costs, usages = network.layers
+
+    def solve(weigh: Callable[[Array], Array], multiplier: float) -> list[int]:
+        tables = {scope: weigh(table) for scope, table in costs.items()}
+        for scope, table in usages.items():
+            weighted = multiplier * table
+            tables[scope] = tables[scope] + weighted if scope in tables else weighted
+        return _eliminate(network.sizes, tables, order)
+
+    def result(choices: list[int], bound: float, multiplier: float) -> BudgetSolution:
+        states = network.original(choices)
+        solution = Solution(states, evaluate(factors, states), order.width)
+        return BudgetSolution(solution, evaluate(usage, states), min(bound, solution.cost), multiplier)
+
+    low = solve(lambda table: table, 0.0)  # the cheapest known above the limit
+    low_cost, low_usage = network.totals(low)
+    if low_usage <= limit:
+        return result(low, low_cost, 0.0)
+    high = solve(lambda table: np.where(np.isinf(table), np.inf, 0.0), 1.0)  # the best known within the limit
+    high_cost, high_usage = network.totals(high)
+    if high_usage > limit:
+        message = f"the smallest usage that any assignment achieves is {high_usage:g}, above the limit {limit:g}"
+        raise Infeasible(message, smallest_usage=high_usage)
+    bound, multiplier = low_cost, 0.0
+    for _ in range(_LINE_STEPS):
+        slope = (high_cost - low_cost) / (low_usage - high_usage)
+        if slope <= 0.0:
+            break
+        middle = solve(lambda table: table, slope)
+        cost, used = network.totals(middle)
+        dual = cost + slope * (used - limit)
+        if dual > bound:
+            bound, multiplier = dual, slope
+        intersection = high_cost + slope * (high_usage - limit)
+        if dual >= intersection - _ROUNDING * (abs(cost) + slope * abs(used)):
+            break
+        if used <= limit:
+            high, high_cost, high_usage = middle, cost, used
+        else:
+            low, low_cost, low_usage = middle, cost, used
+    search = _LocalSearch(network, high, limit)
+    search.adopt_parts(low)
+    search.improve()
+    return result(search.choices, bound, multiplier)
+
+
+def evaluate(factors: Iterable[Factor], choices: Sequence[int]) -> float:
+    """The sum of the factors' entries at the given choices."""
+    return math.fsum(float(factor.cost[tuple([choices[v] for v in factor.variables])]) for factor in factors)
+
+
+def merge(sizes: Sequence[int], factors: Iterable[Factor]) -> Tables:
+    """Checked tables by sorted variables, in order of first appearance; those over the same variables are added up."""
+    tables: Tables = {}
+    for factor in factors:
+        scope = factor.variables
+        cost = np.asarray(factor.cost, dtype=np.float64)
+        if any(not 0 <= v < len(sizes) for v in scope) or len(set(scope)) != len(scope):
+            raise ValueError(f"the variables of a factor must be distinct and below {len(sizes)}: {scope}")
+        if cost.shape != tuple([sizes[v] for v in scope]):
+            raise ValueError(f"the table over variables {scope} has shape {cost.shape}, not their sizes")
+        if not (cost > -np.inf).all():
+            raise ValueError(f"the table over variables {scope} has entries that are NaN or minus infinity")
+        ordered = tuple(sorted(scope))
+        if ordered != scope:
+            cost = cost.transpose([scope.index(v) for v in ordered])
+        tables[ordered] = tables[ordered] + cost if ordered in tables else np.asarray(cost, order="C")
+    return tables
+
+
+def _forbidden(usage: Factor) -> Factor:
+    return Factor(usage.variables, np.where(np.isposinf(usage.cost), np.inf, 0.0))
+
+
+def _finite(usage: Factor) -> Factor:
+    return Factor(usage.variables, np.where(np.isposinf(usage.cost), 0.0, usage.cost))
+
+
+class _Network:
+    """Tables over the states that are left. Each layer is one sum of tables; in the first, infinity forbids."""
+
+    def __init__(self, sizes: Sequence[int], *layers: Sequence[Factor]) -> None:
+        if any(size < 1 for size in sizes):
+            raise ValueError("every variable needs at least one state")
+        self.states = [np.arange(size) for size in sizes]  # the original index of every state that is left
+        self.sizes = list(sizes)
+        self.layers = [merge(sizes, layer) for layer in layers]
+        self.scopes_of: list[list[list[Scope]]] = [[[] for _ in sizes] for _ in layers]
+        for layer, of in zip(self.layers, self.scopes_of, strict=True):
+            for scope in layer:
+                for v in scope:
+                    of[v].append(scope)
+
+    def original(self, choices: Sequence[int]) -> tuple[int, ...]:
+        return tuple([int(states[choice]) for states, choice in zip(self.states, choices, strict=True)])
+
+    def totals(self, choices: Sequence[int]) -> list[float]:
+        """The sum of each layer."""
+        return [math.fsum(float(t[tuple([choices[v] for v in s])]) for s, t in layer.items()) for layer in self.layers]
+
+    def neighbours(self, v: int) -> set[int]:
+        return {u for of in self.scopes_of for scope in of[v] for u in scope if u != v}
+
+    def conditional(self, layer: int, choices: Sequence[int], free: Scope) -> Array:
+        """What the tables that mention a variable of `free` add up to, over all its states, the others as chosen."""
+        total = np.zeros([self.sizes[v] for v in free])
+        for scope in dict.fromkeys(scope for v in free for scope in self.scopes_of[layer][v]):
+            part = self.layers[layer][scope][tuple([slice(None) if u in free else choices[u] for u in scope])]
+            if part.ndim < len(free):
+                part = part.reshape([self.sizes[v] if v in scope else 1 for v in free])
+            total += part
+        return total
+
+    def reduce(self, max_table: int, dominance: bool | None) -> _Order:
+        """Drop states that cannot, or need not, be part of a best assignment; the order to eliminate the rest in."""
+        self._drop_impossible()
+        scopes = list(dict.fromkeys(scope for layer in self.layers for scope in layer))
+        order = _elimination_order(self.sizes, scopes, max_table)
+        if dominance or (dominance is None and (order.work > _EASY_WORK or order.largest > max_table)):
+            changed = set(range(len(self.sizes)))
+            for _ in range(_DOMINANCE_ROUNDS):
+                pruned = [v for v in sorted(changed) if self._drop_dominated(v)]
+                changed = {u for v in pruned for u in self.neighbours(v)}
+            order = _elimination_order(self.sizes, scopes, max_table)
+        if order.largest > max_table:
+            raise TooWide(order.largest, max_table, order.largest_scope)
+        return order
+
+    def _keep(self, v: int, kept: npt.NDArray[np.intp]) -> None:
+        self.states[v] = self.states[v][kept]
+        self.sizes[v] = len(kept)
+        for layer, of in zip(self.layers, self.scopes_of, strict=True):
+            for scope in of[v]:
+                layer[scope] = layer[scope].take(kept, axis=scope.index(v))
+
+    def _drop_impossible(self) -> None:
+        """Arc consistency: keep a state only if every table has a finite entry for it among the states left."""
+        costs, of = self.layers[0], self.scopes_of[0]
+        pending = {scope: None for scope, table in costs.items() if np.isposinf(table).any()}
+        restricting = set(pending)
+        while pending:
+            scope = next(iter(pending))
+            del pending[scope]
+            for axis, v in enumerate(scope):
+                finite = np.isfinite(costs[scope])
+                possible = finite.any(axis=tuple([other for other in range(len(scope)) if other != axis]))
+                if possible.all():
+                    continue
+                if not possible.any():
+                    raise Infeasible(f"no state of variable {v} has a finite cost", variable=v)
+                self._keep(v, np.flatnonzero(possible))
+                pending.update((other, None) for other in of[v] if other != scope and other in restricting)
+
+    def _drop_dominated(self, v: int) -> bool:
+        """Drop each state a for which some b costs no more, whatever the neighbours do, in every layer."""
+        size = self.sizes[v]
+        if not 1 < size <= _DOMINANCE_STATES:
+            return False
+        rows: list[list[Array]] = []  # per layer and table: one row per state of v
+        promising = np.full((size, size), np.inf)  # [b, a]: the advantage of b is at most this
+        for layer, of in zip(self.layers, self.scopes_of, strict=True):
+            rows.append([_rows(layer[scope], scope.index(v)) for scope in of[v]])
+            advantage = np.zeros((size, size))
+            for row in rows[-1]:
+                at_best = row.take(row.argmin(axis=1), axis=1)  # where the neighbours suit a most
+                advantage += at_best.diagonal() - at_best
+            np.minimum(promising, advantage, out=promising)
+        np.fill_diagonal(promising, -np.inf)
+        rivals = promising.argmax(axis=0)
+        weak = np.flatnonzero(promising[rivals, np.arange(size)] >= 0.0)
+        if not len(weak):
+            return False
+        rivals = rivals[weak]
+        dominated = np.ones(len(weak), dtype=bool)
+        for layer_rows in rows:
+            least = np.zeros(len(weak))
+            with np.errstate(invalid="ignore"):  # both forbidden: inf - inf is NaN, which fmin passes over
+                for row in layer_rows:
+                    least += np.fmin.reduce(row.take(weak, axis=0) - row.take(rivals, axis=0), axis=1)
+            dominated &= least >= 0.0
+        alive = np.ones(size, dtype=bool)
+        for state, rival, loses in zip(weak[::-1], rivals[::-1], dominated[::-1], strict=True):
+            if loses and alive[rival]:  # of equal states the lowest stays
+                alive[state] = False
+        if alive.all():
+            return False
+        self._keep(v, np.flatnonzero(alive))
+        return True
+
+
+def _rows(table: Array, axis: int) -> Array:
+    """One row per state of the variable at the axis, one column per choice of the others."""
+    if table.ndim == 2:
+        return table.T if axis else table
+    return np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """In which order to eliminate the variables that have a choice."""
+
+    sequence: list[int]
+    width: int
+    work: int  # entries of all sums of tables
+    largest: int  # entries of the largest table made
+    largest_scope: Scope
+
+
+def _elimination_order(sizes: Sequence[int], scopes: Iterable[Scope], max_table: int) -> _Order:
+    """Smallest next table first; where that is costly, also least new adjacency first, and the better of both."""
+    neighbours: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        free = [v for v in scope if sizes[v] > 1]
+        for v in free:
+            neighbours[v].update(free)
+    for v, near in enumerate(neighbours):
+        near.discard(v)
+    order = _greedy_order(sizes, neighbours, fill=False)
+    if order.largest > max_table or order.work > _EASY_WORK:
+        other = _greedy_order(sizes, neighbours, fill=True)
+        order = min(order, other, key=lambda o: (o.largest > max_table, o.work))
+    return order
+
+
+def _greedy_order(sizes: Sequence[int], adjacency: list[set[int]], *, fill: bool) -> _Order:
+    near = [set(others) for others in adjacency]
+
+    def score(v: int) -> tuple[int, int]:
+        table = math.prod([sizes[u] for u in near[v]])
+        if not fill:
+            return 0, table
+        return sum([sizes[a] * sizes[b] for a in near[v] for b in near[v] if a < b and b not in near[a]]), table
+
+    scores = {v: score(v) for v in range(len(sizes)) if sizes[v] > 1}
+    heap = [(value, v) for v, value in scores.items()]
+    heapq.heapify(heap)
+    sequence: list[int] = []
+    width = work = largest = 0
+    largest_scope: Scope = ()
+    while heap:
+        value, v = heapq.heappop(heap)
+        if scores.get(v) != value:  # out of date, or eliminated
+            continue
+        del scores[v]
+        sequence.append(v)
+        around = near[v]
+        width = max(width, len(around))
+        work += value[1] * sizes[v]
+        if value[1] > largest:
+            largest, largest_scope = value[1], tuple(sorted(around))
+        for u in around:
+            near[u] |= around
+            near[u] -= {u, v}
+        touched = around.union(*[near[u] for u in around]) if fill else around
+        for u in touched:
+            renewed = score(u)
+            if renewed != scores[u]:
+                scores[u] = renewed
+                heapq.heappush(heap, (renewed, u))
+    return _Order(sequence, width, work, largest, largest_scope)
+
+
+def _eliminate(sizes: Sequence[int], tables: Tables, order: _Order) -> list[int]:
+    """The best choices. Variables are renamed by their rank in the order, so that the next one is always axis 0."""
+    rank = {v: i for i, v in enumerate(order.sequence)}
+    dims = [sizes[v] for v in order.sequence]
+    buckets: list[Tables] = [{} for _ in dims]  # every table waits at the first of its variables
+    for scope, table in tables.items():
+        free = [v for v in scope if sizes[v] > 1]
+        if not free:
+            continue
+        ranks = [rank[v] for v in free]
+        ranked = tuple(sorted(ranks))
+        table = table.reshape([sizes[v] for v in free]).transpose([ranks.index(r) for r in ranked])
+        bucket = buckets[ranked[0]]
+        bucket[ranked] = bucket[ranked] + table if ranked in bucket else np.ascontiguousarray(table)
+
+    # How to choose each variable later: the tables to add up again or, where they are large, the choices themselves.
+    decisions: list[list[tuple[Scope, Array]] | tuple[Scope, npt.NDArray[np.unsignedinteger]]] = []
+    for v, bucket in enumerate(buckets):
+        parts = sorted(bucket.items(), key=lambda part: part[1].size)
+        buckets[v] = {}
+        rest = tuple(sorted({u for scope in bucket for u in scope if u != v}))
+        full, shape = (v, *rest), [dims[u] for u in rest]
+        views = [
+            table if len(scope) == len(full) else table.reshape([dims[u] if u in scope else 1 for u in full])
+            for scope, table in parts
+        ]
+        if not views:
+            decisions.append([])
+            continue
+        if dims[v] * math.prod(shape) <= _BLOCK:
+            message = np.minimum.reduce(_add_up(views), axis=0)
+            decisions.append(parts)
+        else:
+            message = np.empty(shape)
+            argmin = np.empty(shape, dtype=np.min_scalar_type(dims[v] - 1))
+            _reduce_in_blocks(views, message, argmin)
+            decisions.append((rest, argmin))
+        if np.minimum.reduce(message, axis=None) == np.inf:
+            variable = order.sequence[v]
+            raise Infeasible(f"no state of variable {variable} fits the variables around it", variable=variable)
+        if rest:
+            target = buckets[rest[0]]
+            target[rest] = target[rest] + message if rest in target else message
+
+    chosen = [0] * len(dims)
+    for v in range(len(dims) - 1, -1, -1):
+        decision = decisions[v]
+        if isinstance(decision, tuple):
+            chosen[v] = int(decision[1][tuple([chosen[u] for u in decision[0]])])
+        elif decision:
+            columns = [table[tuple([slice(None) if u == v else chosen[u] for u in scope])] for scope, table in decision]
+            chosen[v] = int(_add_up(columns).argmin())
+    return [chosen[rank[v]] if v in rank else 0 for v in range(len(sizes))]
+
+
+def _add_up(tables: Sequence[Array]) -> Array:
+    """Always in the same order, so that a column added up again has the very same entries."""
+    total = tables[0]
+    for table in tables[1:]:
+        total = total + table
+    return total
+
+
+def _reduce_in_blocks(tables: list[Array], message: Array, argmin: npt.NDArray[np.unsignedinteger]) -> None:
+    """Minimum and its place along axis 0 of the sum of tables, never making more of the sum than a block of it."""
+    states = max(table.shape[0] for table in tables)
+    axis = next((axis for axis, size in enumerate(message.shape) if size > 1), None)
+    if states * message.size <= _BLOCK or axis is None:
+        total = _add_up(tables)
+        np.minimum.reduce(total, axis=0, out=message)
+        argmin[...] = (total == message).argmax(axis=0)
+        return
+    step = max(1, message.shape[axis] * _BLOCK // (states * message.size))
+    for start in range(0, message.shape[axis], step):
+        block = (slice(None),) * axis + (slice(start, start + step),)
+        pieces = [table[(slice(None), *block)] if table.shape[axis + 1] > 1 else table for table in tables]
+        _reduce_in_blocks(pieces, message[block], argmin[block])
+
+
+class _LocalSearch:
+    """Changes of one or two variables that lower the first layer and keep the second within its limit."""
+
+    def __init__(self, network: _Network, choices: list[int], limit: float) -> None:
+        self.network = network
+        self.choices = list(choices)
+        self.limit = limit
+        self.cost, self.usage = network.totals(choices)
+
+    def _accept(self, changes: dict[int, int]) -> bool:
+        """Make the changes if, added up anew, the assignment is within the limit and cheaper."""
+        choices = list(self.choices)
+        for v, state in changes.items():
+            choices[v] = state
+        cost, usage = self.network.totals(choices)
+        if usage > self.limit or not cost < self.cost - _ROUNDING * abs(self.cost):
+            return False
+        self.choices, self.cost, self.usage = choices, cost, usage
+        return True
+
+    def adopt_parts(self, other: Sequence[int]) -> None:
+        """Take over connected parts of a cheaper assignment, the largest gain first, as far as they fit."""
+        differing = {v for v, (mine, its) in enumerate(zip(self.choices, other, strict=True)) if mine != its}
+        parts: list[tuple[float, list[int]]] = []
+        while differing:
+            part, frontier = [], [min(differing)]
+            differing.discard(frontier[0])
+            while frontier:
+                part.append(frontier.pop())
+                near = sorted(self.network.neighbours(part[-1]) & differing)
+                differing.difference_update(near)
+                frontier.extend(near)
+            trial = list(self.choices)
+            for v in part:
+                trial[v] = other[v]
+            parts.append((self.network.totals(trial)[0] - self.cost, sorted(part)))
+        for _, part in sorted(parts):
+            self._accept({v: other[v] for v in part})
+
+    def improve(self) -> None:
+        """Single changes, then exchanges of two that are apart, then of two that are adjacent, while any helps."""
+        sizes = self.network.sizes
+        variable = np.repeat(np.arange(len(sizes)), sizes)
+        offset = np.concatenate([[0], np.cumsum(sizes)])
+        changes = np.empty((2, len(variable)))  # of cost and usage, by variable and state
+        stale = set(range(len(sizes)))
+        for _ in range(_LOCAL_MOVES):
+            for v in stale:
+                for layer in (0, 1):
+                    column = self.network.conditional(layer, self.choices, (v,))
+                    changes[layer, offset[v] : offset[v + 1]] = column - column[self.choices[v]]
+            before = self.choices
+            move = self._single(changes[0], changes[1]) or self._exchange(changes[0], changes[1], variable)
+            moved = {int(variable[m]): int(m - offset[variable[m]]) for m in move}
+            if not (self._accept(moved) if moved else self._adjacent_pairs()):
+                return
+            stale = {v for v, state in enumerate(self.choices) if state != before[v]}
+            stale |= {u for v in stale for u in self.network.neighbours(v)}
+
+    def _single(self, cost: Array, usage: Array) -> tuple[int, ...]:
+        fits = np.where(usage <= self.limit - self.usage, cost, np.inf)
+        best = int(fits.argmin())
+        return (best,) if fits[best] < -_ROUNDING * abs(self.cost) else ()
+
+    def _exchange(self, cost: Array, usage: Array, variable: npt.NDArray[np.intp]) -> tuple[int, ...]:
+        """A change that saves cost, paid for by the cheapest one that frees enough usage elsewhere."""
+        savings = np.flatnonzero(cost < 0.0)
+        by_usage = np.lexsort((cost, usage))
+        prefix = np.minimum.accumulate(cost[by_usage])
+        room = np.searchsorted(usage[by_usage], self.limit - self.usage - usage[savings], side="right") - 1
+        gain = np.where(room >= 0, cost[savings] + prefix[np.maximum(room, 0)], np.inf)
+        for i in np.argsort(gain, kind="stable"):
+            if not gain[i] < -_ROUNDING * abs(self.cost):
+                break
+            saving = int(savings[i])
+            near = self.network.neighbours(int(variable[saving])) | {int(variable[saving])}
+            frees = by_usage[: room[i] + 1]
+            frees = frees[~np.isin(variable[frees], list(near))]
+            if len(frees):
+                payer = int(frees[cost[frees].argmin()])
+                if cost[saving] + cost[payer] < -_ROUNDING * abs(self.cost):
+                    return saving, payer
+        return ()
+
+    def _adjacent_pairs(self) -> bool:
+        improved = False
+        for v in range(len(self.choices)):
+            for u in sorted(self.network.neighbours(v)):
+                if u < v:
+                    continue
+                cost, usage = [self.network.conditional(layer, self.choices, (v, u)) for layer in (0, 1)]
+                now = self.choices[v], self.choices[u]
+                fits = np.where(usage - usage[now] <= self.limit - self.usage, cost - cost[now], np.inf)
+                best = int(fits.argmin())
+                if fits.flat[best] < -_ROUNDING * abs(self.cost):
+                    state, other = divmod(best, fits.shape[1])
+                    improved |= self._accept({v: state, u: other})
+        return improved

@@ -1,0 +1,130 @@
+"""What one rank runs for one kind of call: the passes in their order, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoparallel.capture import Captured, InputSpec, set_device
+from autoparallel.passes.bucket_collectives import Bucket, bucket_collectives
+from autoparallel.passes.hoist_parameter_chains import hoist_parameter_chains
+from autoparallel.passes.insert_collectives import Sizes, insert_collectives
+from autoparallel.passes.verify_placements import verify_placements
+from autoparallel.placements import Invariant, Layout, parse_layout, shards_of
+from autoparallel.plan import Plan
+from autoparallel.redistribution import Redistributor
+from autoparallel.rules.calls import is_tensor
+
+
+@dataclass
+class LocalProgram:
+    """One rank's program, not yet attached to parameters.
+
+    Attributes:
+        captured: the global graph it came from.
+        body: the local graph; its placeholders are parameters as used, buffers, constants and inputs.
+        buckets: how parameters reach the body; those gathered per use are calls in it.
+        output_layouts: the layouts in which the outputs leave.
+        divisors: for each symbolic size that is cut: its expression and into how many pieces.
+    """
+
+    captured: Captured
+    body: fx.GraphModule
+    buckets: list[Bucket]
+    output_layouts: list[Layout]
+    divisors: list[tuple[object, int]]
+
+    def text(self) -> str:
+        """The program in words, the same on every rank: what ranks compare before they run it."""
+        chains = [f"{b.name} per_use={b.per_use}: {c}" for b in self.buckets for c in b.chains]
+        return "\n".join([*chains, str(self.body.graph)])
+
+
+def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | None]:
+    """The layout that each output must have: whole, or None where it may stay as it is made.
+
+    Args:
+        mode: ``"auto"`` gathers outputs unless there is a loss, ``"gather"`` always does, ``"sharded"`` never.
+        axes: the number of mesh axes.
+    """
+    invariant: Layout = (Invariant,) * axes
+    buffers = len(captured.mutated_buffers)
+    layouts: list[Layout | None] = []
+    for i, node in enumerate(captured.graph.output_node().args[0]):  # type: ignore[arg-type]
+        assert isinstance(node, fx.Node)
+        whole = i < buffers or i in captured.scalars or node.meta["val"].ndim == 0
+        whole = whole or mode == "gather" or (mode == "auto" and not captured.scalars)
+        layouts.append(invariant if whole else None)
+    return layouts
+
+
+def input_layouts(captured: Captured, specs: Sequence[object], given: Sequence[Layout | None]) -> dict[str, Layout]:
+    """The layouts of the inputs that are ``DTensor``s, by placeholder."""
+    return {
+        name: layout
+        for name, spec, layout in zip(captured.inputs, specs, given, strict=True)
+        if name is not None and layout is not None and isinstance(spec, InputSpec)
+    }
+
+
+def build_program(
+    captured: Captured,
+    plan: Plan,
+    *,
+    prefix: str,
+    redistributor: Redistributor,
+    outputs: Sequence[Layout | None],
+    inputs: Mapping[str, Layout],
+    device: torch.device,
+    hoist_all: bool = False,
+) -> LocalProgram:
+    """Runs the passes on ``captured`` (whose graph becomes the body).
+
+    Args:
+        prefix: the name under which the mesh is bound.
+        outputs, inputs: the layouts in which outputs leave and ``DTensor`` inputs come.
+        device: where the program creates tensors.
+        hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
+    """
+    module = captured.module
+    sizes = Sizes(captured.actual)
+    layouts = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
+    insert_collectives(
+        module,
+        modes={key: plan.modes(key) for key in plan.operators},
+        placeholders={**layouts, **inputs},
+        shared={key: parse_layout(text) for key, text in plan.shared.items()},
+        outputs=outputs,
+        axis_names=plan.axis_names,
+        prefix=prefix,
+        redistributor=redistributor,
+        sizes=sizes,
+    )
+    verify_placements(module)
+    output_layouts = [n.meta["placements"] for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+    chains = hoist_parameter_chains(module, captured.parameters, redistributor, sizes)
+    gather = {} if hoist_all else {name: p.gather for name, p in plan.parameters.items()}
+    buckets = bucket_collectives(module, chains, gather)
+    set_device(module.graph, device)
+    divisors = _divisors(module, plan.axis_sizes)
+    return LocalProgram(captured, module, buckets, output_layouts, divisors)
+
+
+def _divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> list[tuple[object, int]]:
+    found: dict[tuple[object, int], None] = {}
+    for node in module.graph.nodes:
+        if not is_tensor(node) or "placements" not in node.meta:
+            continue
+        layout: Layout = node.meta["placements"]
+        for dim, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, int):
+                continue
+            count = 1
+            for axis in shards_of(layout, dim):
+                count *= axis_sizes[axis]
+            if count > 1:
+                found[size.node.expr, count] = None
+    return list(found)

@@ -1,0 +1,107 @@
+"""How each operator may be sharded: one rule per operator, in factor notation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoparallel.rules import elementwise, matmul, reductions, shapes
+from autoparallel.rules.calls import is_tensor, shape_of, tensor_operands
+from autoparallel.rules.core import _RULES, _USER_RULES, Rule, RuleError, make_rule, parse_factors, ruled_targets
+
+_FAMILIES = (elementwise, matmul, reductions, shapes)
+
+
+def operator_name(target: Any) -> str:
+    """An operator's name as plans, reports and messages write it: ``aten.linear``, ``autoparallel.dropout``."""
+    if isinstance(target, torch._ops.OpOverload):
+        name = f"{target.namespace}.{target._schema.name.rpartition('::')[2]}"
+        return name if target._overloadname == "default" else f"{name}.{target._overloadname}"
+    module = getattr(target, "__module__", "").partition(".")[0].lstrip("_")
+    return f"{module}.{getattr(target, '__name__', str(target))}"
+
+
+def rule_for(node: fx.Node) -> Rule | None:
+    """The sharding rule of a call, or None when its operator can only be replicated."""
+    if node.op != "call_function" or not is_tensor(node):
+        return None
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        maker = _USER_RULES.get(target._schema.name) or _USER_RULES.get(f"{target._schema.name}.{target._overloadname}")
+        if maker is not None:
+            return maker(node)
+    maker = _RULES.get(target)
+    return maker(node) if maker is not None else None
+
+
+def has_rule(target: Any) -> bool:
+    """Whether an operator has a rule at all (a call of it may still be one that can only be replicated)."""
+    if isinstance(target, torch._ops.OpOverload) and target._schema.name in _USER_RULES:
+        return True
+    return target in _RULES
+
+
+def register_rule(
+    operator: str,
+    notation: str,
+    *,
+    reductions: Mapping[str, str] | None = None,
+    linear: Sequence[Sequence[int]] = (),
+    additive: Sequence[int] = (),
+    blocked: Sequence[str] = (),
+    flops: int = 0,
+) -> None:
+    """Teaches autoparallel how your own operator may be sharded.
+
+    Args:
+        operator: the operator's qualified name, ``"mylib::rope"`` or ``"mylib::rope.overload"``.
+        notation: its factors, one name for each loop dimension: ``"b s h d, s d -> b s h d"``.  ``(h d)`` is not
+            accepted here, since the sizes of its parts cannot be told from the shapes.
+        reductions: for each factor that the result does not bear, ``"sum"`` or ``"mean"``.
+        linear: sets of operands (by position among the tensor operands) in which the operator is jointly linear.
+        additive: operands that are added to the result.
+        blocked: factors that must stay whole, such as the head dim of a rotary embedding.
+        flops: floating-point operations per point of the iteration space, for the cost model.
+
+    Raises:
+        RuleError: when a factor is reduced without a declared kind, or the notation cannot be read.
+    """
+    if "::" not in operator:
+        raise RuleError(f"an operator is named 'library::name', got {operator!r}")
+    left, right = parse_factors(notation)
+    borne = set(right)
+    for operand in left:
+        for factor in operand:
+            if factor.startswith("("):
+                raise RuleError(f"{factor!r} in {notation!r}: composed dims cannot be used in register_rule")
+            if factor in ("1", "...") or factor in borne or factor in blocked or factor in (reductions or {}):
+                continue
+            raise RuleError(
+                f"factor {factor!r} of {operator} is reduced (the result of {notation!r} does not bear it): "
+                f"pass reductions={{{factor!r}: 'sum'}} or 'mean', or blocked=[{factor!r}]"
+            )
+    if any(kind not in ("sum", "mean") for kind in (reductions or {}).values()):
+        raise RuleError(f"reductions of {operator} are 'sum' or 'mean', got {dict(reductions or {})}")
+
+    def maker(node: fx.Node) -> Rule:
+        try:
+            return make_rule(
+                notation,
+                [shape_of(o) for o in tensor_operands(node)],
+                shape_of(node),
+                reductions=reductions,
+                linear=linear,
+                additive=additive,
+                blocked=blocked,
+                flops=flops,
+            )
+        except RuleError as error:
+            raise RuleError(f"the rule registered for {operator} does not fit a call of it: {error}") from None
+
+    _USER_RULES[operator] = maker
+
+
+__all__ = ["Rule", "RuleError", "has_rule", "operator_name", "register_rule", "rule_for", "ruled_targets"]

@@ -1,0 +1,82 @@
+"""Reading a call in a graph: its tensor operands, its arguments by name, its shapes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+Shape = tuple[Any, ...]
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def shape_of(node: fx.Node) -> Shape:
+    """The node's global shape; ints and SymInts."""
+    return tuple(node.meta["val"].shape)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The node's tensor operands in the order of the call, repeated where they repeat."""
+    found: list[fx.Node] = []
+
+    def visit(arg: fx.Node) -> fx.Node:
+        if is_tensor(arg):
+            found.append(arg)
+        return arg
+
+    fx.map_arg((node.args, node.kwargs), visit)
+    return found
+
+
+def map_tensor_operands(node: fx.Node, replace: Callable[[int, fx.Node], fx.Node]) -> tuple[Any, Any]:
+    """The node's args and kwargs with each tensor operand (by position) replaced."""
+    count = 0
+
+    def visit(arg: fx.Node) -> fx.Node:
+        nonlocal count
+        if not is_tensor(arg):
+            return arg
+        count += 1
+        return replace(count - 1, arg)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), visit)
+    return args, kwargs
+
+
+@cache
+def _parameters(target: Any) -> tuple[tuple[str, Any], ...]:
+    if isinstance(target, torch._ops.OpOverload):
+        return tuple((a.name, a.default_value) for a in target._schema.arguments)
+    return tuple(
+        (p.name, None if p.default is p.empty else p.default) for p in inspect.signature(target).parameters.values()
+    )
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The call's arguments by the names of its schema, defaults filled in."""
+    names = _parameters(node.target)
+    bound = dict(names)
+    bound.update(zip((name for name, _ in names), node.args, strict=False))
+    bound.update(node.kwargs)
+    return bound
+
+
+def argument_position(node: fx.Node, name: str) -> int:
+    """The position of an argument in the call's schema."""
+    return [n for n, _ in _parameters(node.target)].index(name)
+
+
+def with_argument(node_args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, name: str, value: Any) -> Any:
+    """``(args, kwargs)`` of the call with one argument replaced, whether it was given by position or by name."""
+    position = argument_position(node, name)
+    if position < len(node_args):
+        return (*node_args[:position], value, *node_args[position + 1 :]), kwargs
+    return node_args, {**kwargs, name: value}

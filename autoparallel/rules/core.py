@@ -1,0 +1,222 @@
+"""What a sharding rule is: the factors of one operator.
+
+A rule names every loop dimension (factor) of an operator, ``"m k, k n -> m n"`` for a matrix product, and says which
+factors each dim of each operand and of the result runs over.  How the operator may be sharded, what that does to the
+local shapes, and what has to be communicated all follow from the factors (see ``typing``).
+
+Notation: operands are separated by ``,``; dims by spaces; ``(h d)`` is a dim composed of two factors, the outer first;
+``1`` is a dim that is not sharded (size one, or broadcast); ``...`` stands for the leading dims that all operands with
+``...`` share, aligned from the right and broadcast as torch does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from autoparallel.rules.localize import Localize
+
+DimFactors = tuple[str, ...]
+"""The factors of one dim, outermost first; empty for a dim that is not sharded."""
+
+TensorFactors = tuple[DimFactors, ...]
+
+
+class RuleError(ValueError):
+    """A sharding rule that contradicts itself or the operator it is for."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one call of an operator may be sharded.
+
+    Attributes:
+        operands: the factors of each tensor operand's dims, in the order of the call's tensor arguments.
+        result: the factors of the result's dims.
+        sizes: the size of every factor (an int or a SymInt).
+        reductions: for factors that the result does not bear, how they are reduced: ``"sum"``, ``"mean"`` (the local
+            result is divided by the number of shards), or ``"composite"`` (the local operator communicates by itself
+            and gives the whole, Invariant result; ``localize`` must write it).
+        linear: sets of operands in which the operator is jointly linear: Partial through one set gives Partial.
+        additive: operands that are added to the result: Partial wherever the result becomes Partial.
+        blocked: factors that are never sharded.
+        localize: rewrites the local call where its arguments speak of global sizes or positions.
+        flops: floating-point operations of the forward, as a multiple of the product of all factor sizes; 0 for an
+            operator that is bound by memory.
+    """
+
+    operands: tuple[TensorFactors, ...]
+    result: TensorFactors
+    sizes: Mapping[str, Any]
+    reductions: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[frozenset[int], ...] = ()
+    additive: frozenset[int] = frozenset()
+    blocked: frozenset[str] = frozenset()
+    localize: Localize | None = None
+    flops: int = 0
+
+    def __post_init__(self) -> None:
+        borne = {f for dim in self.result for f in dim}
+        for operand in self.operands:
+            for dim in operand:
+                for factor in dim:
+                    known = factor in borne or factor in self.reductions or factor in self.blocked
+                    if not known:
+                        raise RuleError(
+                            f"factor {factor!r} is reduced (the result does not bear it) but the rule {self} declares "
+                            "no kind for it: give reductions={...: 'sum' | 'mean'} or block it"
+                        )
+        for factor, kind in self.reductions.items():
+            if kind not in ("sum", "mean", "composite"):
+                raise RuleError(f"factor {factor!r} has the reduction {kind!r}; expected 'sum', 'mean' or 'composite'")
+            if factor in borne:
+                raise RuleError(f"factor {factor!r} is declared reduced but the result bears it in {self}")
+
+    def __str__(self) -> str:
+        def show(tensor: TensorFactors) -> str:
+            return " ".join("1" if not d else d[0] if len(d) == 1 else f"({' '.join(d)})" for d in tensor)
+
+        return f"{', '.join(show(o) for o in self.operands)} -> {show(self.result)}"
+
+    def factors(self) -> list[str]:
+        """All factors that may be sharded, in order of appearance."""
+        seen: dict[str, None] = {}
+        for tensor in (*self.operands, self.result):
+            for dim in tensor:
+                for factor in dim:
+                    seen.setdefault(factor)
+        return [f for f in seen if f not in self.blocked]
+
+    def dim_of(self, tensor: TensorFactors, factor: str) -> int | None:
+        """The dim of a tensor that is cut when ``factor`` is sharded: the one where it is outermost.
+
+        Returns -1 where the tensor bears the factor in a place that cannot be cut.
+        """
+        found: int | None = None
+        for dim, factors in enumerate(tensor):
+            if factor in factors:
+                if factors[0] != factor or found is not None:
+                    return -1
+                found = dim
+        return found
+
+
+_DIM = re.compile(r"\([^)]*\)|\S+")
+
+
+def parse_factors(text: str) -> tuple[list[list[str]], list[str]]:
+    """Splits notation into the dims of each operand and of the result; each dim still text."""
+    left, arrow, right = text.partition("->")
+    if not arrow or "->" in right:
+        raise RuleError(f"a sharding rule is written 'operands -> result', got {text!r}")
+    return [_DIM.findall(part) for part in left.split(",")], _DIM.findall(right)
+
+
+def make_rule(
+    notation: str,
+    shapes: Sequence[Sequence[Any]],
+    result_shape: Sequence[Any],
+    *,
+    sizes: Mapping[str, Any] | None = None,
+    reductions: Mapping[str, str] | None = None,
+    linear: Sequence[Sequence[int]] = (),
+    additive: Sequence[int] = (),
+    blocked: Sequence[str] = (),
+    localize: Localize | None = None,
+    flops: int = 0,
+) -> Rule:
+    """The rule of one call, from its notation and the shapes of its tensors.
+
+    Raises:
+        RuleError: when ranks or sizes contradict the notation.
+    """
+    left, right = parse_factors(notation)
+    if len(left) != len(shapes):
+        raise RuleError(f"the rule {notation!r} is for {len(left)} tensors, the call has {len(shapes)}")
+    found: dict[str, Any] = dict(sizes or {})
+    lead = max(
+        (len(shape) - len(dims) + 1 for dims, shape in zip(left, shapes, strict=True) if "..." in dims), default=0
+    )
+    if "..." in right:
+        lead = max(lead, len(result_shape) - len(right) + 1)
+    operands = tuple(_tensor_factors(d, s, lead, found, notation) for d, s in zip(left, shapes, strict=True))
+    result = _tensor_factors(right, result_shape, lead, found, notation)
+    return Rule(
+        operands,
+        result,
+        found,
+        dict(reductions or {}),
+        tuple(frozenset(group) for group in linear),
+        frozenset(additive),
+        frozenset(blocked),
+        localize,
+        flops,
+    )
+
+
+def _tensor_factors(
+    dims: Sequence[str], shape: Sequence[Any], lead: int, sizes: dict[str, Any], notation: str
+) -> TensorFactors:
+    written = list(dims)
+    if "..." in written:
+        at = written.index("...")
+        count = len(shape) - len(written) + 1
+        written[at : at + 1] = [f"...{lead - count + i}" for i in range(count)]
+    if len(written) != len(shape):
+        raise RuleError(f"{' '.join(dims)!r} in the rule {notation!r} has another rank than the shape {tuple(shape)}")
+    out: list[DimFactors] = []
+    for text, size in zip(written, shape, strict=True):
+        if text.startswith("("):
+            names = tuple(text[1:-1].split())
+            missing = [n for n in names if n not in sizes]
+            if missing:
+                raise RuleError(f"the sizes of {missing} in {notation!r} cannot be told from the shapes")
+            out.append(names)
+        elif text == "1" or (isinstance(size, int) and size == 1):
+            out.append(())
+        else:
+            known = sizes.setdefault(text, size)
+            if known is not size and isinstance(known, int) and isinstance(size, int) and known != size:
+                raise RuleError(f"factor {text!r} in {notation!r} has the sizes {known} and {size}")
+            out.append((text,))
+    return tuple(out)
+
+
+def without_operand(rule: Rule, index: int) -> Rule:
+    """The same rule for a call that leaves an optional operand out."""
+    shift = {i: i if i < index else i - 1 for i in range(len(rule.operands)) if i != index}
+    return replace(
+        rule,
+        operands=tuple(o for i, o in enumerate(rule.operands) if i != index),
+        linear=tuple(frozenset(shift[i] for i in g if i != index) for g in rule.linear),
+        additive=frozenset(shift[i] for i in rule.additive if i != index),
+    )
+
+
+RuleMaker = Callable[["fx.Node"], "Rule | None"]
+
+_RULES: dict[Any, RuleMaker] = {}
+_USER_RULES: dict[str, RuleMaker] = {}
+
+
+def rule(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
+    """Decorates the function that makes the rule of a call of one of ``targets``."""
+
+    def register(maker: RuleMaker) -> RuleMaker:
+        for target in targets:
+            if target in _RULES:
+                raise RuleError(f"{target} has a rule already")
+            _RULES[target] = maker
+        return maker
+
+    return register
+
+
+def ruled_targets() -> list[Any]:
+    """Every operator that has a built-in rule."""
+    return list(_RULES)

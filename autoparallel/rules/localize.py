@@ -1,0 +1,99 @@
+"""The local call of a sharded operator, where its arguments speak of global sizes or positions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autoparallel.placements import Layout
+from autoparallel.rules.calls import arguments, with_argument
+from autoparallel.rules.typing import Mode
+
+
+@dataclass
+class LocalCall:
+    """The call that a rank makes for one operator; ``localize`` functions change it in place.
+
+    Attributes:
+        graph: the graph of the local program; new nodes are inserted before the call.
+        node: the operator's node in the global graph: its meta holds the global shapes.
+        target, args, kwargs: the local call so far, its operands already redistributed.
+        modes: how the operator runs on each mesh axis.
+        operand_layouts, result_layout: the layouts of the operands and of the result.
+        axis_sizes: the sizes of the mesh axes.
+        groups: the names of the mesh axes, as programs name them.
+    """
+
+    graph: fx.Graph
+    node: fx.Node
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    modes: Sequence[Mode]
+    operand_layouts: Sequence[Layout]
+    result_layout: Layout
+    axis_sizes: Sequence[int]
+    groups: Sequence[str]
+
+    def axes_of(self, factor: str) -> list[int]:
+        """The mesh axes that shard ``factor``, outermost first."""
+        return [i for i, m in enumerate(self.modes) if m.kind == "shard" and m.factor == factor]
+
+    def joint_group(self, factor: str) -> str:
+        """The name of the one group over all axes that shard ``factor``; empty when none does."""
+        axes = self.axes_of(factor)
+        if not axes:
+            return ""
+        prefix = self.groups[axes[0]].rpartition("/")[0]
+        return f"{prefix}/{'+'.join(self.groups[i].rpartition('/')[2] for i in axes)}"
+
+    def shards(self, dim: int) -> int:
+        """Into how many pieces the result's ``dim`` is cut."""
+        count = 1
+        for size, placement in zip(self.axis_sizes, self.result_layout, strict=True):
+            if placement.kind == "S" and placement.dim == dim:
+                count *= size
+        return count
+
+    def dim_groups(self) -> tuple[str, ...]:
+        """For each dim of the result, the axes that shard it, joined by commas."""
+        rank = len(self.node.meta["val"].shape)
+        cut: list[list[str]] = [[] for _ in range(rank)]
+        for group, placement in zip(self.groups, self.result_layout, strict=True):
+            if placement.kind == "S":
+                cut[placement.dim].append(group)
+        return tuple(",".join(names) for names in cut)
+
+    def set_argument(self, name: str, value: Any) -> None:
+        """Replaces one argument of the local call."""
+        self.args, self.kwargs = with_argument(self.args, self.kwargs, self.node, name, value)
+
+
+Localize = Callable[[LocalCall], None]
+
+
+def divide_sizes(name: str) -> Localize:
+    """Localises an argument that lists the result's sizes (view, expand, full): each sharded dim is divided."""
+
+    def localize(call: LocalCall) -> None:
+        sizes = list(arguments(call.node)[name])
+        rank = len(call.node.meta["val"].shape)
+        if len(sizes) != rank:
+            raise AssertionError(f"{call.node} lists {len(sizes)} sizes for a result of rank {rank}")
+        for dim, size in enumerate(sizes):
+            count = call.shards(dim)
+            if count == 1 or size == -1:
+                continue
+            if isinstance(size, fx.Node):
+                local = call.graph.call_function(operator.floordiv, (size, count))
+                local.meta["val"] = size.meta["val"] // count
+                sizes[dim] = local
+            else:
+                sizes[dim] = size // count
+        call.set_argument(name, sizes)
+
+    return localize

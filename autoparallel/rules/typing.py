@@ -1,0 +1,112 @@
+"""In which ways an operator may run on one mesh axis, and no other.
+
+- *Invariant*: every differentiable operand is Invariant, and so is the result.
+- *Replicate*: every differentiable operand is Replicate, and so is the result.
+- a factor is *sharded*: operands that bear it are Shard, every other differentiable operand is Replicate (an additive
+  operand Partial, where the factor is reduced), a result that bears it is Shard, one that does not is Partial.
+- *Partial* passes through operands in which the operator is linear; every other differentiable operand is Replicate.
+
+Operands that carry no gradient have no summands to keep apart: where a differentiable one is Replicate, they are
+written Invariant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
+from autoparallel.rules.core import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How an operator runs on one mesh axis: ``I``, ``R``, ``shard:<factor>`` or ``partial:<linear set>``."""
+
+    kind: str
+    factor: str = ""
+    linear: int = -1
+
+    def __str__(self) -> str:
+        if self.kind == "shard":
+            return f"shard:{self.factor}"
+        return f"partial:{self.linear}" if self.kind == "partial" else self.kind
+
+
+INVARIANT_MODE = Mode("I")
+REPLICATE_MODE = Mode("R")
+
+
+@cache
+def parse_mode(text: str) -> Mode:
+    """The inverse of ``str(mode)``."""
+    kind, _, rest = text.partition(":")
+    if kind == "shard" and rest:
+        return Mode("shard", factor=rest)
+    if kind == "partial" and rest.isdigit():
+        return Mode("partial", linear=int(rest))
+    if text in ("I", "R"):
+        return Mode(text)
+    raise ValueError(f"not a way to run an operator: {text!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """One way to run an operator on one axis: the mode, and the placements that it needs and gives."""
+
+    mode: Mode
+    operands: tuple[Placement, ...]
+    result: Placement
+
+
+def typed_modes(
+    rule: Rule | None, operand_count: int, differentiable: Sequence[bool], result_differentiable: bool
+) -> list[Typed]:
+    """Every way to run an operator on one mesh axis.
+
+    Args:
+        rule: the operator's factors, or None for an operator that can only be replicated.
+        operand_count: the number of tensor operands.
+        differentiable: for each operand, whether a gradient flows to it through this operator.
+        result_differentiable: whether a gradient flows into the result.
+    """
+    whole = tuple(Replicate if d else Invariant for d in differentiable)
+    modes = [Typed(INVARIANT_MODE, (Invariant,) * operand_count, Invariant)]
+    if result_differentiable:
+        modes.append(Typed(REPLICATE_MODE, whole, Replicate))
+    if rule is not None:
+        modes.extend(_sharded(rule, whole))
+        modes.extend(_partial(rule, whole))
+    return modes
+
+
+def _sharded(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
+    for factor in rule.factors():
+        result_dim = rule.dim_of(rule.result, factor)
+        operand_dims = [rule.dim_of(operand, factor) for operand in rule.operands]
+        if result_dim == -1 or -1 in operand_dims:
+            continue
+        reduction = rule.reductions.get(factor)
+        if result_dim is None and reduction is None:
+            continue
+        operands = tuple(
+            Shard(dim) if dim is not None else Partial if i in rule.additive and result_dim is None else whole[i]
+            for i, dim in enumerate(operand_dims)
+        )
+        if result_dim is not None:
+            result = Shard(result_dim)
+        else:
+            result = Invariant if reduction == "composite" else Partial
+        if reduction == "composite" and any(p == Replicate for p in operands):
+            # The composite's own backward gives whole gradients; operands that do not bear the factor stay whole.
+            operands = tuple(Invariant if p == Replicate else p for p in operands)
+        yield Typed(Mode("shard", factor=factor), operands, result)
+
+
+def _partial(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
+    for i, group in enumerate(rule.linear):
+        operands = tuple(
+            Partial if j in group or j in rule.additive else whole[j] for j in range(len(rule.operands))
+        )
+        yield Typed(Mode("partial", linear=i), operands, Partial)

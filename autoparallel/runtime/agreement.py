@@ -1,0 +1,130 @@
+"""Making sure that all ranks are about to do the same, before any of them enters a collective.
+
+A collective that ranks enter with different sizes aborts the process, with different dtypes or in another order gives
+wrong numbers, and one that a rank leaves out hangs (see the table in ``docs/errors.md``).  So the ranks compare
+digests first, over a group of their own on the CPU, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoparallel.groups import CONTROL_TIMEOUT
+
+T = TypeVar("T")
+_GROUPS: dict[tuple[int, ...], Any] = {}
+
+
+class RankMismatchError(RuntimeError):
+    """The ranks are not doing the same; raised on all of them, before any collective of the model."""
+
+
+def digest(*parts: object) -> bytes:
+    """32 bytes that stand for some values."""
+    h = hashlib.sha256()
+    for part in parts:
+        h.update(part if isinstance(part, bytes) else repr(part).encode())
+        h.update(b"\0")
+    return h.digest()
+
+
+def tensor_digest(x: torch.Tensor) -> bytes:
+    """A digest of a tensor's values."""
+    data = x.detach().cpu().contiguous()
+    return hashlib.sha256(data.view(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"").digest()
+
+
+class Agreement:
+    """The ranks of one mesh, talking about what they are about to do."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.ranks: list[int] = mesh.mesh.flatten().tolist()
+        self.alone = len(self.ranks) == 1
+        self.group: Any = None
+        if not self.alone:
+            key = tuple(self.ranks)
+            if key not in _GROUPS:
+                _GROUPS[key] = dist.new_group(self.ranks, timeout=CONTROL_TIMEOUT, backend="gloo")
+            self.group = _GROUPS[key]
+
+    def table(self, mine: bytes) -> torch.Tensor:
+        """Every rank's digest, one row each."""
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        if self.alone:
+            return own.unsqueeze(0)
+        table = torch.empty(len(self.ranks), len(own), dtype=torch.uint8)
+        dist.all_gather_into_tensor(table.view(-1), own, group=self.group)
+        return table
+
+    def require_same(self, what: str, mine: bytes, describe: Callable[[], str]) -> None:
+        """Raises on every rank when the digests differ on any.
+
+        Args:
+            what: what the digest is of, to begin the message with.
+            describe: this rank's version, in words; asked for only when they differ.
+
+        Raises:
+            RankMismatchError: naming the ranks, and what each has.
+        """
+        table = self.table(mine)
+        if bool((table == table[0]).all()):
+            return
+        self.fail(what, describe())
+
+    def fail(self, what: str, own: str) -> None:
+        """Raises ``RankMismatchError`` with every rank's description; all ranks must call it."""
+        versions: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(versions, own, group=self.group)
+        lines = [f"  rank {rank}: {text}" for rank, text in zip(self.ranks, versions, strict=True)]
+        raise RankMismatchError(f"{what}\n" + "\n".join(lines))
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Runs something that may raise; when it raises on any rank, every rank raises."""
+        error: BaseException | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except Exception as caught:  # noqa: BLE001 - raised again below
+            error = caught
+        if not self.alone:
+            texts: list[Any] = [None] * len(self.ranks)
+            dist.all_gather_object(texts, None if error is None else str(error), group=self.group)
+            failed = [(r, t) for r, t in zip(self.ranks, texts, strict=True) if t is not None]
+            if failed and error is None:
+                raise RankMismatchError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """The text that the first rank makes, on all ranks; its error, if it raises, too."""
+        if self.alone:
+            return make()
+        error: Exception | None = None
+        box: list[Any] = [None]
+        if dist.get_rank() == self.ranks[0]:
+            try:
+                box = [("ok", make())]
+            except Exception as caught:  # noqa: BLE001 - raised below, on every rank
+                error, box = caught, [("error", f"{type(caught).__name__}: {caught}")]
+        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
+        kind, text = box[0]
+        if error is not None:
+            raise error
+        if kind == "error":
+            raise RankMismatchError(f"rank {self.ranks[0]} failed while planning: {text}")
+        return text
+
+
+def forget_groups() -> None:
+    """Forgets the groups; for processes that destroy their process groups and make new ones."""
+    _GROUPS.clear()
+
+
+__all__ = ["Agreement", "RankMismatchError", "digest", "forget_groups", "tensor_digest"]

@@ -1,0 +1,189 @@
+"""Buckets of parameters at run time: gathered together, their gradients received together.
+
+[Note: gather per use] A bucket that is gathered per use keeps nothing for the backward: while the body runs,
+saved-tensor hooks recognise what operators save of a gathered parameter, by its storage, and save a note instead; the
+backward gathers the bucket again.  The next bucket's gather is started ahead, in the forward and in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel import _torch
+from autoparallel.passes.bucket_collectives import Bucket
+from autoparallel.runtime.gradients import GradientStore, Tensors
+
+
+class ParameterBucket(nn.Module):
+    """Gathers the parameters of one bucket; called by the program, with no arguments.
+
+    Args:
+        bucket: what it holds and how it gathers.
+        store: where its gradients go.
+    """
+
+    def __init__(self, bucket: Bucket, store: GradientStore) -> None:
+        super().__init__()
+        self.bucket = bucket
+        self.store = store
+        self.hooks: RegatherHooks | None = None
+        self.following: ParameterBucket | None = None
+        self._started: Callable[[], Tensors] | None = None
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """The bucket's parameters in the layouts of their uses, parameter by parameter."""
+        values = _Unshard.apply(self, *(self.store.parameters[c.name] for c in self.bucket.chains))
+        if self.hooks is not None:
+            self.hooks.own(self, values)
+            if self.following is not None:
+                self.following.prefetch()
+        return values
+
+    def local_parameters(self) -> Tensors:
+        """This rank's tensors of the parameters at rest."""
+        return [_torch.local_of(self.store.parameters[c.name]).detach() for c in self.bucket.chains]
+
+    def prefetch(self) -> None:
+        """Starts the gather whose result the next ``gather`` returns."""
+        if self._started is None:
+            self._started = self._start()
+
+    def drop(self) -> None:
+        """Waits for a gather that has been started and forgets it."""
+        if self._started is not None:
+            self._started()
+            self._started = None
+
+    def gather(self) -> Tensors:
+        """This rank's values for every use."""
+        finish, self._started = self._started or self._start(), None
+        return finish()
+
+    def _start(self) -> Callable[[], Tensors]:
+        chains = self.bucket.chains
+        values = self.local_parameters()
+        uses = range(len(chains[0].uses))
+        columns = [self.store.start(values, [c.paths[use] for c in chains]) for use in uses]
+
+        def finish() -> Tensors:
+            done = [column() for column in columns]
+            return [column[i] for i in range(len(chains)) for column in done]
+
+        return finish
+
+
+class _Unshard(torch.autograd.Function):
+    """The boundary between parameters at rest and the program: gathers forward, accumulates or reduces backward."""
+
+    @staticmethod
+    def forward(ctx: Any, bucket: ParameterBucket, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.bucket = bucket
+        ctx.set_materialize_grads(False)
+        return tuple(value.view_as(value) for value in bucket.gather())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        bucket: ParameterBucket = ctx.bucket
+        chains = bucket.bucket.chains
+        uses = len(chains[0].uses)
+        rows = [list(grads[i * uses : (i + 1) * uses]) for i in range(len(chains))]
+        bucket.store.receive(chains, [row if any(g is not None for g in row) else [] for row in rows])
+        return (None,) * (1 + len(chains))
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What is saved in place of a gathered parameter, or of a view of it."""
+
+    bucket: ParameterBucket
+    value: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    versions: tuple[int, ...]
+
+
+class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
+    """Saves notes instead of gathered parameters while a body runs (see [Note: gather per use]).
+
+    Args:
+        buckets: the buckets gathered per use, in the order of their first uses.
+    """
+
+    def __init__(self, buckets: Sequence[ParameterBucket]) -> None:
+        self._buckets = list(buckets)
+        self._owners: dict[int, tuple[_torch.StorageWeakRef, ParameterBucket, int, int]] = {}
+        self._notes: dict[ParameterBucket, int] = dict.fromkeys(buckets, 0)
+        self._gathered: dict[ParameterBucket, Tensors] = {}
+        self._seen: set[ParameterBucket] = set()
+        super().__init__(self._pack, self._unpack)
+
+    def __enter__(self) -> None:
+        for bucket, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
+            bucket.hooks, bucket.following = self, following
+        super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        for bucket in self._buckets:
+            bucket.hooks = None
+            if args and args[0] is not None:
+                bucket.drop()
+
+    def own(self, bucket: ParameterBucket, values: Sequence[torch.Tensor]) -> None:
+        """Notes the storages of a bucket that has just been gathered."""
+        at_rest = {p.untyped_storage().data_ptr() for p in bucket.local_parameters()}
+        for i, value in enumerate(values):
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in at_rest:
+                self._owners[storage.data_ptr()] = (
+                    _torch.StorageWeakRef(storage), bucket, i, value.storage_offset()
+                )  # fmt: skip
+
+    def regathered(self) -> list[Bucket]:
+        """The buckets that the backward will gather again."""
+        return [b.bucket for b, count in self._notes.items() if count]
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        owner = self._owners.get(storage.data_ptr())
+        if owner is None or owner[0].expired():
+            return tensor
+        _, bucket, value, base = owner
+        self._notes[bucket] += 1
+        versions = tuple(p._version for p in bucket.local_parameters())
+        return _Note(bucket, value, tensor.size(), tensor.stride(), tensor.storage_offset() - base, versions)
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _Note):
+            return saved
+        bucket = saved.bucket
+        values = self._gathered.get(bucket)
+        if values is None:
+            if tuple(p._version for p in bucket.local_parameters()) != saved.versions:
+                raise RuntimeError(
+                    f"{bucket.bucket.chains[saved.value // len(bucket.bucket.chains[0].uses)].name} was modified in "
+                    "place between the forward and the backward that needs it; step the optimizer after backward()"
+                )
+            with torch.no_grad():
+                values = self._gathered[bucket] = bucket.gather()
+            self._seen.add(bucket)
+            self._prefetch_before(bucket)
+        base = values[saved.value]
+        self._notes[bucket] -= 1
+        if self._notes[bucket] <= 0:
+            del self._gathered[bucket]
+        return base.as_strided(saved.size, saved.stride, saved.offset + base.storage_offset())
+
+    def _prefetch_before(self, bucket: ParameterBucket) -> None:
+        """Starts the gather that the backward most likely needs next: the bucket used just before this one."""
+        for earlier in reversed(self._buckets[: self._buckets.index(bucket)]):
+            if self._notes[earlier] > 0:
+                if earlier not in self._gathered and earlier not in self._seen:
+                    earlier.prefetch()
+                return

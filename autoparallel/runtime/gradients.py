@@ -1,0 +1,206 @@
+"""Gathering parameters, and accumulating and synchronising their gradients.
+
+[Note: the accumulator is .grad] Under ``no_sync()`` a parameter's ``.grad`` is a ``DTensor`` in the layout in which the
+backward made it: Partial where ranks hold summands, full-size where the parameter was gathered.  So there is one place
+where a gradient is, ``zero_grad()`` clears it as it does any other, and ``full_tensor()`` of it is right at any time.
+A synchronising backward adds to it and reduces the sum, once.  What no synchronising backward has reached is reduced
+by clipping or by the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoparallel import _torch
+from autoparallel.collectives import start_transfers, transfer
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.passes.insert_collectives import group_name
+from autoparallel.placements import Layout, dual_layout, to_dtensor_placements
+from autoparallel.redistribution import Step
+
+Tensors = list[torch.Tensor]
+
+
+class GradientStore:
+    """The gradients of one model's parameters: which are whole, which are still to be reduced.
+
+    Args:
+        mesh, prefix: the mesh, and the name under which it is bound.
+        parameters: the parameters at rest, by name.
+    """
+
+    def __init__(self, mesh: DeviceMesh, prefix: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.mesh, self.prefix = mesh, prefix
+        self.names = mesh.mesh_dim_names or ()
+        self.parameters = parameters
+        self.synchronise = True
+        self.backwards = 0
+        self._specs: dict[tuple[str, Layout], Any] = {}
+        self._pending: dict[str, ParameterChain] = {}
+        self._running: list[Callable[[], None]] = []
+
+    # -- collectives over many tensors ------------------------------------------------------------------------------
+
+    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Callable[[], Tensors]:
+        """Takes each tensor along its path; all paths go the same way.  The first collective starts at once."""
+        if not paths or not paths[0]:
+            return lambda: tensors
+        begun = self._start_step(tensors, [p[0] for p in paths])
+
+        def finish() -> Tensors:
+            values = begun()
+            for i in range(1, len(paths[0])):
+                values = self._start_step(values, [p[i] for p in paths])()
+            return values
+
+        return finish
+
+    def _start_step(self, tensors: Tensors, steps: Sequence[Step]) -> Callable[[], Tensors]:
+        group = group_name(self.prefix, self.names, steps[0].axes)
+        return start_transfers(tensors, [s.src for s in steps], [s.dst for s in steps], group)
+
+    # -- from a backward --------------------------------------------------------------------------------------------
+
+    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Tensors]) -> None:
+        """Takes the gradients of a bucket's parameters: for each, one for every use that was reached."""
+        present = [(chain, self._sum_uses(chain, values)) for chain, values in zip(chains, grads, strict=True) if values]
+        if not present:
+            return
+        if not self.synchronise:
+            self._accumulate(present)
+            return
+        totals = [self._with_pending(chain, grad) for chain, grad in present]
+        if not present[0][0].sync:  # no collective makes a new tensor: what the engine shares must not become .grad
+            totals = [t.clone() for t in totals]
+        kept = [chain for chain, _ in present]
+        finish = self.start(totals, [chain.sync for chain in kept])
+        if not self._running:
+            _torch.after_backward(self.finish)
+        self._running.append(lambda: self._hand_out(kept, finish()))
+
+    def _sum_uses(self, chain: ParameterChain, values: list[torch.Tensor]) -> torch.Tensor:
+        """One gradient, in the accumulator's layout, from those of the parameter's uses."""
+        if len(values) == 1 and len(chain.uses) == 1:
+            return values[0]
+        total: torch.Tensor | None = None
+        for value, use in zip(values, chain.uses, strict=True):
+            if value is None:
+                continue
+            for axis, (src, dst) in enumerate(zip(dual_layout(use), chain.accumulator, strict=True)):
+                if src != dst:
+                    value = transfer(value, src, dst, group_name(self.prefix, self.names, (axis,)))
+            total = value if total is None else total + value
+        assert total is not None
+        return total
+
+    def _accumulate(self, present: Sequence[tuple[ParameterChain, torch.Tensor]]) -> None:
+        sums: Tensors = []
+        addends: Tensors = []
+        for chain, grad in present:
+            known = self._take_accumulator(chain)
+            if known is None:
+                # The engine may hand the same tensor to others, and a view may keep a larger one alive.
+                known = grad.clone()
+            else:
+                sums.append(known)
+                addends.append(grad)
+            self._keep(chain, known)
+        if sums:
+            torch._foreach_add_(sums, addends)
+
+    def _keep(self, chain: ParameterChain, accumulator: torch.Tensor) -> None:
+        parameter = self.parameters[chain.name]
+        if chain.name not in self._pending or parameter.grad is None:
+            parameter.grad = self.wrap(chain.name, accumulator, chain.accumulator)
+        self._pending[chain.name] = chain
+
+    def _take_accumulator(self, chain: ParameterChain) -> torch.Tensor | None:
+        """The local sum of what has been accumulated so far, in the accumulator's layout."""
+        grad = self.parameters[chain.name].grad
+        if grad is None:  # zero_grad() has cleared it
+            self._pending.pop(chain.name, None)
+            return None
+        if chain.name in self._pending:
+            known = self._pending[chain.name]
+            local = _torch.local_of(grad)
+            if known.accumulator == chain.accumulator:
+                return local
+            del self._pending[chain.name]
+            value = self._along(local, known.accumulator, chain.accumulator)
+        else:  # a whole gradient: it becomes a summand again, without communication
+            value = self._along(_torch.local_of(grad).clone(), chain.at_rest, chain.accumulator)
+        self.parameters[chain.name].grad = None
+        return value
+
+    def _along(self, value: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
+        order = sorted(range(len(src)), key=lambda i: -i)  # the innermost axis of a dim comes last in the mesh
+        for axis in order:
+            if src[axis] != dst[axis]:
+                value = transfer(value, src[axis], dst[axis], group_name(self.prefix, self.names, (axis,)))
+        return value
+
+    def _with_pending(self, chain: ParameterChain, grad: torch.Tensor) -> torch.Tensor:
+        parameter = self.parameters[chain.name]
+        if chain.name not in self._pending:
+            return grad
+        known = self._take_accumulator(chain)
+        self._pending.pop(chain.name, None)
+        parameter.grad = None
+        return grad if known is None else known.add_(grad)
+
+    def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
+        sums: Tensors = []
+        addends: Tensors = []
+        for chain, value in zip(chains, values, strict=True):
+            parameter = self.parameters[chain.name]
+            if parameter.grad is None:
+                parameter.grad = self.wrap(chain.name, value, chain.at_rest)
+            else:
+                sums.append(_torch.local_of(parameter.grad))
+                addends.append(value)
+        if sums:
+            torch._foreach_add_(sums, addends)
+
+    def finish(self) -> None:
+        """Waits for the reductions that a backward has started and hands their results out."""
+        running, self._running = self._running, []
+        for hand_out in running:
+            hand_out()
+
+    # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
+
+    def wrap(self, name: str, local: torch.Tensor, layout: Layout) -> DTensor:
+        """A gradient as the ``DTensor`` that ``.grad`` is."""
+        spec = self._specs.get((name, layout))
+        if spec is None:
+            parameter = self.parameters[name]
+            spec = _torch.make_spec(self.mesh, to_dtensor_placements(layout), parameter.shape, parameter.dtype)
+            self._specs[name, layout] = spec
+        return _torch.wrap_local(local, spec)
+
+    def flush(self) -> None:
+        """Reduces every gradient that is still a summand; a collective that all ranks enter alike."""
+        self.finish()
+        groups: dict[Any, list[ParameterChain]] = {}
+        for name, chain in sorted(self._pending.items()):
+            if self.parameters[name].grad is not None:
+                kinds = tuple((s.axes, s.src.kind, s.dst.kind) for s in chain.sync)
+                groups.setdefault((kinds, chain.dtype), []).append(chain)
+        self._pending.clear()
+        for chains in groups.values():
+            locals_ = [_torch.local_of(self.parameters[c.name].grad) for c in chains]  # type: ignore[arg-type]
+            finish = self.start(locals_, [c.sync for c in chains])
+            for chain in chains:
+                self.parameters[chain.name].grad = None
+            self._hand_out(chains, finish())
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether some gradient is still a summand."""
+        return any(self.parameters[name].grad is not None for name in self._pending)

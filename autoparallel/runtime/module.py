@@ -1,0 +1,501 @@
+"""``ParallelModule``: the program behind ``nn.Module``'s and autograd's ordinary face."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from autoparallel import _torch
+from autoparallel.capture import Captured, InputSpec, _Constant, describe_inputs
+from autoparallel.ops import RandomState, set_random_state
+from autoparallel.passes.reduce_gradient_norm import reduce_gradient_norm
+from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_placements
+from autoparallel.plan import Plan
+from autoparallel.program import LocalProgram
+from autoparallel.runtime import norm as norms
+from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
+from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.state import distribute_like
+
+CHECKED_CALLS = 3
+"""On so many first calls the values of plain inputs are compared between the ranks, too."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model, flattened.
+
+    Attributes:
+        leaves: tensors (local ones, for a ``DTensor``) and other values.
+        specs: the tensors' global shapes, and the other values themselves.
+        layouts: the layouts of ``DTensor`` inputs; None for plain ones.
+        in_spec: how the leaves nest in ``(args, kwargs)``.
+        batch: the batch size.
+        with_target: whether the last positional argument is the target of the loss function.
+    """
+
+    leaves: tuple[Any, ...]
+    specs: tuple[Any, ...]
+    layouts: tuple[Layout | None, ...]
+    in_spec: pytree.TreeSpec
+    batch: int
+    with_target: bool
+
+
+class Runner:
+    """A program attached to a model's tensors: runs it on local inputs."""
+
+    def __init__(self, program: LocalProgram, store: GradientStore, plain: nn.Module, body: Callable[..., Any]) -> None:
+        self.program, self.store, self.plain, self.body = program, store, plain, body
+        captured = program.captured
+        buckets = [ParameterBucket(b, store) for b in program.buckets]
+        self.hoisted = [b for b in buckets if not b.bucket.per_use]
+        self.per_use = [b for b in buckets if b.bucket.per_use]
+        for bucket in self.per_use:
+            program.body.add_submodule(bucket.bucket.name, bucket)
+        program.body.graph.lint()
+        program.body.recompile()
+        self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
+        self.fixed: dict[str, torch.Tensor] = dict(captured.constants)
+        self.leaf_names = captured.inputs
+        self.specs = [
+            (to_dtensor_placements(layout), layout) for layout in program.output_layouts
+        ]
+        self.regathered: list[int] = []
+
+    def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The local outputs for local inputs."""
+        values: dict[str, Any] = {**self.fixed}
+        for name, path in self.program.captured.buffers.items():
+            values[name] = self.plain.get_buffer(path)
+        for name, leaf in zip(self.leaf_names, leaves, strict=True):
+            if name is not None:
+                values[name] = leaf
+        for bucket in self.hoisted:
+            results = iter(bucket())
+            for chain in bucket.bucket.chains:
+                values.update(zip(chain.placeholders, results, strict=False))
+        arguments = [values[name] for name in self.order]
+        if not self.per_use:
+            return self.body(*arguments)
+        hooks = RegatherHooks(self.per_use)
+        with hooks:
+            outputs = self.body(*arguments)
+        self.regathered = [b.number for b in hooks.regathered()]
+        return outputs
+
+
+class _Outputs(torch.autograd.Function):
+    """The boundary between the program and what the user does with its outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, store: GradientStore, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.store = store
+        return tuple(x.view_as(x) for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
+                "derivative would be taken of one rank's part only. Compute it on the plain model."
+            )
+        ctx.store.backwards += 1
+        return None, *grads
+
+
+@dataclass
+class Kind:
+    """One kind of call: its runner, and what the runner is for."""
+
+    runner: Runner
+    plan: Plan
+
+
+class ParallelModule(nn.Module):
+    """A model that trains on a whole mesh; made by :func:`autoparallel.compile`.
+
+    It has the plain model's submodules, parameters and buffers, under their names; parameters are ``DTensor``s.
+    A plain tensor given to it or returned by it is the global value, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        agreement: Agreement,
+        store: GradientStore,
+        make_kind: Callable[[ParallelModule, Call], Kind],
+        has_loss_fn: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
+        self.__dict__["_plain"] = plain
+        self.training = plain.training
+        self._mesh, self._agreement, self._store = mesh, agreement, store
+        self._make_kind, self._has_loss_fn = make_kind, has_loss_fn
+        self._signature = inspect.signature(plain.forward)
+        self._kinds: dict[Any, Kind] = {}
+        self._calls, self._seed = 0, seed
+        self._norm_programs: dict[Any, Any] = {}
+        self._plan: Plan | None = None
+        _watch_optimizers(self)
+
+    # -- calling ----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program.
+
+        With a ``loss_fn``, the last positional argument is the target and the loss is returned; without it, or
+        without a target, the model's outputs.
+
+        Raises:
+            RankMismatchError: on every rank, when the ranks call with different inputs.
+            CaptureError: when a new kind of call cannot be captured.
+        """
+        call, problem = self._flatten(args, kwargs)
+        kind = self._agree(call, problem)
+        if self.training:
+            self._calls += 1
+        set_random_state(RandomState(self._seed, self._calls if self.training else 0))
+        return self._finish(kind, kind.runner(call.leaves))
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Traces and plans for a kind of call without running it."""
+        call, problem = self._flatten(args, kwargs)
+        self._agree(call, problem)
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, str | None]:
+        with_target = self._has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
+        leaves, in_spec = pytree.tree_flatten((args, kwargs))
+        problem: str | None = None
+        if torch.is_autocast_enabled(self._mesh.device_type):
+            problem = "the model is called under torch.autocast, which is not supported yet: call it outside"
+        layouts: list[Layout | None] = []
+        local: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, DTensor):
+                if leaf.device_mesh != self._mesh:
+                    problem = "a DTensor input lies on another mesh than the model"
+                try:
+                    layouts.append(from_dtensor_placements(tuple(leaf.placements)))
+                except ValueError as error:
+                    problem = str(error)
+                    layouts.append(None)
+                local.append(leaf.to_local())
+            else:
+                layouts.append(None)
+                local.append(leaf)
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != self._mesh.device_type:
+                problem = f"an input is on {leaf.device}, the mesh is on {self._mesh.device_type!r}: move it there"
+        specs, batch = describe_inputs(leaves)
+        return Call(tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target), problem
+
+    def _binds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
+    def _key(self, call: Call) -> Any:
+        """What a trace depends on, except for the batch size where it is symbolic."""
+        training = tuple(m.training for m in self._plain.modules())
+        trainable = tuple(p.requires_grad for p in self._plain.parameters())
+        specs = tuple(
+            (s.batch, s.shape[1:] if s.batch else s.shape, s.dtype, s.requires_grad) if isinstance(s, InputSpec) else s
+            for s in call.specs
+        )
+        return training, trainable, str(call.in_spec), repr(specs), call.layouts, call.with_target
+
+    def _agree(self, call: Call, problem: str | None) -> Kind:
+        """The program of this kind of call, once all ranks have shown that they are about to make the same call."""
+        key = self._key(call)
+        self._require_same_call(call, key, problem)
+        kind = self._kinds.get(key)
+        if kind is not None and not self._fits(kind, call):
+            key = (*key, call.batch)
+            kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._make_kind(self, call)
+            if not self._kinds or self._plan is None:
+                self._plan = kind.plan
+            if not self._fits_statically(kind, call):
+                key = (*key, call.batch) if len(key) == 6 else key
+            self._kinds[key] = kind
+        self._require_divides(kind, call)
+        return kind
+
+    def _require_same_call(self, call: Call, key: Any, problem: str | None) -> None:
+        if self._agreement.alone:
+            if problem:
+                raise ValueError(problem)
+            return
+        shapes = [(s.shape, str(s.dtype)) if isinstance(s, InputSpec) else repr(s) for s in call.specs]
+        structure = digest(key, shapes, problem, self._store.synchronise, torch.is_grad_enabled(), len(self._kinds))
+        checked = self._calls < CHECKED_CALLS or not self._kinds
+        plain = [
+            leaf
+            for leaf, layout in zip(call.leaves, call.layouts, strict=True)
+            if layout is None and isinstance(leaf, torch.Tensor)
+        ]
+        values = digest(*[tensor_digest(x) for x in plain]) if checked else bytes(32)
+        table = self._agreement.table(structure + values)
+        if not bool((table[:, :32] == table[0, :32]).all()):
+            mode = "train" if self.training else "eval"
+            said = problem or f"{mode}, inputs {', '.join(f'{s} {d}' if d else str(s) for s, d in _pairs(shapes))}"
+            self._agreement.fail("the ranks call the model differently:", said)
+        if problem:
+            raise ValueError(problem)
+        if not bool((table == table[0]).all()):
+            raise RankMismatchError(
+                "the ranks pass different values as plain inputs. A plain tensor is the global batch, the same on "
+                "every rank (unlike DistributedDataParallel, which takes each rank's own rows). Pass the same batch "
+                "everywhere, or give each rank its rows as a DTensor: "
+                "DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards the batch."
+            )
+
+    def _fits(self, kind: Kind, call: Call) -> bool:
+        return self._fits_statically(kind, call)
+
+    def _fits_statically(self, kind: Kind, call: Call) -> bool:
+        """Whether the sizes that the trace fixed are those of the call."""
+        captured = kind.runner.program.captured
+        nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+        for name, spec in zip(captured.inputs, call.specs, strict=True):
+            node = nodes.get(name) if name is not None else None
+            if node is None or not isinstance(spec, InputSpec):
+                continue
+            for traced, real in zip(node.meta["val"].shape, spec.shape, strict=True):
+                if isinstance(traced, int) and traced != real:
+                    return False
+        return True
+
+    def _require_divides(self, kind: Kind, call: Call) -> None:
+        program = kind.runner.program
+        actual = sizes_of(program.captured, call.specs)
+        for expression, pieces in program.divisors:
+            size = int(expression.subs(actual))  # type: ignore[attr-defined]
+            if size % pieces:
+                raise ValueError(
+                    f"a batch of {call.batch} rows does not divide over the mesh: the plan cuts {size} rows into "
+                    f"{pieces} parts. Use a batch that divides by {pieces} (drop_last=True in the data loader), or "
+                    "compile for batches of this size"
+                )
+
+    def _finish(self, kind: Kind, results: tuple[torch.Tensor, ...]) -> Any:
+        """Writes mutated buffers back and gives the outputs their outer form."""
+        captured = kind.runner.program.captured
+        count = len(captured.mutated_buffers)
+        with torch.no_grad():
+            for path, value in zip(captured.mutated_buffers, results[:count], strict=True):
+                self._plain.get_buffer(path).copy_(value)
+        values: list[Any] = list(results)
+        flowing = [i for i in range(count, len(values)) if values[i].requires_grad]
+        if flowing:
+            for i, value in zip(flowing, _Outputs.apply(self._store, *(values[i] for i in flowing)), strict=True):
+                values[i] = value
+        for i in range(count, len(values)):
+            placements, layout = kind.runner.specs[i]
+            if any(p.kind == "S" for p in layout):
+                values[i] = self._as_dtensor(values[i], layout, placements)
+        leaves = [o.value if isinstance(o, _Constant) else values[o] for o in captured.outputs]
+        return pytree.tree_unflatten(leaves, captured.output_spec)
+
+    def _as_dtensor(self, local: torch.Tensor, layout: Layout, placements: Any) -> DTensor:
+        if local.requires_grad:
+            return DTensor.from_local(local, self._mesh, placements, run_check=False)
+        shape = list(local.shape)
+        for axis, p in enumerate(layout):
+            if p.kind == "S":
+                shape[p.dim] *= self._mesh.size(axis)
+        spec = _torch.make_spec(self._mesh, placements, torch.Size(shape), local.dtype)
+        return _torch.wrap_local(local.contiguous(), spec)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients without communication; the next backward outside reduces their sum, once."""
+        before, self._store.synchronise = self._store.synchronise, False
+        try:
+            yield
+        finally:
+            self._store.synchronise = before
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients so that their global norm is at most ``max_norm``; one all-reduce.
+
+        Args:
+            max_norm: the limit.
+            norm_type: p of the p-norm; positive, or ``inf``.
+            error_if_nonfinite: raises on every rank when the norm is nan or inf (this waits for the device).
+
+        Returns:
+            The global norm before clipping, a scalar on the device, the same on every rank.
+
+        Raises:
+            RuntimeError: before any backward, inside ``no_sync()``, or for a non-finite norm when asked.
+        """
+        if math.isnan(max_norm) or max_norm < 0:
+            raise ValueError(f"max_norm must not be negative, got {max_norm}")
+        grads = self._whole_gradients("clip_grad_norm_()")
+        norm = self._norm(grads, float(norm_type))
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the global norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
+                "pass error_if_nonfinite=False to scale them anyway"
+            )
+        coefficient = norms.clip_coefficient(norm, float(max_norm))
+        locals_ = [_torch.local_of(g) for g in grads.values()]
+        for dtype in {g.dtype: None for g in locals_}:
+            torch._foreach_mul_([g for g in locals_ if g.dtype == dtype], coefficient.to(dtype))
+        wide = {torch.float32, *(g.dtype for g in locals_)}
+        return norm if torch.float64 in wide else norm.float()
+
+    def clip_grad_value_(self, value: float) -> None:
+        """Clamps every element of every gradient to ``[-value, value]``; no communication."""
+        grads = self._whole_gradients("clip_grad_value_()")
+        locals_ = [_torch.local_of(g) for g in grads.values()]
+        torch._foreach_clamp_min_(locals_, -float(value))
+        torch._foreach_clamp_max_(locals_, float(value))
+
+    def _whole_gradients(self, what: str) -> dict[str, torch.Tensor]:
+        if not self._store.synchronise:
+            raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
+        self._store.flush()
+        grads = {name: p.grad for name, p in self._store.parameters.items() if p.grad is not None}
+        if not grads:
+            raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
+        return grads
+
+    def _norm(self, grads: Mapping[str, torch.Tensor], norm_type: float) -> torch.Tensor:
+        key = (tuple(grads), norm_type)
+        if key not in self._norm_programs:
+            layouts = {n: from_dtensor_placements(g.placements) for n, g in grads.items()}  # type: ignore[attr-defined]
+            sizes = tuple(self._mesh.size(i) for i in range(self._mesh.ndim))
+            self._norm_programs[key] = reduce_gradient_norm(
+                layouts, norm_type, self._mesh.mesh_dim_names or (), sizes, self._store.prefix
+            )
+        with torch.no_grad():
+            return self._norm_programs[key](*(_torch.local_of(g) for g in grads.values()))
+
+    # -- the face of nn.Module --------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided. Raises RuntimeError before the first call, unless compile() got example inputs."""
+        if self._plan is None:
+            raise RuntimeError("there is no plan yet: call the model once, or pass example_inputs to compile()")
+        return self._plan
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Sets the training mode, as ``nn.Module.train``."""
+        super().train(mode)
+        self._plain.training = mode
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads parameters and buffers; plain tensors are whole values, of which each rank takes its part."""
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
+        own = dict(self.named_parameters(remove_duplicate=False))
+        converted = {}
+        for name, value in state_dict.items():
+            parameter = own.get(name)
+            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
+                if value.shape == parameter.shape and not isinstance(value, DTensor):
+                    layout = from_dtensor_placements(tuple(parameter.placements))
+                    value = distribute_like(value.to(parameter.device), parameter, self._mesh, layout)
+                elif isinstance(value, DTensor) and value.placements != parameter.placements:
+                    value = value.redistribute(self._mesh, parameter.placements)
+            converted[name] = value
+        return super().load_state_dict(converted, strict=strict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_plain"], name)
+
+    def extra_repr(self) -> str:
+        axes = ", ".join(
+            f"{n}={s}" for n, s in zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True)
+        )
+        return f"parallel over ({axes})"
+
+
+def _pairs(shapes: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return [s if isinstance(s, tuple) else (s, None) for s in shapes]
+
+
+def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
+    """The traced symbols' sizes in a call."""
+    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    actual: dict[Any, int] = dict(captured.actual)
+    for name, spec in zip(captured.inputs, specs, strict=True):
+        if name in nodes and isinstance(spec, InputSpec):
+            for size, real in zip(nodes[name].meta["val"].shape, spec.shape, strict=True):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    actual[size.node.expr] = real
+    return actual
+
+
+# -- optimizers -----------------------------------------------------------------------------------------------------
+
+_MODULES: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
+_REPLACED: dict[int, weakref.ref[torch.Tensor]] = {}
+_HOOKED = False
+
+
+def note_replaced(parameters: Sequence[torch.Tensor]) -> None:
+    """Remembers plain parameters that compile() has replaced, to recognise an optimizer that holds them."""
+    for parameter in parameters:
+        key = id(parameter)
+        _REPLACED[key] = weakref.ref(parameter, lambda _, key=key: _REPLACED.pop(key, None))  # type: ignore[misc]
+
+
+def _watch_optimizers(module: ParallelModule) -> None:
+    global _HOOKED
+    _MODULES.add(module)
+    if not _HOOKED:
+        register_optimizer_step_pre_hook(_before_step)
+        _HOOKED = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for key, parameter in held.items():
+        known = _REPLACED.get(key)
+        if known is not None and known() is parameter:
+            raise RuntimeError(
+                "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
+                "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
+            )
+    for module in list(_MODULES):
+        store = module._store
+        if any(id(p) in held for p in store.parameters.values()):
+            if not store.synchronise:
+                raise RuntimeError(
+                    "optimizer.step() inside no_sync(): gradients are not reduced yet. Leave no_sync() for the last "
+                    "backward of the window, then step"
+                )
+            store.flush()

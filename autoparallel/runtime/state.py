@@ -1,0 +1,168 @@
+"""Parameters at rest: made into ``DTensor``s, laid out, materialised, loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
+
+from autoparallel import _torch
+from autoparallel.placements import Invariant, Layout, to_dtensor_placements
+
+
+def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every place where a parameter is registered; a tied parameter has several."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter
+
+
+def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises when a parameter or buffer is neither on the mesh's kind of device nor on the meta device."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{name} is a DTensor already: give compile() the plain model, before fully_shard, "
+                "parallelize_module or another compile()"
+            )
+        if tensor.device.type not in (mesh.device_type, "meta"):
+            raise ValueError(
+                f"{name} is on {tensor.device} but the mesh is on {mesh.device_type!r}: move the model there first "
+                f"(model.to({mesh.device_type!r})), or make a mesh on {tensor.device.type!r}"
+            )
+
+
+def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Replaces every parameter by a ``DTensor`` that is whole on every rank; returns the parameters replaced."""
+    layout = to_dtensor_placements((Invariant,) * mesh.ndim)
+    made: dict[int, nn.Parameter] = {}
+    replaced: dict[int, nn.Parameter] = {}
+    for module, name, parameter in list(slots(model)):
+        if id(parameter) not in made:
+            spec = _torch.make_spec(mesh, layout, parameter.shape, parameter.dtype)
+            local = parameter.detach().contiguous()
+            new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
+            new.__dict__.update(parameter.__dict__)
+            made[id(parameter)] = new
+            replaced[id(parameter)] = parameter
+        module._parameters[name] = made[id(parameter)]
+    return list(replaced.values())
+
+
+def broadcast_from_first(tensors: list[torch.Tensor], mesh: DeviceMesh, group: Any) -> None:
+    """Gives every rank the first rank's values, a few large messages for many tensors."""
+    ranks = mesh.mesh.flatten().tolist()
+    if len(ranks) == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    with torch.no_grad():
+        for same in by_dtype.values():
+            for batch in _batches(same, 1 << 24):
+                flat = torch.cat([t.reshape(-1) for t in batch])
+                dist.broadcast(flat, src=ranks[0], group=group)
+                for t, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+                    t.copy_(part.view_as(t))
+
+
+def _batches(tensors: list[torch.Tensor], elements: int) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    count = 0
+    for tensor in tensors:
+        if batch and count + tensor.numel() > elements:
+            yield batch
+            batch, count = [], 0
+        batch.append(tensor)
+        count += tensor.numel()
+    if batch:
+        yield batch
+
+
+def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of a whole tensor that every rank has."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    part = whole
+    for axis, placement in enumerate(layout):
+        if placement.kind == "S":
+            step = part.shape[placement.dim] // mesh.size(axis)
+            part = part.narrow(placement.dim, coordinate[axis] * step, step)
+    return part.contiguous().clone() if part is not whole else part
+
+
+def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
+    """Changes a whole parameter's layout in place, so that optimizers that hold it stay valid."""
+    placements = to_dtensor_placements(layout)
+    if _torch.spec_of(parameter).placements == placements:  # type: ignore[arg-type]
+        return
+    grad, parameter.grad = parameter.grad, None
+    if grad is not None:
+        raise RuntimeError("a parameter has a gradient before its layout is planned; call zero_grad() first")
+    with torch.no_grad():
+        local = local_slice(_torch.local_of(parameter).detach(), layout, mesh)
+    spec = _torch.make_spec(mesh, placements, parameter.shape, parameter.dtype)
+    new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    swap_tensors(parameter, new)
+
+
+def materialize(model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, group: Any) -> None:
+    """Gives meta parameters and buffers values, one module at a time, and keeps this rank's part of each.
+
+    The first rank's random numbers are used; no rank ever holds more than one module's whole parameters.
+
+    Raises:
+        RuntimeError: naming a module that has meta tensors but no ``reset_parameters()``.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    done: set[int] = set()
+    for path, module in model.named_modules():
+        own = {n: p for n, p in module._parameters.items() if p is not None and _is_meta(p) and id(p) not in done}
+        buffers = {n: b for n, b in module._buffers.items() if b is not None and b.device.type == "meta"}
+        if not own and not buffers:
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise RuntimeError(
+                f"{path or type(model).__name__} ({type(module).__name__}) has tensors on the meta device "
+                f"({', '.join([*own, *buffers])}) but no reset_parameters(): add one, or load a state dict with "
+                "load_state_dict(..., assign=True) before compile()"
+            )
+        kept = dict(module._parameters)
+        device = torch.device(mesh.device_type)
+        for n, p in own.items():
+            module._parameters[n] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
+        for n, b in buffers.items():
+            module._buffers[n] = torch.empty(b.shape, dtype=b.dtype, device=device)
+        try:
+            reset()
+            values = {n: module._parameters[n] for n in own}
+        finally:
+            module._parameters.update(kept)
+        whole = [v.detach() for v in values.values() if v is not None]
+        broadcast_from_first([*whole, *(module._buffers[n] for n in buffers)], mesh, group)  # type: ignore[list-item]
+        for (_, p), value in zip(own.items(), whole, strict=True):
+            layout = layouts.get(names[id(p)], (Invariant,) * mesh.ndim)
+            spec = _torch.make_spec(mesh, to_dtensor_placements(layout), p.shape, p.dtype)
+            local = local_slice(value, layout, mesh)
+            new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=p.requires_grad)
+            swap_tensors(p, new)
+            done.add(id(p))
+
+
+def _is_meta(parameter: torch.Tensor) -> bool:
+    return _torch.local_of(parameter).device.type == "meta"
+
+
+def distribute_like(value: torch.Tensor, parameter: DTensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
+    """A plain, whole tensor as a ``DTensor`` that lies as ``parameter`` does, without communication."""
+    local = local_slice(value.to(parameter.dtype), layout, mesh)
+    return _torch.wrap_local(local, _torch.spec_of(parameter))

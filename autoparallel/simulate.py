@@ -1,0 +1,114 @@
+"""All ranks of a mesh as threads of one process, for tests and proofs: no process group, no launcher.
+
+The operators of a program communicate through ``groups.communicator_of``; here that seam leads to a rendezvous of
+threads.  Forward and backward both work, because eager autograd on a CPU runs the backward in the calling thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoparallel.groups import Wait, use_communicator
+
+
+class _Rendezvous:
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.slots: list[Any] = [None] * count
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+class _ThreadCommunicator:
+    def __init__(self, rank: int, names: Sequence[str], shape: Sequence[int], meeting: _Rendezvous) -> None:
+        self.rank, self.names, self.shape, self.meeting = rank, list(names), list(shape), meeting
+        self.coordinates = list(torch.cartesian_prod(*[torch.arange(n) for n in shape]).view(-1, len(shape)).tolist())
+
+    def _axes(self, axis: str) -> list[int]:
+        return [self.names.index(name) for name in axis.split("+")]
+
+    def size(self, axis: str) -> int:
+        return int(torch.Size([self.shape[i] for i in self._axes(axis)]).numel())
+
+    def index(self, axis: str) -> int:
+        return self._position(self.rank, axis)
+
+    def _position(self, rank: int, axis: str) -> int:
+        position = 0
+        for i in self._axes(axis):
+            position = position * self.shape[i] + self.coordinates[rank][i]
+        return position
+
+    def _peers(self, axis: str) -> list[int]:
+        axes = self._axes(axis)
+        mine = self.coordinates[self.rank]
+        same = [
+            rank
+            for rank, c in enumerate(self.coordinates)
+            if all(c[i] == mine[i] for i in range(len(self.shape)) if i not in axes)
+        ]
+        return sorted(same, key=lambda rank: self._position(rank, axis))
+
+    def _collect(self, x: torch.Tensor, axis: str) -> list[torch.Tensor]:
+        values = self.meeting.exchange(self.rank, x.detach().clone())
+        return [values[peer] for peer in self._peers(axis)]
+
+    def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
+        stacked = torch.stack(self._collect(x, axis))
+        x.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
+        return lambda: x
+
+    def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
+        out = torch.stack(self._collect(x, axis))
+        return lambda: out
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
+        out = torch.stack(self._collect(x, axis)).sum(0)[self.index(axis)]
+        return lambda: out
+
+    def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
+        index = self.index(axis)
+        out = torch.stack([value[index] for value in self._collect(x, axis)])
+        return lambda: out
+
+
+def simulate(function: Callable[[int], Any], shape: Sequence[int], names: Sequence[str]) -> list[Any]:
+    """Runs ``function(rank)`` for every rank of a mesh, each in a thread, and returns the results by rank.
+
+    Raises:
+        the first exception of any rank; the other ranks are released.
+    """
+    count = int(torch.Size(shape).numel())
+    meeting = _Rendezvous(count)
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        use_communicator(_ThreadCommunicator(rank, names, shape, meeting))
+        try:
+            results[rank] = function(rank)
+        except threading.BrokenBarrierError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            errors.append(error)
+            meeting.barrier.abort()
+        finally:
+            use_communicator(None)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,110 @@
+"""Groups parameters whose chains do the same, so that one collective serves many of them.
+
+A bucket gathers its parameters with one collective and reduces their gradients with one.  The buckets of parameters
+that are gathered per use become calls in the body, right before the first use of any of their parameters; those of
+the others are run before the body, which takes their results as inputs.
+
+Before (w1 and w2 are gathered per use):
+    w1 = placeholder; w2 = placeholder
+    linear = aten.linear(x, w1);  linear_1 = aten.linear(linear, w2)
+After:
+    unshard_0 = self.unshard_0();  getitem = unshard_0[0];  getitem_1 = unshard_0[1]
+    linear = aten.linear(x, getitem);  linear_1 = aten.linear(linear, getitem_1)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
+
+BUCKET_BYTES = 4 << 20
+"""The size at which a bucket is closed."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are gathered, and whose gradients are reduced, together.
+
+    Attributes:
+        number: its place in the order of first uses.
+        chains: the parameters, alike in steps, dtype and trainability.
+        per_use: whether it is gathered in the body, before each use, and again in the backward.
+    """
+
+    number: int
+    chains: tuple[ParameterChain, ...]
+    per_use: bool
+
+    @property
+    def name(self) -> str:
+        return f"unshard_{self.number}"
+
+
+def _kind(chain: ParameterChain, per_use: bool) -> Hashable:
+    def signature(steps: Sequence[object]) -> Hashable:
+        return tuple((s.axes, s.src.kind, s.dst.kind) for s in steps)  # type: ignore[attr-defined]
+
+    paths = tuple(signature(path) for path in chain.paths)
+    return per_use, chain.trainable, chain.dtype, paths, signature(chain.sync)
+
+
+def _bytes(chain: ParameterChain) -> int:
+    total = chain.dtype.itemsize
+    for size in chain.shape:
+        total *= size
+    return total
+
+
+def bucket_collectives(
+    module: fx.GraphModule,
+    chains: Sequence[ParameterChain],
+    gather: Mapping[str, str],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[Bucket]:
+    """Rewrites ``module`` in place and returns the buckets in the order of their first uses.
+
+    Args:
+        chains: in the order of first uses.
+        gather: parameter name to ``"per_use"`` or ``"per_microbatch"``.
+        bucket_bytes: the size of a bucket's whole parameters at which a new one is begun.
+    """
+    groups: list[tuple[Hashable, list[ParameterChain]]] = []
+    open_groups: dict[Hashable, tuple[list[ParameterChain], int]] = {}
+    for chain in chains:
+        kind = _kind(chain, gather.get(chain.name) == "per_use" and any(chain.paths))
+        members, size = open_groups.get(kind, ([], 0))
+        if members and size + _bytes(chain) > bucket_bytes:
+            members, size = [], 0
+        if not members:
+            groups.append((kind, members))
+        members.append(chain)
+        open_groups[kind] = (members, size + _bytes(chain))
+    buckets = [
+        Bucket(i, tuple(members), gather.get(members[0].name) == "per_use" and any(members[0].paths))
+        for i, (_, members) in enumerate(groups)
+    ]
+    for bucket in buckets:
+        if bucket.per_use:
+            _call_in_body(module.graph, bucket)
+    return buckets
+
+
+def _call_in_body(graph: fx.Graph, bucket: Bucket) -> None:
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    uses = [placeholders[name] for chain in bucket.chains for name in chain.placeholders]
+    users = {user for use in uses for user in use.users}
+    first = next(n for n in graph.nodes if n in users)
+    with graph.inserting_before(first):
+        call = graph.create_node("call_module", bucket.name, (), {})
+        call.meta["bucket"] = bucket.number
+        for i, use in enumerate(uses):
+            item = graph.call_function(operator.getitem, (call, i))
+            item.meta = {**use.meta, "bucket": bucket.number}
+            use.replace_all_uses_with(item)
+            graph.erase_node(use)

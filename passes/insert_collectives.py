@@ -1,0 +1,238 @@
+"""Turns the global forward graph into the program of one rank, as a plan says.
+
+Every operator becomes its local call, every operand is redistributed to the layout the operator needs, and each
+tensor's layout is written into ``meta["placements"]``.  One tensor redistributed to one layout is one node, shared by
+all its consumers, so that their gradients are summed before one collective.
+
+Before (mesh axis "tp" of 2 ranks; w1 is sharded by rows, w2 by columns):
+    linear = aten.linear(x, w1);  linear_1 = aten.linear(linear, w2);  return (linear_1,)
+After:
+    redistribute = collectives.redistribute(x, 'I', 'R', 'mesh0/tp')          backward: all-reduce
+    linear = aten.linear(redistribute, w1)                                    S1
+    linear_1 = aten.linear(linear, w2)                                        P
+    redistribute_1 = collectives.redistribute(linear_1, 'P', 'I', 'mesh0/tp') all-reduce
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoparallel.collectives import redistribute
+from autoparallel.placements import Invariant, Layout, shards_of
+from autoparallel.redistribution import Redistributor, Step
+from autoparallel.rules import rule_for
+from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
+from autoparallel.rules.localize import LocalCall
+from autoparallel.rules.typing import Mode, Typed, typed_modes
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """What a redistribute node does; kept in its ``meta["redistribution"]``."""
+
+    step: Step
+    before: Layout
+
+
+class Sizes:
+    """Reads traced sizes as they are in the call that is planned for."""
+
+    def __init__(self, actual: Mapping[Any, int]) -> None:
+        self.actual = actual
+
+    def __call__(self, value: Any) -> int:
+        return value if isinstance(value, int) else int(value.node.expr.subs(self.actual))
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """The node's global shape in that call."""
+        return tuple(self(s) for s in node.meta["val"].shape)
+
+
+def group_name(prefix: str, names: Sequence[str], axes: Sequence[int]) -> str:
+    """How programs name the group over some mesh axes."""
+    return f"{prefix}/{'+'.join(names[i] for i in axes)}"
+
+
+def typed_call(node: fx.Node, modes: Sequence[Mode]) -> tuple[list[Layout], Layout]:
+    """The layouts of a call's operands and result when it runs as ``modes`` says on each axis.
+
+    Raises:
+        ValueError: when the operator cannot run so.
+    """
+    chosen = [_typed(node, mode) for mode in modes]
+    count = len(tensor_operands(node))
+    operands = [tuple(t.operands[i] for t in chosen) for i in range(count)]
+    return operands, tuple(t.result for t in chosen)
+
+
+def call_modes(node: fx.Node) -> list[Typed]:
+    """Every way in which a call may run on one mesh axis."""
+    operands = tensor_operands(node)
+    flows = bool(node.meta["differentiable"])
+    return typed_modes(
+        rule_for(node), len(operands), [flows and bool(o.meta["differentiable"]) for o in operands], flows
+    )
+
+
+def _typed(node: fx.Node, mode: Mode) -> Typed:
+    for typed in call_modes(node):
+        if typed.mode == mode:
+            return typed
+    raise ValueError(f"{node.meta.get('key', node.name)} cannot run as {mode}")
+
+
+def insert_collectives(
+    module: fx.GraphModule,
+    *,
+    modes: Mapping[str, Sequence[Mode]],
+    placeholders: Mapping[str, Layout],
+    shared: Mapping[str, Layout],
+    outputs: Sequence[Layout | None],
+    axis_names: Sequence[str],
+    prefix: str,
+    redistributor: Redistributor,
+    sizes: Sizes,
+) -> fx.GraphModule:
+    """Rewrites ``module`` in place.
+
+    Args:
+        modes: node key to how the operator runs on each mesh axis.
+        placeholders: placeholder name to its layout; others are Invariant.
+        shared: node key to the layout that all consumers read the tensor in.
+        outputs: the layout each output must have; None leaves it as it is, with sums completed.
+        axis_names: the mesh axes in order.
+        prefix: the name under which the mesh is bound.
+        redistributor: finds the steps of a redistribution.
+        sizes: the sizes to price them with.
+    """
+    writer = _Writer(module.graph, axis_names, prefix, redistributor, sizes, shared)
+    for node in list(module.graph.nodes):
+        if node.op == "placeholder":
+            node.meta["placements"] = placeholders.get(node.name, writer.invariant)
+        elif node.op == "call_function" and is_tensor(node):
+            if node.target is operator.getitem:
+                node.meta["placements"] = node.args[0].meta["placements"]
+            else:
+                writer.localize(node, modes[node.meta["key"]])
+        elif node.op == "call_function" and tensor_operands(node):
+            writer.keep_global(node)
+        elif node.op == "output":
+            writer.finish(node, outputs)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+class _Writer:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        axis_names: Sequence[str],
+        prefix: str,
+        redistributor: Redistributor,
+        sizes: Sizes,
+        shared: Mapping[str, Layout],
+    ) -> None:
+        self.graph, self.names, self.prefix = graph, axis_names, prefix
+        self.redistributor, self.sizes, self.shared = redistributor, sizes, shared
+        self.axis_sizes = redistributor.axis_sizes
+        self.invariant: Layout = (Invariant,) * len(axis_names)
+        self.groups = [group_name(prefix, axis_names, (i,)) for i in range(len(axis_names))]
+        self.versions: dict[tuple[fx.Node, Layout], fx.Node] = {}
+
+    def localize(self, node: fx.Node, modes: Sequence[Mode]) -> None:
+        """Replaces the arguments of a call by local ones, in place."""
+        needs, result = typed_call(node, modes)
+        with self.graph.inserting_before(node):
+            args, kwargs = map_tensor_operands(node, lambda i, x: self.redistributed(x, needs[i]))
+            call = LocalCall(
+                self.graph, node, node.target, args, kwargs, modes, needs, result, self.axis_sizes, self.groups
+            )
+            rule = rule_for(node)
+            if rule is not None and rule.localize is not None:
+                rule.localize(call)
+        pieces = 1
+        if rule is not None:
+            for n, mode in zip(self.axis_sizes, modes, strict=True):
+                if mode.kind == "shard" and rule.reductions.get(mode.factor) == "mean":
+                    pieces *= n
+        node.meta["rule"], node.meta["modes"], node.meta["needs"] = rule, tuple(modes), tuple(needs)
+        node.target, node.args, node.kwargs = call.target, call.args, call.kwargs
+        node.meta["placements"] = result
+        if pieces > 1:
+            self._divide(node, pieces)
+
+    def _divide(self, node: fx.Node, pieces: int) -> None:
+        """A mean over a sharded factor: the local mean is this rank's summand times the number of shards."""
+        with self.graph.inserting_after(node):
+            divided = self.graph.call_function(torch.ops.aten.div.Tensor, (node, pieces))
+        divided.meta = {k: v for k, v in node.meta.items() if k not in ("rule", "modes", "needs")}
+        divided.meta["scales"] = node
+        node.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
+
+    def keep_global(self, node: fx.Node) -> None:
+        """A call that gives sizes or several tensors: sizes mean the global size for ever."""
+        if node.target is torch.ops.aten.sym_size.int:
+            source, dim = node.args
+            assert isinstance(source, fx.Node) and isinstance(dim, int)
+            count = 1
+            for axis in shards_of(source.meta["placements"], dim % len(source.meta["val"].shape)):
+                count *= self.axis_sizes[axis]
+            if count > 1:
+                with self.graph.inserting_after(node):
+                    whole = self.graph.call_function(operator.mul, (node, count))
+                whole.meta = {"val": node.meta["val"], "key": f"{node.meta.get('key')}/global"}
+                node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+            return
+        with self.graph.inserting_before(node):
+            node.args, node.kwargs = map_tensor_operands(node, lambda i, x: self.redistributed(x, self.invariant))
+        node.meta["placements"] = self.invariant
+
+    def redistributed(self, node: fx.Node, layout: Layout) -> fx.Node:
+        """The node that holds ``node``'s value in ``layout``, inserted at the current point if there is none."""
+        shared = self.shared.get(node.meta.get("key", ""))
+        if shared is not None and shared != node.meta["placements"] and (node, shared) not in self.versions:
+            self._extend(node, node.meta["placements"], shared)
+        return self._extend(node, shared if shared is not None else node.meta["placements"], layout)
+
+    def _extend(self, node: fx.Node, start: Layout, layout: Layout) -> fx.Node:
+        val = node.meta["val"]
+        differentiable = bool(node.meta["differentiable"])
+        steps = self.redistributor.path(
+            start, layout, self.sizes.shape(node), val.element_size(), differentiable, bool(node.meta["backward"])
+        )
+        here, at = (self.versions.get((node, start), node)), start
+        for step in steps:
+            after = step.apply(at)
+            known = self.versions.get((node, after))
+            if known is None:
+                group = group_name(self.prefix, self.names, step.axes)
+                known = self.graph.call_function(redistribute, (here, str(step.src), str(step.dst), group))
+                known.meta = {
+                    k: v for k, v in node.meta.items() if k in ("val", "differentiable", "backward", "module")
+                }
+                known.meta["key"] = f"{node.meta['key']}->{','.join(map(str, after))}"
+                known.meta["placements"] = after
+                known.meta["redistribution"] = Redistribution(step, at)
+                self.versions[node, after] = known
+            here, at = known, after
+        return here
+
+    def finish(self, node: fx.Node, outputs: Sequence[Layout | None]) -> None:
+        """Brings the outputs into the layouts they leave in."""
+        results: list[Any] = []
+        with self.graph.inserting_before(node):
+            for value, layout in zip(node.args[0], outputs, strict=True):  # type: ignore[arg-type]
+                if isinstance(value, fx.Node) and is_tensor(value):
+                    made: Layout = value.meta["placements"]
+                    whole = tuple(p if p.kind == "S" else Invariant for p in made)
+                    value = self.redistributed(value, layout if layout is not None else whole)
+                results.append(value)
+        node.args = (tuple(results),)
+
