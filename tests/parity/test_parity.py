@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from tests.parity.harness import Recipe, check, compare, parallel, reference
+from tests.parity.harness import Recipe, Trace, check, compare, parallel, reference
 
 MODELS = ("mlp", "gpt", "resnet", "llama", "gpt2")
 MESHES = ((2,), (4,), (2, 2))
@@ -78,14 +78,15 @@ def test_other_norms(norm_type: float) -> None:
     check(Recipe("gpt", (2, 2), "fsdp", norm_type=norm_type, max_norm=0.02, steps=2))
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Trace:
+    trace = parallel(Recipe("gpt_dropout", (1,)))[0].trace
+    assert trace is not None
+    return trace
+
+
 class TestDropout:
     """Masks follow the global element index, so a plan cannot change them."""
-
-    @pytest.fixture(scope="class")
-    def one_rank(self):
-        trace = parallel(Recipe("gpt_dropout", (1,)))[0].trace
-        assert trace is not None
-        return trace
 
     @pytest.mark.parametrize("plan", PLANS)
     @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
