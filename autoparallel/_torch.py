@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
+
+# Renamed in 2.13; 2.11 has only the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def make_fake_mode() -> FakeTensorMode:
@@ -56,4 +61,7 @@ def after_backward(callback: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-__all__ = ["StorageWeakRef", "after_backward", "local_of", "make_fake_mode", "make_spec", "spec_of", "wrap_local"]
+__all__ = [
+    "StorageWeakRef", "after_backward", "all_gather_single", "local_of", "make_fake_mode", "make_spec",
+    "reduce_scatter_single", "spec_of", "wrap_local",
+]  # fmt: skip

@@ -51,7 +51,7 @@ def _split(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Te
     """Cuts the last dim of ``flat`` into tensors of the given shapes (with any leading dims of ``flat``)."""
     sizes = [torch.Size(s).numel() for s in shapes]
     lead = flat.shape[:-1]
-    return [part.view(*lead, *s) for part, s in zip(flat.split(sizes, dim=-1), shapes, strict=True)]
+    return [part.view((*lead, *s)) for part, s in zip(flat.split(sizes, dim=-1), shapes, strict=True)]
 
 
 def _gathered(pieces: torch.Tensor, dim: int) -> torch.Tensor:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoparallel import _torch
+
 CONTROL_TIMEOUT = timedelta(seconds=120)
 """How long the ranks wait for one another to agree before a call; a rank that is missing is an error, not a hang."""
 
@@ -61,13 +63,13 @@ class MeshGroups:
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
         """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
         out = x.new_empty((self.size(axis), *x.shape))
-        work = dist.all_gather_into_tensor(out.view(-1), x.view(-1), self.groups[axis][0], async_op=True)
+        work = _torch.all_gather_single(out.view(-1), x.view(-1), group=self.groups[axis][0], async_op=True)
         return lambda: _finish(work, out)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
         """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
         out = x.new_empty(x.shape[1:])
-        work = dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=self.groups[axis][0], async_op=True)
+        work = _torch.reduce_scatter_single(out.view(-1), x.view(-1), group=self.groups[axis][0], async_op=True)
         return lambda: _finish(work, out)
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoparallel import _torch
 from autoparallel.groups import CONTROL_TIMEOUT
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class Agreement:
         if self.alone:
             return own.unsqueeze(0)
         table = torch.empty(len(self.ranks), len(own), dtype=torch.uint8)
-        dist.all_gather_into_tensor(table.view(-1), own, group=self.group)
+        _torch.all_gather_single(table.view(-1), own, group=self.group)
         return table
 
     def require_same(self, what: str, mine: bytes, describe: Callable[[], str]) -> None:
