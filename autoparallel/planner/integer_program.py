@@ -35,7 +35,9 @@ def solve(
     """The assignment with the smallest sum of costs; with `budget=(usage, limit)`, among those within the limit.
 
     Optimal up to HiGHS's tolerances (1e-6 relative). Raises `Infeasible` without naming a variable. Past `time_limit`
-    seconds the best assignment found so far, or TimeoutError. The width is that of the largest table given.
+    seconds the best assignment found so far, or TimeoutError; but HiGHS's presolve does not always look at the clock
+    (github.com/ERGO-Code/HiGHS/issues/2226), so a caller who must go on needs a process to end. The width is that of
+    the largest table given.
     """
     usage, limit = budget if budget is not None else ((), math.inf)
     costs, uses = merge(sizes, factors), merge(sizes, usage)
@@ -92,7 +94,7 @@ def solve(
     result = optimize.milp(
         full_objective / (np.abs(full_objective).max(initial=0.0) or 1.0),
         integrality=np.concatenate([np.ones(states), np.zeros(columns - states)]),
-        bounds=optimize.Bounds(0.0, np.concatenate([upper, np.full(columns - states, np.inf)])),
+        bounds=optimize.Bounds(0.0, np.concatenate([upper, np.ones(columns - states)])),
         constraints=constraints,
         options=options,
     )
