@@ -210,7 +210,8 @@ class SearchSpace:
 
     def _is_batch(self, node: fx.Node, factor: str) -> bool:
         rule = rule_for(node)
-        return rule is not None and not isinstance(rule.sizes.get(factor, 1), int)
+        open_size = rule is not None and not isinstance(rule.sizes.get(factor, 1), int)
+        return open_size or factor in node.meta.get("batch_factors", ())
 
     def _operator_seconds(
         self,

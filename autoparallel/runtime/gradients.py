@@ -69,7 +69,7 @@ class GradientStore:
 
     def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Tensors]) -> None:
         """Takes the gradients of a bucket's parameters: for each, one for every use that was reached."""
-        present = [(chain, self._sum_uses(chain, values)) for chain, values in zip(chains, grads, strict=True) if values]
+        present = [(chain, self.sum_uses(chain, values)) for chain, values in zip(chains, grads, strict=True) if values]
         if not present:
             return
         if not self.synchronise:
@@ -84,7 +84,7 @@ class GradientStore:
             _torch.after_backward(self.finish)
         self._running.append(lambda: self._hand_out(kept, finish()))
 
-    def _sum_uses(self, chain: ParameterChain, values: list[torch.Tensor]) -> torch.Tensor:
+    def sum_uses(self, chain: ParameterChain, values: list[torch.Tensor]) -> torch.Tensor:
         """One gradient, in the accumulator's layout, from those of the parameter's uses."""
         if len(values) == 1 and len(chain.uses) == 1:
             return values[0]

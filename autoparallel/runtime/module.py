@@ -229,17 +229,17 @@ class ParallelModule(nn.Module):
         key = self._key(call)
         self._require_same_call(call, key, problem)
         kind = self._kinds.get(key)
-        if kind is not None and not self._fits(kind, call):
+        if kind is not None and not fits(kind.runner.program.captured, call.specs):
             key = (*key, call.batch)
             kind = self._kinds.get(key)
         if kind is None:
             kind = self._make_kind(self, call)
             if not self._kinds or self._plan is None:
                 self._plan = kind.plan
-            if not self._fits_statically(kind, call):
+            if not fits(kind.runner.program.captured, call.specs):
                 key = (*key, call.batch) if len(key) == 6 else key
             self._kinds[key] = kind
-        self._require_divides(kind, call)
+        require_divides(kind.runner.program, call.specs, call.batch)
         return kind
 
     def _require_same_call(self, call: Call, key: Any, problem: str | None) -> None:
@@ -270,34 +270,6 @@ class ParallelModule(nn.Module):
                 "everywhere, or give each rank its rows as a DTensor: "
                 "DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards the batch."
             )
-
-    def _fits(self, kind: Kind, call: Call) -> bool:
-        return self._fits_statically(kind, call)
-
-    def _fits_statically(self, kind: Kind, call: Call) -> bool:
-        """Whether the sizes that the trace fixed are those of the call."""
-        captured = kind.runner.program.captured
-        nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
-        for name, spec in zip(captured.inputs, call.specs, strict=True):
-            node = nodes.get(name) if name is not None else None
-            if node is None or not isinstance(spec, InputSpec):
-                continue
-            for traced, real in zip(node.meta["val"].shape, spec.shape, strict=True):
-                if isinstance(traced, int) and traced != real:
-                    return False
-        return True
-
-    def _require_divides(self, kind: Kind, call: Call) -> None:
-        program = kind.runner.program
-        actual = sizes_of(program.captured, call.specs)
-        for expression, pieces in program.divisors:
-            size = int(expression.subs(actual))  # type: ignore[attr-defined]
-            if size % pieces:
-                raise ValueError(
-                    f"a batch of {call.batch} rows does not divide over the mesh: the plan cuts {size} rows into "
-                    f"{pieces} parts. Use a batch that divides by {pieces} (drop_last=True in the data loader), or "
-                    "compile for batches of this size"
-                )
 
     def _finish(self, kind: Kind, results: tuple[torch.Tensor, ...]) -> Any:
         """Writes mutated buffers back and gives the outputs their outer form."""
@@ -445,6 +417,32 @@ class ParallelModule(nn.Module):
 
 def _pairs(shapes: Sequence[Any]) -> list[tuple[Any, Any]]:
     return [s if isinstance(s, tuple) else (s, None) for s in shapes]
+
+
+def fits(captured: Captured, specs: Sequence[Any]) -> bool:
+    """Whether the sizes that a trace fixed are those of a call."""
+    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    for name, spec in zip(captured.inputs, specs, strict=True):
+        node = nodes.get(name) if name is not None else None
+        if node is None or not isinstance(spec, InputSpec):
+            continue
+        for traced, real in zip(node.meta["val"].shape, spec.shape, strict=True):
+            if isinstance(traced, int) and traced != real:
+                return False
+    return True
+
+
+def require_divides(program: LocalProgram, specs: Sequence[Any], batch: int) -> None:
+    """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""
+    actual = sizes_of(program.captured, specs)
+    for expression, pieces in program.divisors:
+        size = int(expression.subs(actual))  # type: ignore[attr-defined]
+        if size % pieces:
+            raise ValueError(
+                f"a batch of {batch} rows does not divide over the mesh: the plan cuts {size} rows into "
+                f"{pieces} parts. Use a batch that divides by {pieces} (drop_last=True in the data loader), or "
+                "compile for batches of this size"
+            )
 
 
 def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
