@@ -6,9 +6,10 @@ from autoparallel.plan import Plan, PlanError
 from autoparallel.rules import RuleError, register_rule
 from autoparallel.runtime.agreement import RankMismatchError
 from autoparallel.runtime.module import ParallelModule
+from autoparallel.traffic import Traffic, count_traffic
 
 __version__ = "0.1.0"
 __all__ = [
-    "CaptureError", "ParallelModule", "Plan", "PlanError", "RankMismatchError", "RuleError", "compile",
-    "register_rule",
+    "CaptureError", "ParallelModule", "Plan", "PlanError", "RankMismatchError", "RuleError", "Traffic",
+    "compile", "count_traffic", "register_rule",
 ]  # fmt: skip

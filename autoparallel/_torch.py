@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # Renamed in 2.13; 2.11 has only the old names.
@@ -56,12 +57,19 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
+def process_group(argument: Any) -> dist.ProcessGroup:
+    """The process group that an operator was given: itself, boxed for TorchScript, or by name."""
+    if isinstance(argument, str):
+        return _resolve_process_group(argument)
+    return argument if isinstance(argument, dist.ProcessGroup) else dist.ProcessGroup.unbox(argument)
+
+
 def after_backward(callback: Callable[[], Any]) -> None:
     """Calls ``callback`` when the backward pass that is running now has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 __all__ = [
-    "StorageWeakRef", "after_backward", "all_gather_single", "local_of", "make_fake_mode", "make_spec",
-    "reduce_scatter_single", "spec_of", "wrap_local",
+    "StorageWeakRef", "after_backward", "all_gather_single", "free_unbacked_symbols", "local_of", "make_fake_mode", "make_spec",
+    "process_group", "reduce_scatter_single", "spec_of", "wrap_local",
 ]  # fmt: skip

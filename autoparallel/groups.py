@@ -25,6 +25,9 @@ from autoparallel import _torch
 CONTROL_TIMEOUT = timedelta(seconds=120)
 """How long the ranks wait for one another to agree before a call; a rank that is missing is an error, not a hang."""
 
+CONTROL = "autoparallel control"
+"""The description of the groups over which ranks agree; what they say there is not training traffic."""
+
 Wait = Callable[[], torch.Tensor]
 
 
@@ -44,7 +47,10 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 @dataclass
 class MeshGroups:
-    """The communicator of a ``DeviceMesh``; every collective is started at once and returns a function that waits."""
+    """The communicator of a ``DeviceMesh``; every collective is started at once and returns a function that waits.
+
+    A group of one rank is never called: what it would compute is a copy.
+    """
 
     mesh: DeviceMesh
     groups: dict[str, tuple[dist.ProcessGroup, int, int]]
@@ -57,26 +63,39 @@ class MeshGroups:
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
         """Reduces the contiguous ``x`` in place."""
+        if self.size(axis) == 1:
+            return lambda: x
         work = dist.all_reduce(x, _REDUCE[op], self.groups[axis][0], async_op=True)
         return lambda: _finish(work, x)
 
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
         """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
+        if self.size(axis) == 1:
+            return _copied(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
         work = _torch.all_gather_single(out.view(-1), x.view(-1), group=self.groups[axis][0], async_op=True)
         return lambda: _finish(work, out)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
         """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
+        if self.size(axis) == 1:
+            return _copied(x[0])
         out = x.new_empty(x.shape[1:])
         work = _torch.reduce_scatter_single(out.view(-1), x.view(-1), group=self.groups[axis][0], async_op=True)
         return lambda: _finish(work, out)
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
         """Sends row i of a contiguous ``[n, ...]`` to rank i; row i of the result came from rank i."""
+        if self.size(axis) == 1:
+            return _copied(x)
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self.groups[axis][0], async_op=True)
         return lambda: _finish(work, out)
+
+
+def _copied(x: torch.Tensor) -> Wait:
+    out = x.clone()
+    return lambda: out
 
 
 def _finish(work: Any, out: torch.Tensor) -> torch.Tensor:
@@ -99,6 +118,7 @@ def bind(mesh: DeviceMesh) -> str:
     key = f"mesh{len(_BOUND)}"
     for known, communicator in _BOUND.items():
         if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
+            _name_groups(communicator)
             return known
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -109,10 +129,15 @@ def bind(mesh: DeviceMesh) -> str:
     for count in range(2, len(names) + 1):
         for axes in itertools.combinations(range(len(names)), count):
             groups["+".join(names[i] for i in axes)] = _joint_group(mesh, axes, coordinate)
-    for name, (group, _, _) in groups.items():
-        _GROUP_NAMES[group.group_name] = name
-    _BOUND[key] = MeshGroups(mesh, groups)
+    _BOUND[key] = bound = MeshGroups(mesh, groups)
+    _name_groups(bound)
     return key
+
+
+def _name_groups(bound: MeshGroups) -> None:
+    """A group that several meshes share (the world) is named after the axes of the mesh that was bound last."""
+    for name, (group, _, _) in bound.groups.items():
+        _GROUP_NAMES[group.group_name] = name
 
 
 def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> tuple[Any, int, int]:
@@ -145,9 +170,23 @@ def axis_of_group(group_name: str) -> str | None:
     return _GROUP_NAMES.get(group_name)
 
 
-def use_communicator(communicator: Communicator | None) -> None:
-    """Makes this thread's operators talk to ``communicator`` instead of the bound meshes (tests only)."""
+def names_of_groups(mesh: DeviceMesh) -> dict[str, str]:
+    """Group name to mesh axis; with the groups over several axes, where the mesh is bound."""
+    for communicator in _BOUND.values():
+        if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
+            return {group.group_name: name for name, (group, _, _) in communicator.groups.items()}
+    return {mesh.get_group(i).group_name: name for i, name in enumerate(mesh.mesh_dim_names or ())}
+
+
+def use_communicator(communicator: Communicator | None) -> Communicator | None:
+    """Makes this thread's operators talk to ``communicator`` instead of the bound meshes (simulations and dry runs).
+
+    Returns:
+        What they talked to before.
+    """
+    before: Communicator | None = getattr(_LOCAL, "communicator", None)
     _LOCAL.communicator = communicator
+    return before
 
 
 def communicator_of(group: str) -> tuple[Communicator, str]:

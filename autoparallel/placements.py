@@ -117,22 +117,24 @@ def action(src: Placement, dst: Placement) -> str:
 
 
 def sent_bytes(kind: str, full_bytes: int, group_size: int) -> float:
-    """Bytes each rank sends in a bandwidth-optimal (ring) algorithm.
+    """Bytes each rank sends in a bandwidth-optimal (ring) algorithm; the ranks' mean, where they send differently.
 
     Args:
-        kind: one of ``COLLECTIVES``.
+        kind: one of ``COLLECTIVES``, or ``broadcast``, ``reduce``, ``gather``, ``scatter``, ``send``.  Anything else
+            (a local action, ``recv``, ``barrier``) sends nothing.
         full_bytes: size of the whole tensor as seen by the group: the reduced tensor of an all-reduce, the gathered
-            result of an all-gather, the input of a reduce-scatter, the sum of all ranks' inputs of an all-to-all.
+            result of an all-gather, the input of a reduce-scatter, the sum of all ranks' inputs of an all-to-all, the
+            tensor that is broadcast, reduced or sent, the parts of all ranks together of a gather or scatter.
         group_size: number of ranks in the group.
     """
     n = group_size
     if kind == "all_reduce":
         return 2 * full_bytes * (n - 1) / n
-    if kind in ("all_gather", "reduce_scatter"):
+    if kind in ("all_gather", "reduce_scatter", "broadcast", "reduce"):
         return full_bytes * (n - 1) / n
-    if kind == "all_to_all":
-        return full_bytes / n * (n - 1) / n
-    return 0.0
+    if kind in ("all_to_all", "gather", "scatter"):
+        return full_bytes * (n - 1) / (n * n)
+    return float(full_bytes) if kind == "send" else 0.0
 
 
 def shards_of(layout: Layout, dim: int) -> tuple[int, ...]:

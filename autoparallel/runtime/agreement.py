@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel import _torch
-from autoparallel.groups import CONTROL_TIMEOUT
+from autoparallel.groups import CONTROL, CONTROL_TIMEOUT
 
 T = TypeVar("T")
 _GROUPS: dict[tuple[int, ...], Any] = {}
@@ -51,7 +51,9 @@ class Agreement:
         if not self.alone:
             key = tuple(self.ranks)
             if key not in _GROUPS:
-                _GROUPS[key] = dist.new_group(self.ranks, timeout=CONTROL_TIMEOUT, backend="gloo")
+                _GROUPS[key] = dist.new_group(
+                    self.ranks, timeout=CONTROL_TIMEOUT, backend="gloo", group_desc=CONTROL
+                )
             self.group = _GROUPS[key]
 
     def table(self, mine: bytes) -> torch.Tensor:

@@ -1,0 +1,161 @@
+"""`count_traffic()` sees what runs, and nothing else; what was predicted is what it counts."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import autoparallel
+from autoparallel.placements import sent_bytes
+from autoparallel.traffic import _NAMESPACES, _OPERATORS, _SILENT, Traffic
+from tests.distributed import run_distributed
+
+Counts = dict[tuple[str, str], tuple[int, float]]
+
+
+def _counts(traffic: Any) -> Counts:
+    sent = traffic.bytes
+    return {key: (count, sent[key]) for key, count in traffic.collectives.items()}
+
+
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+
+
+# ---------------------------------------------------------------------------------------------------------- counting
+
+
+def _plain_collectives() -> Counts:
+    x, pair = torch.ones(6), [torch.empty(6), torch.empty(6)]
+    group = dist.new_group([0, 1], group_desc="a group of mine")
+    with autoparallel.count_traffic() as traffic:
+        dist.all_reduce(x)
+        dist.all_reduce(x.double(), group=group)
+        dist.all_gather(pair, x)
+        dist.all_gather_into_tensor(torch.empty(12), x)
+        dist.reduce_scatter_tensor(torch.empty(3), x)
+        dist.all_to_all_single(torch.empty(6), x)
+        dist.broadcast(x, 0)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+    dist.all_reduce(x)  # after the context: not counted
+    return _counts(traffic)
+
+
+def test_plain_collectives_are_counted_by_kind_and_group() -> None:
+    first, second = run_distributed(_plain_collectives, world_size=2)
+    shared = {
+        ("all_gather", "world"): (2, 2 * 24.0),
+        ("all_reduce", "a group of mine"): (1, 48.0),
+        ("all_reduce", "world"): (1, 24.0),
+        ("all_to_all", "world"): (1, 12.0),
+        ("barrier", "world"): (1, 0.0),
+        ("broadcast", "world"): (1, 12.0),
+        ("reduce_scatter", "world"): (1, 12.0),
+    }
+    assert first == shared | {("send", "world"): (1, 24.0)}
+    assert second == shared | {("recv", "world"): (1, 0.0)}
+
+
+def _functional_collectives() -> Counts:
+    mesh = _mesh((2,))
+    x = torch.ones(4, requires_grad=True)
+    with autoparallel.count_traffic(mesh) as traffic:
+        functional.all_reduce(x.detach(), "sum", (mesh, 0))
+        y = functional.all_gather_tensor_autograd(x, 0, (mesh, 0))
+        y.sum().backward()  # its transpose is a reduce-scatter
+    return _counts(traffic)
+
+
+def test_functional_collectives_are_counted_also_in_backward() -> None:
+    for counts in run_distributed(_functional_collectives, world_size=2):
+        assert counts == {
+            ("all_gather", "dp"): (1, 16.0),
+            ("all_reduce", "dp"): (1, 16.0),
+            ("reduce_scatter", "dp"): (1, 16.0),
+        }
+
+
+def _three_linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
+
+
+def _other_systems() -> dict[str, Counts]:
+    mesh = _mesh((2,))
+    x = torch.ones(4, 8)
+    found = {}
+    replicated = DistributedDataParallel(_three_linears())
+    with autoparallel.count_traffic(mesh) as traffic:
+        replicated(x).sum().backward()
+    found["ddp"] = _counts(traffic)
+    sharded = _three_linears()
+    for layer in (sharded[0], sharded[2]):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(sharded, mesh=mesh)
+    with autoparallel.count_traffic(mesh) as traffic:
+        sharded(x).sum().backward()
+    found["fsdp2"] = _counts(traffic)
+    tensor = parallelize_module(_three_linears(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with autoparallel.count_traffic(mesh) as traffic:
+        tensor(x.requires_grad_()).sum().backward()
+    found["dtensor"] = _counts(traffic)
+    return found
+
+
+def test_other_systems_are_counted_so_that_benchmarks_can_compare() -> None:
+    for found in run_distributed(_other_systems, world_size=2):
+        weight = 8 * 8 * 4
+        assert found["ddp"] == {("all_reduce", "dp"): (1, 2 * weight)}
+        assert found["fsdp2"] == {
+            ("all_gather", "dp"): (4, 4 * weight / 2),
+            ("reduce_scatter", "dp"): (2, 2 * weight / 2),
+        }
+        activation = 4 * 8 * 4
+        assert found["dtensor"] == {("all_reduce", "dp"): (2, 2.0 * activation)}
+
+
+def test_every_collective_of_torch_is_known() -> None:
+    """A collective that a new torch brings is not passed over in silence."""
+    names = set()
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        if namespace in _NAMESPACES and namespace != "autoparallel":
+            names.add(name.partition(".")[0])
+    assert "allreduce_" in names
+    assert names <= {*_OPERATORS, *_SILENT, "batch_p2p_ops"}
+
+
+def test_counts_can_be_added_subtracted_and_printed() -> None:
+    one = Traffic({("all_reduce", "dp", 3): (1, 900)})
+    two = Traffic({("all_gather", "tp", 4): (2, 4_000_000)})
+    both = one + two
+    assert both.bytes == {("all_reduce", "dp"): 1200.0, ("all_gather", "tp"): 3_000_000.0}
+    assert both - two == one
+    assert both - both == Traffic() == both * 0
+    assert (one * 3).collectives == {("all_reduce", "dp"): 3}
+    assert both.total_collectives == 3 and both.total_bytes == 3_001_200
+    assert [line.split() for line in str(both).splitlines() if "a" in line] == [
+        ["collective", "mesh", "axis", "count", "bytes", "sent"],
+        ["all_gather", "tp", "2", "3.0", "MB"],
+        ["all_reduce", "dp", "1", "1.2", "kB"],
+        ["all", "3", "3.0", "MB"],
+    ]
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+def test_one_rank_sends_nothing(kind: str) -> None:
+    assert sent_bytes(kind, 1000, 1) == 0
+    assert sent_bytes(kind, 1000, 4) > 0
