@@ -1,0 +1,221 @@
+"""The report of ``verify()``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from autoparallel.plan import Plan
+
+SHOWN = 12
+
+
+class VerifyError(AssertionError):
+    """A plan that does not compute what the plain model computes; the message is the report."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor of the parallel program is from the reference's.
+
+    Attributes:
+        kind: "loss", "output", "gradient", "norm", "clipped gradient", "parameter", "buffer", or "replicas" (0 where
+            all ranks that should hold the same bits do, else inf).
+        name: of the parameter, buffer or output.
+        value: ``max |a - b| / max(1, max |b|)``; inf where shapes, dtypes or non-finite values differ.
+        step: at which training step.
+        layout: how the parameter lies on the mesh axes at rest.
+        detail: both values, in short.
+        size: ``max |b|``; a tensor smaller than the tolerance cannot fail.
+    """
+
+    kind: str
+    name: str
+    value: float
+    step: int = 1
+    layout: tuple[str, ...] = ()
+    detail: str = ""
+    size: float = float("inf")
+
+
+@dataclass(frozen=True, repr=False)
+class VerifyReport:
+    """What ``autoparallel.verify()`` found; ``print`` it.
+
+    Attributes:
+        model: the model's class.
+        mesh: the mesh axes by name and size.
+        plan: the plan that ran.
+        dtype: what both runs computed in.
+        tolerance: the largest difference that passes.
+        differences: everything that was compared, the worst first.
+        reference: what the parallel program was compared with.
+        layouts: for each parameter, how it lies on each mesh axis at rest.
+        casts: where the model itself casts to a dtype narrower than ``dtype``.
+        notes: what else a reader should know.
+        seconds: how long it took.
+    """
+
+    model: str
+    mesh: tuple[tuple[str, int], ...]
+    plan: Plan
+    dtype: torch.dtype
+    tolerance: float
+    differences: tuple[Difference, ...]
+    reference: str
+    layouts: dict[str, tuple[str, ...]]
+    casts: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agrees."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Difference, ...]:
+        """What differs by more than the tolerance, the worst first."""
+        return tuple(d for d in self.differences if not d.value <= self.tolerance)
+
+    @property
+    def worst(self) -> Difference:
+        """The largest difference."""
+        return self.differences[0]
+
+    @property
+    def sharded_parameters(self) -> tuple[str, ...]:
+        """The parameters of which no rank holds the whole between steps."""
+        many = [size > 1 for _, size in self.mesh]
+        return tuple(
+            name
+            for name, layout in self.layouts.items()
+            if any(m and not text.startswith("R") for m, text in zip(many, layout, strict=True))
+        )
+
+    @property
+    def sharded_operators(self) -> tuple[str, ...]:
+        """The operators that are cut over ranks, so that each computes a part of the activations."""
+        many = [size > 1 for _, size in self.mesh]
+        return tuple(
+            key
+            for key, modes in self.plan.operators.items()
+            if any(m and mode.startswith("shard") for m, mode in zip(many, modes, strict=True))
+        )
+
+    def raise_if_failed(self) -> VerifyReport:
+        """Returns the report itself.
+
+        Raises:
+            VerifyError: when something differs; the message is the report.
+        """
+        if not self.ok:
+            raise VerifyError(f"\n{self}")
+        return self
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=120, color_system=None, highlight=False, legacy_windows=False)
+        console.print(self)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in text.splitlines())
+
+    __repr__ = __str__
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What ``rich`` prints, with colours on a terminal."""
+        yield from self._head()
+        yield Text()
+        yield self._summary()
+        if self.failed:
+            yield Text()
+            yield self._failures()
+        yield Text()
+        yield from self._notes()
+        yield self._verdict()
+
+    def _head(self) -> Iterator[RenderableType]:
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh)
+        dtype = str(self.dtype).removeprefix("torch.")
+        yield Text(f"{self.model} on the mesh ({axes}), plan {self.plan.origin}, {dtype}", style="bold")
+        yield Text(f"compared with {self.reference}")
+        yield Text(
+            f"sharded: {len(self.sharded_parameters)} of {len(self.layouts)} parameters, "
+            f"{len(self.sharded_operators)} of {len(self.plan.operators)} operators with their activations"
+        )
+
+    def _summary(self) -> Table:
+        """One row for each kind of quantity, the worst first."""
+        kinds: dict[str, list[Difference]] = {}
+        for d in self.differences:
+            kinds.setdefault(d.kind, []).append(d)
+        table = Table(box=None, pad_edge=False)
+        for title, justify in (("compared", "left"), ("tensors", "right"), ("largest difference", "right")):
+            table.add_column(title, justify=justify)  # type: ignore[arg-type]
+        table.add_column("where", overflow="fold")
+        for kind, found in kinds.items():
+            worst = found[0]
+            style = "" if worst.value <= self.tolerance else "red"
+            where = self._where(worst) if worst.value > 0 else ""
+            table.add_row(kind, str(len(found)), _number(worst.value), Text(where), style=style)
+        return table
+
+    def _failures(self) -> Table:
+        failed = self.failed
+        table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold red")
+        table.title = f"{len(failed)} of {len(self.differences)} differ by more than {self.tolerance:g}"
+        if len(failed) > SHOWN:
+            table.title += f"; the worst {SHOWN}"
+        table.add_column("difference", justify="right")
+        for title in ("what", "found", "at rest"):
+            table.add_column(title, overflow="fold")
+        for d in failed[:SHOWN]:
+            table.add_row(
+                _number(d.value), Text(f"{d.kind} {self._where(d)}"), Text(d.detail), Text(" ".join(d.layout))
+            )
+        return table
+
+    def _where(self, d: Difference) -> str:
+        several = max(x.step for x in self.differences) > 1 and d.step
+        return d.name + (f" (step {d.step})" if several else "")
+
+    def _notes(self) -> Iterator[Text]:
+        notes = list(self.notes)
+        if self.casts:
+            shown = "; ".join(self.casts[:4]) + (f"; and {len(self.casts) - 4} more" if len(self.casts) > 4 else "")
+            notes.append(f"the model itself casts to a narrower dtype, which limits the agreement ({shown})")
+        tiny = sorted({d.name for d in self.differences if d.kind == "gradient" and d.size <= self.tolerance})
+        if tiny:
+            names = ", ".join(tiny[:3]) + (f" and {len(tiny) - 3} more" if len(tiny) > 3 else "")
+            notes.append(f"gradients that are zero, or too small to tell apart from zero: {names}")
+        ranks = 1
+        for _, size in self.mesh:
+            ranks *= size
+        if ranks > 1 and not self.sharded_parameters and not self.sharded_operators:
+            notes.append("nothing is sharded: every rank computes everything, so this says little about the plan")
+        if self.plan.unruled:
+            names = ", ".join(self.plan.unruled)
+            notes.append(f"operators without a sharding rule run replicated: {names}")
+        for note in notes:
+            yield Text(f"note: {note}", style="yellow")
+
+    def _verdict(self) -> Text:
+        if self.ok:
+            text = f"PASSED: all {len(self.differences)} tensors agree to {self.tolerance:g}"
+            return Text(f"{text} ({self.seconds:.1f} s)", style="bold green")
+        worst = self.worst
+        name = f"{worst.kind} {worst.name}".strip()
+        text = f"FAILED: {len(self.failed)} of {len(self.differences)} tensors differ by more than {self.tolerance:g}"
+        return Text(f"{text}, the worst is {name} ({self.seconds:.1f} s)", style="bold red")
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+__all__ = ["Difference", "VerifyError", "VerifyReport"]
