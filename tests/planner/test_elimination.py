@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.planner import elimination, integer_program
-from autoparallel.planner.elimination import Factor, Infeasible, TooWide, evaluate, minimise, minimise_with_budget
+from autoparallel.planner.budget import minimise_with_budget
+from autoparallel.planner.elimination import Factor, Infeasible, TooWide, evaluate, minimise
 
 Problem = tuple[list[int], list[Factor]]
 
@@ -121,13 +122,13 @@ class TestMinimise:
     def test_dominance_drops_what_a_rival_always_replaces(self) -> None:
         """State 2 of variable 0 costs 3 more than state 0, and no neighbour makes up for more than 2 of it."""
         pair = np.array([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-        network = elimination._Network([3, 2], [Factor((0,), np.array([0.0, 0.0, 3.0])), Factor((0, 1), pair)])
+        network = elimination.Network([3, 2], [Factor((0,), np.array([0.0, 0.0, 3.0])), Factor((0, 1), pair)])
         network.reduce(100, True)
         assert network.states[0].tolist() == [0, 1]
 
     def test_dominance_keeps_what_saves_usage(self) -> None:
         cost, usage = np.array([1.0, 2.0, 3.0]), np.array([5.0, 1.0, 6.0])
-        network = elimination._Network([3], [Factor((0,), cost)], [Factor((0,), usage)])
+        network = elimination.Network([3], [Factor((0,), cost)], [Factor((0,), usage)])
         network.reduce(100, True)
         assert network.states[0].tolist() == [0, 1]
 

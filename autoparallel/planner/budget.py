@@ -1,0 +1,202 @@
+"""Exact minimisation within a budget: one limit on a second sum of tables.
+
+[Note: budgets] `minimise_with_budget` adds one limit on a second sum of tables. Relaxing it with a multiplier m >= 0
+leaves the unconstrained problem cost + m * usage. Its minimum less m * limit is a lower bound for every m; the best m
+is found by intersecting the lines of the cheapest infeasible and the best feasible solution until no solution lies
+below the intersection. What remains between bound and solution is narrowed by exchanging independent parts of the two
+solutions and by local search, which may leave a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autoparallel.planner.elimination import Array, Factor, Infeasible, Network, Solution, eliminate, evaluate
+
+_LINE_STEPS = 60  # multipliers tried at most; each step ends at a new vertex of the dual, so few are needed
+_LOCAL_MOVES = 1000  # improving changes applied at most after the dual is solved
+_ROUNDING = 1e-12  # relative difference of costs below which they count as equal
+
+
+@dataclass(frozen=True)
+class BudgetSolution:
+    """The best solution found within a limit, between a proved bound and its own cost."""
+
+    solution: Solution
+    usage: float  # of the solution; at most the limit
+    bound: float  # no solution within the limit costs less (up to rounding)
+    multiplier: float  # cost per unit of usage at the bound: what a little more of the limit would be worth
+
+
+def minimise_with_budget(
+    sizes: Sequence[int],
+    factors: Sequence[Factor],
+    usage: Sequence[Factor],
+    limit: float,
+    *,
+    max_table: int = 50_000_000,
+    dominance: bool | None = None,
+) -> BudgetSolution:
+    """The cheapest assignment found whose sum of `usage` tables is at most `limit`, with a lower bound on the best.
+
+    See [Note: budgets]. Where bound and cost agree the solution is optimal. An infinite usage forbids an entry.
+    Raises `Infeasible` with the smallest achievable usage where that is above the limit.
+    """
+    network = Network(sizes, [*factors, *map(_forbidden, usage)], [_finite(factor) for factor in usage])
+    order = network.reduce(max_table, dominance)
+    costs, usages = network.layers
+
+    def solve(weigh: Callable[[Array], Array], multiplier: float) -> list[int]:
+        tables = {scope: weigh(table) for scope, table in costs.items()}
+        for scope, table in usages.items():
+            weighted = multiplier * table
+            tables[scope] = tables[scope] + weighted if scope in tables else weighted
+        return eliminate(network.sizes, tables, order)
+
+    def result(choices: list[int], bound: float, multiplier: float) -> BudgetSolution:
+        states = network.original(choices)
+        solution = Solution(states, evaluate(factors, states), order.width)
+        return BudgetSolution(solution, evaluate(usage, states), min(bound, solution.cost), multiplier)
+
+    low = solve(lambda table: table, 0.0)  # the cheapest known above the limit
+    low_cost, low_usage = network.totals(low)
+    if low_usage <= limit:
+        return result(low, low_cost, 0.0)
+    high = solve(lambda table: np.where(np.isinf(table), np.inf, 0.0), 1.0)  # the best known within the limit
+    high_cost, high_usage = network.totals(high)
+    if high_usage > limit:
+        message = f"the smallest usage that any assignment achieves is {high_usage:g}, above the limit {limit:g}"
+        raise Infeasible(message, smallest_usage=high_usage)
+    bound, multiplier = low_cost, 0.0
+    for _ in range(_LINE_STEPS):
+        slope = (high_cost - low_cost) / (low_usage - high_usage)
+        if slope <= 0.0:
+            break
+        middle = solve(lambda table: table, slope)
+        cost, used = network.totals(middle)
+        dual = cost + slope * (used - limit)
+        if dual > bound:
+            bound, multiplier = dual, slope
+        intersection = high_cost + slope * (high_usage - limit)
+        if dual >= intersection - _ROUNDING * (abs(cost) + slope * abs(used)):
+            break
+        if used <= limit:
+            high, high_cost, high_usage = middle, cost, used
+        else:
+            low, low_cost, low_usage = middle, cost, used
+    search = _LocalSearch(network, high, limit)
+    search.adopt_parts(low)
+    search.improve()
+    return result(search.choices, bound, multiplier)
+
+
+def _forbidden(usage: Factor) -> Factor:
+    return Factor(usage.variables, np.where(np.isposinf(usage.cost), np.inf, 0.0))
+
+
+def _finite(usage: Factor) -> Factor:
+    return Factor(usage.variables, np.where(np.isposinf(usage.cost), 0.0, usage.cost))
+
+
+class _LocalSearch:
+    """Changes of one or two variables that lower the first layer and keep the second within its limit."""
+
+    def __init__(self, network: Network, choices: list[int], limit: float) -> None:
+        self.network = network
+        self.choices = list(choices)
+        self.limit = limit
+        self.cost, self.usage = network.totals(choices)
+
+    def _accept(self, changes: dict[int, int]) -> bool:
+        """Make the changes if, added up anew, the assignment is within the limit and cheaper."""
+        choices = list(self.choices)
+        for v, state in changes.items():
+            choices[v] = state
+        cost, usage = self.network.totals(choices)
+        if usage > self.limit or not cost < self.cost - _ROUNDING * abs(self.cost):
+            return False
+        self.choices, self.cost, self.usage = choices, cost, usage
+        return True
+
+    def adopt_parts(self, other: Sequence[int]) -> None:
+        """Take over connected parts of a cheaper assignment, the largest gain first, as far as they fit."""
+        differing = {v for v, (mine, its) in enumerate(zip(self.choices, other, strict=True)) if mine != its}
+        parts: list[tuple[float, list[int]]] = []
+        while differing:
+            part, frontier = [], [min(differing)]
+            differing.discard(frontier[0])
+            while frontier:
+                part.append(frontier.pop())
+                near = sorted(self.network.neighbours(part[-1]) & differing)
+                differing.difference_update(near)
+                frontier.extend(near)
+            trial = list(self.choices)
+            for v in part:
+                trial[v] = other[v]
+            parts.append((self.network.totals(trial)[0] - self.cost, sorted(part)))
+        for _, part in sorted(parts):
+            self._accept({v: other[v] for v in part})
+
+    def improve(self) -> None:
+        """Single changes, then exchanges of two that are apart, then of two that are adjacent, while any helps."""
+        sizes = self.network.sizes
+        variable = np.repeat(np.arange(len(sizes)), sizes)
+        offset = np.concatenate([[0], np.cumsum(sizes)])
+        changes = np.empty((2, len(variable)))  # of cost and usage, by variable and state
+        stale = set(range(len(sizes)))
+        for _ in range(_LOCAL_MOVES):
+            for v in stale:
+                for layer in (0, 1):
+                    column = self.network.conditional(layer, self.choices, (v,))
+                    changes[layer, offset[v] : offset[v + 1]] = column - column[self.choices[v]]
+            before = self.choices
+            move = self._single(changes[0], changes[1]) or self._exchange(changes[0], changes[1], variable)
+            moved = {int(variable[m]): int(m - offset[variable[m]]) for m in move}
+            if not (self._accept(moved) if moved else self._adjacent_pairs()):
+                return
+            stale = {v for v, state in enumerate(self.choices) if state != before[v]}
+            stale |= {u for v in stale for u in self.network.neighbours(v)}
+
+    def _single(self, cost: Array, usage: Array) -> tuple[int, ...]:
+        fits = np.where(usage <= self.limit - self.usage, cost, np.inf)
+        best = int(fits.argmin())
+        return (best,) if fits[best] < -_ROUNDING * abs(self.cost) else ()
+
+    def _exchange(self, cost: Array, usage: Array, variable: npt.NDArray[np.intp]) -> tuple[int, ...]:
+        """A change that saves cost, paid for by the cheapest one that frees enough usage elsewhere."""
+        savings = np.flatnonzero(cost < 0.0)
+        by_usage = np.lexsort((cost, usage))
+        prefix = np.minimum.accumulate(cost[by_usage])
+        room = np.searchsorted(usage[by_usage], self.limit - self.usage - usage[savings], side="right") - 1
+        gain = np.where(room >= 0, cost[savings] + prefix[np.maximum(room, 0)], np.inf)
+        for i in np.argsort(gain, kind="stable"):
+            if not gain[i] < -_ROUNDING * abs(self.cost):
+                break
+            saving = int(savings[i])
+            near = self.network.neighbours(int(variable[saving])) | {int(variable[saving])}
+            frees = by_usage[: room[i] + 1]
+            frees = frees[~np.isin(variable[frees], list(near))]
+            if len(frees):
+                payer = int(frees[cost[frees].argmin()])
+                if cost[saving] + cost[payer] < -_ROUNDING * abs(self.cost):
+                    return saving, payer
+        return ()
+
+    def _adjacent_pairs(self) -> bool:
+        improved = False
+        for v in range(len(self.choices)):
+            for u in sorted(self.network.neighbours(v)):
+                if u < v:
+                    continue
+                cost, usage = [self.network.conditional(layer, self.choices, (v, u)) for layer in (0, 1)]
+                now = self.choices[v], self.choices[u]
+                fits = np.where(usage - usage[now] <= self.limit - self.usage, cost - cost[now], np.inf)
+                best = int(fits.argmin())
+                if fits.flat[best] < -_ROUNDING * abs(self.cost):
+                    state, other = divmod(best, fits.shape[1])
+                    improved |= self._accept({v: state, u: other})
+        return improved

@@ -1,0 +1,59 @@
+"""What things cost: shared by the search, which prices choices, and by the prediction of a finished program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoparallel.planner.hardware import Profile
+from autoparallel.rules import Rule
+from autoparallel.rules.typing import Mode
+
+OPTIMIZER_STATES = 2
+"""Optimizer states kept for each trainable parameter: Adam's two moments."""
+
+OPTIMIZER_COPIES = 2 + OPTIMIZER_STATES
+"""Bytes kept per byte of a trainable parameter: itself, its gradient, and the optimizer's states."""
+
+
+def operator_seconds(
+    profile: Profile,
+    rule: Rule | None,
+    modes: Sequence[Mode],
+    axis_sizes: Sequence[int],
+    size: Callable[[Any], int],
+    moved_bytes: float,
+    dtype: torch.dtype,
+) -> tuple[float, float]:
+    """The time of one rank's call of an operator, and of its backward (twice the work, as for a matrix product).
+
+    Args:
+        rule: gives the arithmetic; None for an operator without a rule, which is priced by the bytes it moves.
+        modes: how the operator runs on each mesh axis; empty for one that every rank runs whole.
+        size: reads a traced size.
+        moved_bytes: of the local operands and the local result.
+    """
+    points = 0.0
+    if rule is not None and rule.flops:
+        points = float(rule.flops)
+        for factor in {f for tensor in (*rule.operands, rule.result) for dim in tensor for f in dim}:
+            points *= size(rule.sizes[factor])
+    for mode, n in zip(modes, axis_sizes, strict=bool(modes)):
+        if mode.kind == "shard":
+            points /= n
+    return (
+        profile.compute_seconds(points, moved_bytes, dtype),
+        profile.compute_seconds(2 * points, 2 * moved_bytes, dtype),
+    )
+
+
+def bytes_kept(bytes_at_rest: int, trainable: bool) -> int:
+    """What a rank keeps between steps for its part of a parameter: the part, its gradient and optimizer states."""
+    return (OPTIMIZER_COPIES if trainable else 1) * bytes_at_rest
+
+
+def update_seconds(profile: Profile, kept: float) -> float:
+    """The time of the optimizer's step: what is kept is read and written."""
+    return 2 * kept / profile.memory_bandwidth
