@@ -357,6 +357,7 @@ class SearchSpace:
         out = np.zeros((len(options), len(columns)))
         large = len(node.meta["val"].shape) >= 2
         whole = "R" if node.meta["differentiable"] else "I"
+        pinned = self.captured.parameters[node.name] in self.pinned
         for j, column in enumerate(columns):
             for axis in self.constraints.data:
                 if column[axis].kind != whole:
@@ -366,7 +367,8 @@ class SearchSpace:
                     at_rest, used = option.result[axis], column[axis]
                     if at_rest.kind == "S" and used != at_rest:
                         out[i, j] = np.inf
-                    if large and at_rest.kind == "I" and self._can_shard(node, axis):
+                    kept = used if pinned else at_rest
+                    if large and kept.kind != "S" and self._can_shard(node, axis):
                         out[i, j] = np.inf
         return out
 
