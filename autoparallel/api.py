@@ -18,7 +18,8 @@ from autoparallel.placements import Invariant, Layout, format_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError
 from autoparallel.planner.hardware import profile_for
 from autoparallel.planner.presets import PRESETS, constraints_for
-from autoparallel.planner.search import SearchSpace, search
+from autoparallel.planner.search import search
+from autoparallel.planner.space import SearchSpace
 from autoparallel.program import build_program, input_layouts, wanted_outputs
 from autoparallel.redistribution import Redistributor
 from autoparallel.report.predict import predict
@@ -74,7 +75,7 @@ def compile(  # noqa: A001 - named after torch.compile
         raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}")
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
-    mesh = _usable_mesh(mesh, model)
+    mesh = usable_mesh(mesh, model)
     require_on_device(model, mesh)
     agreement = Agreement(mesh)
     _require_same_model(agreement, model, plan, memory_limit, outputs, backend)
@@ -99,7 +100,8 @@ def compile(  # noqa: A001 - named after torch.compile
     return module
 
 
-def _usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
+def usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
+    """The mesh to train on; None means all ranks. Raises ValueError for one that cannot be used."""
     if mesh is None:
         if not dist.is_initialized() and "RANK" not in os.environ:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
