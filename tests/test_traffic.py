@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import autoparallel
 from autoparallel.placements import sent_bytes
 from autoparallel.traffic import _NAMESPACES, _OPERATORS, _SILENT, Traffic
 from tests.distributed import run_distributed
+from tests.models import build
 
 Counts = dict[tuple[str, str], tuple[int, float]]
 
@@ -159,3 +161,78 @@ def test_counts_can_be_added_subtracted_and_printed() -> None:
 def test_one_rank_sends_nothing(kind: str) -> None:
     assert sent_bytes(kind, 1000, 1) == 0
     assert sent_bytes(kind, 1000, 4) > 0
+
+
+# -------------------------------------------------------------------------------------------------------- predicting
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """What one rank predicted, and what it counted."""
+
+    predicted: dict[str, Traffic]
+    counted: dict[str, Traffic]
+    regathered: int
+
+
+def _train(name: str, shape: tuple[int, ...], plan: str) -> Observed:
+    case = build(name, torch.float32)
+    model = autoparallel.compile(case.model, _mesh(shape), loss_fn=case.loss_fn, plan=plan)
+    args, kwargs = case.make_batch(0, 8)
+
+    def loss() -> torch.Tensor:
+        result = model(*args, **kwargs)
+        return result if case.loss_fn is not None else result["loss"]
+
+    loss().backward()  # the first call plans, and broadcasts the plan
+    model.zero_grad()
+    counted = {}
+    with autoparallel.count_traffic() as traffic:
+        loss().backward()
+    counted["step"] = traffic.result()
+    assert traffic.control_collectives == (1 if dist.get_world_size() > 1 else 0)
+    with autoparallel.count_traffic() as traffic:
+        model.clip_grad_norm_(1.0)
+    counted["clip"] = traffic.result()
+    model.zero_grad()
+    with autoparallel.count_traffic() as traffic:
+        for micro in range(3):
+            with contextlib.nullcontext() if micro == 2 else model.no_sync():
+                loss().backward()
+    counted["window"] = traffic.result()
+    with autoparallel.count_traffic() as traffic, torch.no_grad():
+        loss()
+    counted["forward"] = traffic.result()
+    p = model.plan.prediction
+    assert p is not None
+    predicted = {"step": p.step(), "clip": p.clip, "window": p.step(3), "forward": p.forward}
+    assert p.total_memory > 0 and p.seconds(2) > p.seconds() > 0
+    return Observed(predicted, counted, p.regathered)
+
+
+def _train_all(cases: list[tuple[str, tuple[int, ...], str]]) -> list[Observed]:
+    return [_train(*case) for case in cases]
+
+
+PLANS = ("auto", "data_parallel", "fsdp", "tensor_parallel")
+MODELS = {(2,): ("mlp", "gpt", "gpt2", "resnet"), (4,): ("mlp", "llama"), (2, 2): ("mlp", "gpt_dropout", "resnet")}
+
+
+@pytest.mark.parametrize("shape", MODELS, ids=str)
+def test_predicted_equals_counted(shape: tuple[int, ...]) -> None:
+    cases = [(name, shape, plan) for name in MODELS[shape] for plan in PLANS]
+    ranks = run_distributed(_train_all, cases, world_size=torch.Size(shape).numel(), timeout=280)
+    for case, *observations in zip(cases, *ranks, strict=True):
+        first = observations[0]
+        for observed in observations:
+            assert observed.counted == first.counted, f"{case}: ranks count differently"
+            for what, counted in observed.counted.items():
+                predicted = observed.predicted[what]
+                assert predicted == counted, f"{case}, {what}: predicted\n{predicted}\ncounted\n{counted}"
+                assert predicted.bytes == counted.bytes
+        step, window = first.counted["step"], first.counted["window"]
+        assert step.total_bytes > 0 or case[2] == "auto", case
+        if case[2] == "data_parallel" and case[0] in ("mlp", "gpt"):
+            assert set(step.collectives) - set(first.counted["forward"].collectives), case
+        if case[2] == "fsdp":
+            assert first.regathered > 0, f"{case}: no bucket is gathered again"

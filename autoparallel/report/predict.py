@@ -2,27 +2,176 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import fx
+
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.passes.insert_collectives import Sizes
+from autoparallel.placements import Layout
 from autoparallel.plan import Plan
+from autoparallel.planner.cost import OPTIMIZER_STATES, bytes_kept, update_seconds
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
+from autoparallel.redistribution import local_numel
+from autoparallel.report.dry_run import BACKWARD, FORWARD, GRADIENTS, dry_run
+from autoparallel.rules.calls import is_tensor
+from autoparallel.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """How one parameter lies.
+
+    Attributes:
+        name: within its module.
+        shape: of the whole parameter.
+        at_rest: its layout between steps.
+        uses: the layouts it is used in.
+        gather: ``"per_use"``, ``"per_microbatch"``, or empty where it is used as it lies.
+        trainable: whether it gets a gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    at_rest: Layout
+    uses: tuple[Layout, ...]
+    gather: str
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """What one module of the model became.
+
+    Attributes:
+        path: its path in the model; empty for the model itself.
+        parameters: its own parameters.
+        shape, layout: its result's global shape and layout; None where it makes no tensor.
+    """
+
+    path: str
+    parameters: tuple[ParameterRow, ...]
+    shape: tuple[int, ...] | None = None
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one optimizer step is predicted to cost each rank.
+    """What one optimizer step is predicted to cost each rank, for calls of the sizes that were planned for.
+
+    Counts and bytes are exact: ``count_traffic()`` around the same calls counts the same.
 
     Attributes:
-        collectives: (kind, axis) to (how many, bytes sent).
-        seconds: the predicted time.
-        memory: what of, to bytes per device.
+        forward, backward: traffic of one microbatch; the backward's is without the reduction of gradients.
+        gradients: traffic of that reduction, once a step.
+        clip: traffic of ``clip_grad_norm_`` with a finite p or inf: one all-reduce; in no other number.
+        forward_seconds, backward_seconds: of one microbatch, nothing overlapped.
+        gradient_seconds, update_seconds: of one reduction of gradients, and one step of Adam.
+        memory: what of, to bytes per device; ``accumulators`` come on top where ``no_sync()`` is used.
+        regathered: how many buckets of parameters the backward gathers again.
+        modules: how the model's modules lie, in the model's order.
+        profile: the name of the hardware profile.
     """
 
-    collectives: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
-    seconds: float = 0.0
-    memory: dict[str, float] = field(default_factory=dict)
+    forward: Traffic = field(default_factory=Traffic)
+    backward: Traffic = field(default_factory=Traffic)
+    gradients: Traffic = field(default_factory=Traffic)
+    clip: Traffic = field(default_factory=Traffic)
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    gradient_seconds: float = 0.0
+    update_seconds: float = 0.0
+    memory: Mapping[str, float] = field(default_factory=dict)
+    regathered: int = 0
+    modules: tuple[ModuleRow, ...] = ()
+    profile: str = ""
+
+    def step(self, microbatches: int = 1) -> Traffic:
+        """The traffic of a step: so many forwards and backwards, all but the last under ``no_sync()``."""
+        return (self.forward + self.backward) * microbatches + self.gradients
+
+    def seconds(self, microbatches: int = 1) -> float:
+        """The predicted time of a step, clipping aside."""
+        return (self.forward_seconds + self.backward_seconds) * microbatches + (
+            self.gradient_seconds + self.update_seconds
+        )
+
+    @property
+    def total_memory(self) -> float:
+        """Bytes per device at the worst moment of a step with one microbatch."""
+        return sum(size for what, size in self.memory.items() if what != ACCUMULATORS)
+
+
+ACCUMULATORS = "accumulators"
 
 
 def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
-    return Prediction()
+    """What a step of the program costs, by running it without values (see ``report.dry_run``)."""
+    run = dry_run(program, plan, profile)
+    chains = [chain for bucket in program.buckets for chain in bucket.chains]
+    sizes = plan.axis_sizes
+
+    def total(layouts: Mapping[str, Layout]) -> int:
+        return sum(local_numel(c.shape, layouts[c.name], sizes) * c.dtype.itemsize for c in chains if c.name in layouts)
+
+    at_rest = total({c.name: c.at_rest for c in chains})
+    gradients = total({c.name: c.at_rest for c in chains if c.trainable})
+    kept = bytes_kept(gradients, True) + bytes_kept(at_rest - gradients, False)
+    return Prediction(
+        forward=run.traffic[FORWARD],
+        backward=run.traffic[BACKWARD],
+        gradients=run.traffic[GRADIENTS],
+        clip=_clip_traffic(plan) if gradients else Traffic(),
+        forward_seconds=run.seconds[FORWARD],
+        backward_seconds=run.seconds[BACKWARD],
+        gradient_seconds=run.seconds[GRADIENTS],
+        update_seconds=update_seconds(profile, kept),
+        memory={
+            "parameters": at_rest,
+            "gradients": gradients,
+            "optimizer states": OPTIMIZER_STATES * gradients,
+            "activations": run.activations,
+            "gathered parameters": run.gathered,
+            "inputs and buffers": run.inputs,
+            ACCUMULATORS: total({c.name: c.accumulator for c in chains if c.trainable}),
+        },
+        regathered=len(run.regathered),
+        modules=_modules(program, plan),
+        profile=profile.name,
+    )
+
+
+def _clip_traffic(plan: Plan) -> Traffic:
+    """The norm's one all-reduce: a sum and a flag in float64, over the whole mesh."""
+    ranks = math.prod(plan.axis_sizes)
+    if ranks == 1:
+        return Traffic()
+    return Traffic({("all_reduce", "+".join(plan.axis_names), ranks): (1, 2 * 8)})
+
+
+def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:
+    chains: dict[str, ParameterChain] = {c.name: c for b in program.buckets for c in b.chains}
+    parameters: dict[str, list[ParameterRow]] = {}
+    for name in plan.parameters:  # in the order of the model
+        if name not in chains:
+            continue
+        chain = chains[name]
+        path, _, own = name.rpartition(".")
+        gather = plan.parameters[name].gather if any(chain.paths) else ""
+        parameters.setdefault(path, []).append(
+            ParameterRow(own, chain.shape, chain.at_rest, chain.uses, gather, chain.trainable)
+        )
+    last: dict[str, fx.Node] = {}
+    for node in program.body.graph.nodes:
+        if node.op == "call_function" and "needs" in node.meta and is_tensor(node):
+            last[node.meta.get("module", "")] = node
+    sizes = Sizes(program.captured.actual)
+    rows = []
+    for path in dict.fromkeys([*last, *parameters]):
+        made = last.get(path)
+        shape, layout = (None, None) if made is None else (sizes.shape(made), made.meta["placements"])
+        rows.append(ModuleRow(path, tuple(parameters.get(path, ())), shape, layout))
+    return tuple(rows)
