@@ -5,11 +5,15 @@ Tested with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
+from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,6 +61,32 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
+def outside_of_dynamo() -> AbstractContextManager[Any]:
+    """A context in which a backend of ``torch.compile`` may trace on its own, apart from the trace that called it."""
+    return tracing(None)
+
+
+def source_of(node: fx.Node) -> str:
+    """Where Dynamo found a graph input, such as ``L['self']._modules['up']._parameters['weight']``."""
+    argument = node.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    name = getattr(source, "name", node.name)
+    return str(name() if callable(name) else name)
+
+
+def graph_break_of(module: fx.GraphModule) -> tuple[str, list[traceback.FrameSummary]] | None:
+    """Why Dynamo ended this graph before the end of the function, and where; None where it did not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if not getattr(reason, "graph_break", False):
+        return None
+    return str(getattr(reason, "reason", "")), list(getattr(reason, "user_stack", []))
+
+
+def is_compiled_call(filename: str, function: str) -> bool:
+    """Whether a stack frame is the one in which ``torch.compile`` begins to run what it was given."""
+    return filename.endswith("eval_frame.py") and function in ("compile_wrapper", "_fn")
+
+
 def process_group(argument: Any) -> dist.ProcessGroup:
     """The process group that an operator was given: itself, boxed for TorchScript, or by name."""
     if isinstance(argument, str):
@@ -70,6 +100,7 @@ def after_backward(callback: Callable[[], Any]) -> None:
 
 
 __all__ = [
-    "StorageWeakRef", "after_backward", "all_gather_single", "free_unbacked_symbols", "local_of", "make_fake_mode", "make_spec",
-    "process_group", "reduce_scatter_single", "spec_of", "wrap_local",
+    "StorageWeakRef", "after_backward", "all_gather_single", "free_unbacked_symbols", "graph_break_of",
+    "is_compiled_call", "local_of", "make_fake_mode", "make_spec", "outside_of_dynamo", "process_group",
+    "reduce_scatter_single", "source_of", "spec_of", "wrap_local",
 ]  # fmt: skip

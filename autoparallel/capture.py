@@ -8,6 +8,7 @@ placeholder is which parameter, buffer or input, which output is the loss.
 from __future__ import annotations
 
 import copy
+import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import make_fake_mode
+from autoparallel._torch import free_unbacked_symbols, make_fake_mode
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -129,6 +130,7 @@ def capture(
     batch: int,
     training: bool | None = None,
     symbolic: bool = True,
+    detach_beside_loss: bool = True,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
@@ -140,6 +142,7 @@ def capture(
         batch: the batch size of the actual call.
         training: captures in this mode instead of the model's own.
         symbolic: leaves the batch size open.
+        detach_beside_loss: where there is a scalar loss, detaches the other outputs.
 
     Raises:
         CaptureError: when the model cannot be captured.
@@ -179,12 +182,10 @@ def capture(
     wrapper = _Training(plain, loss_fn)
     wrapper.training = plain.training
     program = _export(wrapper, (args, kwargs), shapes, model)
-    return _describe(program, model, owners, specs)
+    return _describe(program, model, owners, specs, detach_beside_loss)
 
 
-def _export(
-    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module
-) -> ExportedProgram:
+def _export(wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module) -> ExportedProgram:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -220,6 +221,7 @@ def _describe(
     model: nn.Module,
     owners: Mapping[str, str],
     specs: Sequence[InputSpec | Any],
+    detach_beside_loss: bool,
 ) -> Captured:
     module = fx.GraphModule(torch.nn.Module(), program.graph)
     graph = module.graph
@@ -230,7 +232,7 @@ def _describe(
     inputs: list[str | None] = []
     first_of: dict[str, fx.Node] = {}
     for spec in program.graph_signature.input_specs:
-        node = placeholders[spec.arg.name] if spec.arg.name in placeholders else None
+        node = placeholders.get(spec.arg.name)
         if spec.kind == InputKind.USER_INPUT:
             inputs.append(None if isinstance(spec.arg, ConstantArgument) or node is None else node.name)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).startswith("model."):
@@ -270,9 +272,8 @@ def _describe(
                 outputs.append(len(results))
                 results.append(nodes[out.arg.name])
         else:
-            raise CaptureError(
-                f"the model changes its input {out.target} in place: work on a copy (x = x.clone()) instead"
-            )
+            raise CaptureError(_explain_mutation(str(out.target), nodes[out.arg.name], model))
+    _require_static(graph)
     _require_deterministic(graph)
     output = graph.output_node()
     output.args = (tuple(results),)
@@ -284,7 +285,7 @@ def _describe(
         n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
     }
     mark_differentiable(graph, differentiable)
-    scalars = _detach_beside_loss(graph, len(mutated))
+    scalars = _scalars(graph, len(mutated), detach_beside_loss)
     mark_backward(graph)
     graph.lint()
     actual: dict[sympy.Symbol, int] = {}
@@ -300,6 +301,47 @@ def _describe(
     )
 
 
+def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
+    if target.startswith("model."):
+        return (
+            f"the model changes its parameter {target.removeprefix('model.')} in place at {_line_of(node)}\n"
+            "What to change: only the optimizer may change a parameter; keep other state in a buffer."
+        )
+    kind, _, name = target.partition("_")
+    names = list(inspect.signature(model.forward).parameters)
+    if kind == "args" and name.isdigit() and int(name) < len(names):
+        name = names[int(name)]
+    return (
+        f"the model changes its input {name or target} in place at {_line_of(node)}\n"
+        "What to change: work on a copy (x = x.clone())."
+    )
+
+
+def _line_of(node: fx.Node) -> str:
+    """The line of the model that made a node, as the trace noted it."""
+    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    files = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "/') and "/torch/" not in line]
+    if files:
+        return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2])
+    # Under torch.no_grad() the trace keeps modules, but no lines.
+    modules = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    return f"forward of {modules[-1]}" if modules else "an unknown line"
+
+
+def _require_static(graph: fx.Graph) -> None:
+    """Refuses sizes and numbers that are known only when the program runs."""
+    for node in graph.nodes:
+        if any(free_unbacked_symbols(v) for v in pytree.tree_leaves(node.meta.get("val"))):
+            if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
+                what, advice = "a tensor's value is read into Python", "keep it a tensor (no .item())"
+            else:
+                what, advice = "a size depends on a tensor's values", "use torch.where or masks, of a fixed size"
+            raise CaptureError(
+                f"{what} at {_line_of(node)}\nWhat to change: {advice}, or compute it outside of the model and "
+                "pass it in."
+            )
+
+
 def _require_deterministic(graph: fx.Graph) -> None:
     allowed = ("aten::native_dropout", "aten::dropout", "aten::scaled_dot_product_attention")
     for node in graph.nodes:
@@ -309,8 +351,8 @@ def _require_deterministic(graph: fx.Graph) -> None:
         if torch.Tag.nondeterministic_seeded in target.tags and _is_random(target):
             raise CaptureError(
                 f"{operator_name(target)} draws random numbers, which would differ from rank to rank and from plan to "
-                f"plan:\n{(node.meta.get('stack_trace') or '').strip()}\nUse nn.Dropout or F.dropout, or draw the "
-                "numbers outside of the model and pass them in."
+                f"plan, at {_line_of(node)}\nWhat to change: use nn.Dropout or F.dropout, or draw the numbers outside "
+                "of the model and pass them in."
             )
 
 
@@ -351,15 +393,14 @@ def mark_differentiable(graph: fx.Graph, placeholders: set[str]) -> None:
         )
 
 
-def _detach_beside_loss(graph: fx.Graph, first: int) -> list[int]:
-    """Where there is a scalar loss, detaches the other outputs; returns the indices of the scalars."""
+def _scalars(graph: fx.Graph, first: int, detach_others: bool) -> list[int]:
+    """The indices of the scalar outputs that are differentiated; detaches new values of buffers, and, where there is
+    such a scalar and ``detach_others``, the other outputs."""
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
-    scalars = [
-        i for i, n in enumerate(results) if i >= first and n.meta["differentiable"] and n.meta["val"].ndim == 0
-    ]
+    scalars = [i for i, n in enumerate(results) if i >= first and n.meta["differentiable"] and n.meta["val"].ndim == 0]
     for i, node in enumerate(results):
-        if node.meta["differentiable"] and (i < first or (scalars and i not in scalars)):
+        if node.meta["differentiable"] and (i < first or (detach_others and scalars and i not in scalars)):
             with graph.inserting_before(output):
                 detached = graph.call_function(torch.ops.aten.detach.default, (node,))
             detached.meta = {**node.meta, "differentiable": False, "key": f"{node.meta['key']}/output"}
@@ -372,9 +413,7 @@ def mark_backward(graph: fx.Graph) -> None:
     """Sets ``meta["backward"]``: whether a gradient flows through the node when the outputs are differentiated."""
     reached: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "output":
-            reached.update(n for n in node.all_input_nodes if n.meta.get("differentiable"))
-        elif node in reached:
+        if node.op == "output" or node in reached:
             reached.update(n for n in node.all_input_nodes if n.meta.get("differentiable"))
         node.meta["backward"] = node in reached
 

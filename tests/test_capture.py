@@ -1,0 +1,294 @@
+"""Capture: what the graph says about a model, and what it says when there can be no graph."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoparallel.capture import Captured, CaptureError, capture, describe_inputs
+from tests.models import build
+
+
+def captured(
+    model: nn.Module,
+    *args: Any,
+    loss_fn: Any = None,
+    symbolic: bool = True,
+    training: bool | None = None,
+    **kwargs: Any,
+) -> Captured:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    specs, rows = describe_inputs(leaves)
+    return capture(model, specs, spec, loss_fn=loss_fn, least_batch=8, batch=rows, symbolic=symbolic, training=training)
+
+
+def refusal(model: nn.Module, *args: Any, **options: Any) -> str:
+    with pytest.raises(CaptureError) as caught:
+        captured(model, *args, **options)
+    return str(caught.value)
+
+
+def line_of(function: Any, text: str) -> int:
+    """The number of the line of ``function`` that has ``text`` in it."""
+    lines, first = inspect.getsourcelines(function)
+    return next(first + i for i, line in enumerate(lines) if text in line)
+
+
+# ------------------------------------------------------------------------------------------- what cannot be captured
+
+
+class _Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line
+            return x
+        return -x
+
+
+class _Item(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.abs().max().item()  # the line
+
+
+class _Loop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x[0, 0])):  # the line
+            x = x * 2
+        return x
+
+
+class _Nonzero(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[x[:, 0] > 0]  # the line
+        return rows * 2
+
+
+class _Rand(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(8)  # the line
+
+
+class _RandLike(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)  # the line
+
+
+class _Bernoulli(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.bernoulli(torch.full_like(x, 0.5))  # the line
+
+
+class _RandomLeaky(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rrelu(x, training=True)  # the line
+
+
+class _Numpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2)  # the line
+
+
+class _FixedBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(8, 2, 4) if x.shape[0] == 8 else x.reshape(-1)[:64].view(8, 2, 4)
+
+
+class _ChangesInput(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)  # the line
+        return x + 1
+
+
+class _ChangesPart(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0] = 0  # the line
+        return x + 1
+
+
+class _ChangesParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.9)  # the line
+        return x * self.scale
+
+
+class _Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(3, 3)  # the line
+
+
+class _Outer(nn.Module):
+    """The line is in a submodule."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + 1)
+
+
+REFUSED = {
+    "branch on a value": (_Branch, r"Python control flow or a size depends on a tensor's values", "torch.where"),
+    "item": (_Item, r"tensor's value is read into Python|on a tensor's values", "keep it a tensor"),
+    "loop over a value": (_Loop, r"depends on a tensor's values|read into Python", "pass it in|keep it a tensor"),
+    "size of a selection": (_Nonzero, r"depends on a tensor's values", "masks"),
+    "rand": (_Rand, r"rand.* draws random numbers", r"nn\.Dropout"),
+    "randn_like": (_RandLike, r"rand.* draws random numbers", r"nn\.Dropout"),
+    "bernoulli": (_Bernoulli, r"bernoulli.* draws random numbers", r"nn\.Dropout"),
+    "rrelu": (_RandomLeaky, r"draws random numbers", r"nn\.Dropout"),
+    "numpy": (_Numpy, r"cannot be captured", "What to change"),
+    "changes its input": (_ChangesInput, r"changes its input x in place", r"x\.clone\(\)"),
+    "changes a part of its input": (_ChangesPart, r"changes its input x in place", r"x\.clone\(\)"),
+    "changes a parameter": (_ChangesParameter, r"changes its parameter .*scale in place", "buffer|optimizer"),
+    "an error of the model's own": (_Breaks, r"cannot be captured", "What to change|mat"),
+}
+
+
+CASES = [(name, "at the top") for name in REFUSED]
+CASES += [(name, "in a submodule") for name in REFUSED if "its input" not in name]  # which is none of the model's
+
+
+@pytest.mark.parametrize(("name", "where"), CASES)
+def test_a_refusal_names_the_line_and_says_what_to_change(name: str, where: str) -> None:
+    kind, what, advice = REFUSED[name]
+    message = refusal(kind() if where == "at the top" else _Outer(kind()), torch.rand(8, 8) + 1)
+    assert re.search(what, message), message
+    assert re.search(advice, message), message
+    if name == "changes a parameter":  # done under no_grad(), of which the trace keeps no lines
+        assert f"forward of {kind.__module__}.{kind.__name__}" in message, message
+    else:
+        assert f'test_capture.py", line {line_of(kind.forward, "# the line")}' in message, message
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+    message = refusal(nn.Linear(4, 4), torch.rand(8, 4), torch.rand(8, 4), loss_fn=_LearnedLoss())
+    assert "weight" in message and "move it into the model" in message, message
+
+
+class _LearnedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((x - y) ** 2 * self.weight).mean()
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    model.stream = (i for i in range(3))  # type: ignore[assignment]
+    assert "cannot be copied" in refusal(model, torch.rand(8, 4))
+
+
+def test_capture_leaves_the_model_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()
+    captured(model, torch.rand(8, 4), training=True)
+    assert not model.training and not model[1].training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# --------------------------------------------------------------------------------------------- what the graph says
+
+
+def test_the_batch_is_symbolic_and_nothing_else() -> None:
+    result = captured(nn.Linear(4, 6), torch.rand(3, 5, 4))
+    inputs = {n.name: n for n in result.graph.nodes if n.op == "placeholder"}
+    shape = inputs[result.inputs[0]].meta["val"].shape
+    assert isinstance(shape[0], torch.SymInt) and shape[1:] == (5, 4)
+    assert list(result.actual.values()) == [3]
+    out = result.graph.output_node().args[0][0].meta["val"].shape
+    assert result.size(out[0]) == 3 and out[1:] == (5, 6)
+
+
+def test_a_batch_of_one_is_traced_like_any_other() -> None:
+    result = captured(nn.Linear(4, 6), torch.rand(1, 4))
+    (node,) = (n for n in result.graph.nodes if n.op == "placeholder" and n.name == result.inputs[0])
+    assert isinstance(node.meta["val"].shape[0], torch.SymInt)
+    assert list(result.actual.values()) == [1]
+
+
+def test_a_fixed_batch_is_traced_as_a_number() -> None:
+    result = captured(nn.Linear(4, 6), torch.rand(16, 4), symbolic=False)
+    assert not result.actual
+
+
+def test_a_tied_weight_has_one_placeholder() -> None:
+    case = build("gpt")
+    args, _ = case.make_batch(0, 8)
+    result = captured(case.model, *args, loss_fn=case.loss_fn)
+    names = list(result.parameters.values())
+    assert len(names) == len(set(names)) == len(dict(case.model.named_parameters()))
+    (tied,) = (node for node, name in result.parameters.items() if name == "tok.weight")
+    (node,) = (n for n in result.graph.nodes if n.name == tied)
+    assert len(node.users) >= 2, "the embedding and the head both read it"
+
+
+def test_changed_buffers_come_first_among_the_outputs() -> None:
+    result = captured(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.rand(8, 4))
+    assert sorted(result.mutated_buffers) == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+    assert result.outputs == [3]
+    assert not captured(nn.Sequential(nn.BatchNorm1d(4)), torch.rand(8, 4), training=False).mutated_buffers
+
+
+class _Dictionary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, scale: float, flag: bool = True) -> dict[str, Any]:
+        y = self.lin(x) * scale
+        return {"loss": y.mean(), "logits": y, "count": 3, "nested": (y + 1, None)}
+
+
+def test_outputs_keep_their_form_and_their_constants() -> None:
+    result = captured(_Dictionary(), torch.rand(8, 4), scale=2.0)
+    values: list[Any] = ["constant" if not isinstance(o, int) else o for o in result.outputs]
+    out = pytree.tree_unflatten(values, result.output_spec)
+    assert out["count"] == "constant" and out["nested"][1] in ("constant", None)
+    assert result.scalars == [out["loss"]]
+    results = result.graph.output_node().args[0]
+    assert "detach" in str(results[out["logits"]].target), "beside a loss, other outputs are detached"
+
+
+def test_keys_name_module_operator_and_occurrence() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    keys = {n.meta["key"] for n in captured(model, torch.rand(8, 4)).graph.nodes if n.op == "call_function"}
+    assert {"0/aten.linear#0", "1/aten.relu#0", "2/aten.linear#0"} <= keys, keys
+
+
+def test_a_shared_module_called_twice_has_two_keys() -> None:
+    linear = nn.Linear(4, 4)
+    nodes = captured(nn.Sequential(linear, nn.ReLU(), linear), torch.rand(8, 4)).graph.nodes
+    keys = [n.meta["key"] for n in nodes if n.op == "call_function"]
+    assert len(keys) == len(set(keys)), keys
+
+
+def test_the_same_model_gives_the_same_graph() -> None:
+    from autoparallel.plan import fingerprint
+
+    first, second = (captured(build("gpt").model, build("gpt").make_batch(0, 8)[0][0]) for _ in range(2))
+    assert fingerprint(first.graph) == fingerprint(second.graph)
+    assert str(first.graph) == str(second.graph)
+    other = captured(build("gpt").model, build("gpt").make_batch(0, 16)[0][0])
+    assert fingerprint(other.graph) == fingerprint(first.graph), "the batch size is open"
+
+
+def test_frozen_parameters_take_no_part_in_the_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    result = captured(model, torch.rand(8, 4))
+    flows = {result.parameters.get(n.name): n.meta["backward"] for n in result.graph.nodes if n.op == "placeholder"}
+    assert flows["1.weight"] and not flows["0.weight"]
