@@ -34,6 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoparallel import groups
+from autoparallel.runtime.agreement import forget_groups
+
+FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 GRACE = 5.0
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout")
 _LOST_BY_FORKING = ("Unable to handle autograd's threading", "Cannot re-initialize CUDA in forked subprocess")
@@ -69,7 +73,7 @@ class Process:
     rank: int
     size: int
     directory: Path
-    shared: dist.Store
+    shared: Any
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,17 @@ class Failure:
     traceback: str
 
     @property
-    def is_consequence(self) -> bool:
-        """Whether another process is to blame."""
-        if self.type == "RankMismatchError":
-            return " failed" in self.message.partition(":")[0]
-        return self.type in ("Waited", "TimedOut") or any(text in self.message for text in _CONSEQUENCES)
+    def blame(self) -> int:
+        """What is shown first: 0 for a model that fails by itself, 1 for most, 2 where another process is to blame."""
+        if self.type == PlainModelError.__name__:
+            return 0
+        told = self.type == "RankMismatchError" and " failed" in self.message.partition(":")[0]
+        lost = self.type in ("Waited", "TimedOut") or any(text in self.message for text in _CONSEQUENCES)
+        return 2 if told or lost else 1
+
+
+class PlainModelError(RuntimeError):
+    """The user's model fails by itself, without autoparallel."""
 
 
 class ProcessError(RuntimeError):
@@ -110,7 +120,9 @@ class ProcessError(RuntimeError):
         others = [f.label for f in failures[1:]]
         if others:
             text += f"\n(so did {', '.join(others)})"
-        super().__init__(text + (f"\n\n{first.label}:\n{first.traceback.rstrip()}" if first.traceback else ""))
+        shown = {f.traceback.rstrip(): f.label for f in failures[::-1] if f is first or f.type == "TimedOut"}
+        stacks = [f"{label}:\n{stack}" for stack, label in reversed(shown.items()) if stack]
+        super().__init__("\n\n".join([text, *stacks]))
 
 
 def require_plain_process(what: str) -> None:
@@ -153,8 +165,7 @@ def run_processes(jobs: Sequence[Job], task: Any, timeout: float) -> list[Any]:
 def _start_method() -> str:
     if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
         return "spawn"
-    # What the forked process could not use is not forked: a CUDA context, a process group.
-    return "spawn" if torch.cuda.is_initialized() or dist.is_initialized() else "fork"
+    return "spawn" if torch.cuda.is_initialized() else "fork"  # a forked process cannot use CUDA, not even leave it
 
 
 def _run(jobs: Sequence[Job], task: Any, deadline: float, timeout: float, method: str) -> list[Any]:
@@ -203,8 +214,8 @@ def _write(task: Any, directory: Path) -> None:
             pickle.dump(task, file)
     except Exception as error:
         raise RuntimeError(
-            "the processes cannot be forked from this one (it uses CUDA or a process group, or the platform cannot "
-            f"fork), so the model, the inputs and loss_fn must be picklable, and they are not: {error}. Define them in "
+            "the processes cannot be forked from this one (it uses CUDA, or the platform cannot fork), so the model, "
+            f"the inputs and loss_fn must be picklable, and they are not: {error}. Define them in "
             "an importable module, without lambdas, or use `python -m autoparallel verify module:factory`"
         ) from error
 
@@ -237,9 +248,10 @@ def _collect(
                 silent[i] = Failure(jobs[i].label, kind, text, _stack_of(processes[i], directory / f"stack{i}"))
             break
         for connection in ready:
+            assert isinstance(connection, Connection)
             i = pending.pop(connection)
             try:
-                ok, value = pickle.loads(connection.recv_bytes())  # type: ignore[attr-defined]
+                ok, value = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 ok, value = False, _death(jobs[i].label, processes[i])
             (results if ok else failures)[i] = value
@@ -247,7 +259,7 @@ def _collect(
             deadline = min(deadline, time.monotonic() + GRACE)
     failures |= silent
     if failures:
-        raise ProcessError([f for _, f in sorted(failures.items(), key=lambda f: (f[1].is_consequence, f[0]))])
+        raise ProcessError([f for _, f in sorted(failures.items(), key=lambda f: (f[1].blame, f[0]))])
     return [results[i] for i in range(len(jobs))]
 
 
@@ -294,15 +306,16 @@ def _serve(
     stack = open(directory / f"stack{number}", "w")  # noqa: SIM115 - open for life
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=stack)
+    _kept = _leave_groups()
     limit = datetime.timedelta(seconds=timeout)
     failed = False
     try:
         if task is None:
             with open(directory / "task", "rb") as file:
                 task = pickle.load(file)
-        shared = dist.FileStore(str(directory / "shared"))
+        shared = FileStore(str(directory / "shared"))
         shared.set_timeout(limit)
-        group = dist.FileStore(str(directory / f"group_{job.group}"), job.size)
+        group = FileStore(str(directory / f"group_{job.group}"), job.size)
         dist.init_process_group("gloo", store=group, rank=job.rank, world_size=job.size, timeout=limit)
         answer = pickle.dumps((True, job.function(Process(job.rank, job.size, directory, shared), task)))
     except BaseException as error:
@@ -321,4 +334,18 @@ def _serve(
     os._exit(0)
 
 
-__all__ = ["Failure", "Job", "Process", "ProcessError", "require_plain_process", "run_processes"]
+def _leave_groups() -> list[Any]:
+    """Leaves the process group of one rank that a forked process inherits where ``compile()`` was called before.
+
+    Its threads are not inherited, so it must not be destroyed: whoever calls keeps what is returned.
+    """
+    if not dist.is_initialized():
+        return []
+    kept = [dist.group.WORLD]
+    groups.unbind_all()
+    forget_groups()
+    dist.destroy_process_group()
+    return kept
+
+
+__all__ = ["Failure", "Job", "PlainModelError", "Process", "ProcessError", "require_plain_process", "run_processes"]

@@ -32,7 +32,7 @@ from autoparallel import api, ops
 from autoparallel.capture import CaptureError, InputSpec, capture, describe_inputs
 from autoparallel.plan import Plan
 from autoparallel.planner.presets import PRESETS
-from autoparallel.processes import Job, Process, require_plain_process, run_processes
+from autoparallel.processes import Job, PlainModelError, Process, require_plain_process, run_processes
 from autoparallel.report.verification import Difference, VerifyReport
 from autoparallel.rules import operator_name
 from autoparallel.runtime.module import ParallelModule
@@ -281,8 +281,11 @@ def _captured_graph(task: Task) -> fx.Graph:
             task.model, specs, spec, loss_fn=task.loss_fn, least_batch=2 * task.ranks if tensors else 1, batch=batch
         )
     except CaptureError:
-        with torch.no_grad():  # where the plain model fails as well, its own error is the one to show
-            _call(task.model, task, with_target=True)
+        try:  # where the plain model fails as well, its own error is the one to show
+            with torch.no_grad():
+                _call(task.model, task, with_target=True)
+        except Exception as error:
+            raise PlainModelError(f"the plain model fails by itself: {type(error).__name__}: {error}") from error
         raise
     return captured.graph
 

@@ -1,0 +1,275 @@
+"""verify(): it passes where a plan is right, names what is wrong where it is not, and leaves no process behind."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoparallel
+from autoparallel import processes
+from autoparallel.processes import Job, Process, ProcessError, run_processes
+from autoparallel.report.verification import Difference
+from autoparallel.verify import difference, parse_mesh
+from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
+
+needs_fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="lambdas need fork")
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    before = set(multiprocessing.active_children())
+    yield
+    assert not [p for p in multiprocessing.active_children() if p not in before]
+
+
+def kinds(report: autoparallel.VerifyReport) -> set[str]:
+    return {d.kind for d in report.differences}
+
+
+# ------------------------------------------------------------------------------------------------- plans that are right
+
+
+@needs_fork
+def test_unpicklable_model_and_loss_are_verified_and_left_alone() -> None:
+    class Local(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+            self.act = lambda x: x.tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.act(self.up(x)))
+
+    model = Local()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    inputs = torch.randn(8, 6), torch.randint(0, 4, (8,))
+    report = autoparallel.verify(model, {"dp": 2}, inputs, lambda o, t: F.cross_entropy(o, t), plan="fsdp")
+    assert report.raise_if_failed() is report
+    assert report.ok and report.tolerance == 1e-9 and report.worst.value < 1e-12 and report.mesh == (("dp", 2),)
+    assert kinds(report) == {"loss", "output", "gradient", "norm", "clipped gradient", "parameter", "replicas"}
+    assert {d.name for d in report.differences if d.kind == "gradient"} == set(before)
+    assert set(report.sharded_parameters) == set(before) and report.sharded_operators
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter and parameter.dtype == torch.float32 and parameter.grad is None
+        assert torch.equal(parameter, before[name])
+    text = str(report)
+    assert "Local on the mesh (dp=2), plan fsdp, float64" in text and "PASSED" in text and "\x1b" not in text
+    assert text == repr(report)
+
+
+@needs_fork
+def test_gpt_with_dropout_is_compared_with_one_rank() -> None:
+    model = GPT(GPTConfig(dropout=0.1, layers=1))
+    inputs = ragged_tokens(torch.Generator().manual_seed(0), 4, 16, 64)
+    report = autoparallel.verify(model, (2, 2), inputs, lambda o, t: token_loss(o, t), plan="tensor_parallel")
+    report.raise_if_failed()
+    assert report.mesh == (("dp", 2), ("tp", 2))
+    assert "one rank" in report.reference and "dropout" in report.reference
+    assert report.sharded_operators and "tok.weight" in report.sharded_parameters
+
+
+class OwnLoss(nn.Module):
+    """As models of transformers do: computes its loss itself, in float32, and returns a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.down(self.norm(self.up(x)).relu())
+        return {"loss": F.cross_entropy(logits.float(), labels), "logits": logits}
+
+
+def test_own_loss_buffers_and_casts() -> None:
+    inputs = {"x": torch.randn(8, 6), "labels": torch.randint(0, 4, (8,))}
+    report = autoparallel.verify(OwnLoss(), 2, inputs, plan="data_parallel", steps=2)
+    report.raise_if_failed()
+    assert report.tolerance == 1e-6 and "float32" in report.casts[0]
+    assert {d.name for d in report.differences if d.kind == "loss"} == {"loss"}
+    assert {d.name for d in report.differences if d.kind == "output"} == {"logits"}
+    buffers = {d.name for d in report.differences if d.kind == "buffer"}
+    assert buffers == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert {d.step for d in report.differences if d.kind == "gradient"} == {1, 2}
+    assert "casts to a narrower dtype" in str(report)
+
+
+def test_without_a_loss_outputs_are_weighted() -> None:
+    report = autoparallel.verify(nn.Linear(6, 4), 1, torch.randn(8, 6))
+    report.raise_if_failed()
+    assert any("no scalar loss" in note for note in report.notes)
+    assert {d.name for d in report.differences if d.kind == "gradient"} == {"weight", "bias"}
+
+
+# ------------------------------------------------------------------------------------------------- plans that are wrong
+
+
+@torch.library.custom_op("autoparallel_test_verify::centre", mutates_args=())
+def centre(x: Tensor, w: Tensor) -> Tensor:
+    return (x - x.mean(0)) * w
+
+
+@centre.register_fake
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors
+    return (grad - grad.mean(0)) * w, (grad * (x - x.mean(0))).sum(0)
+
+
+centre.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(6, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return centre(self.up(x).tanh(), self.scale)
+
+
+@needs_fork
+def test_false_rule_is_found_and_named() -> None:
+    # The operator subtracts the mean over the whole batch; the rule says that rows do not depend on one another.
+    autoparallel.register_rule("autoparallel_test_verify::centre", "b f, f -> b f")
+    inputs = torch.randn(8, 6), torch.randn(8, 8)
+    report = autoparallel.verify(Centred(), 2, inputs, F.mse_loss, plan="data_parallel")
+    assert not report.ok
+    wrong = {(d.kind, d.name) for d in report.failed}
+    assert ("gradient", "scale") in wrong and ("loss", "") in wrong and ("norm", "") in wrong
+    assert not [d for d in report.failed if d.kind == "replicas"]
+    with pytest.raises(autoparallel.VerifyError, match="FAILED") as caught:
+        report.raise_if_failed()
+    assert "gradient scale" in str(caught.value)
+    values = [d.value for d in report.differences]
+    assert values == sorted(values, reverse=True)
+
+
+def test_difference_is_relative_for_large_and_absolute_for_small_values() -> None:
+    assert difference(torch.tensor([100.0, 1.0]), torch.tensor([100.0, 2.0])) == pytest.approx(0.01)
+    assert difference(torch.tensor([0.01]), torch.tensor([0.02])) == pytest.approx(0.01)
+    nan, inf = torch.tensor([math.nan, 1.0]), torch.tensor([math.inf, 1.0])
+    assert difference(nan, nan) == 0 and difference(inf, inf) == 0
+    assert difference(nan, torch.ones(2)) == math.inf and difference(torch.ones(2), nan) == math.inf
+    assert difference(torch.ones(2), inf) == math.inf and difference(-inf, inf) == math.inf
+    assert difference(torch.ones(2), torch.ones(3)) == math.inf
+    assert difference(torch.ones(2), torch.ones(2).double()) == math.inf
+    assert difference(torch.tensor([True]), torch.tensor([False])) == 1
+    assert difference(torch.empty(0), torch.empty(0)) == 0
+
+
+def test_a_nan_difference_fails() -> None:
+    plan = autoparallel.Plan((("dp", 2),), "auto", "", {"/a#0": ("R",)}, {}, {})
+    found = (Difference("norm", "", math.nan), Difference("loss", "", 0.0))
+    report = autoparallel.VerifyReport(
+        "M", (("dp", 2),), plan, torch.float64, 1e-9, found, "x", {"w": ("R",)}, (), (), 1.0
+    )
+    assert report.failed == found[:1] and not report.ok
+    assert "nothing is sharded" in str(report)
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
+
+
+def test_meshes() -> None:
+    assert parse_mesh(2) == (("dp", 2),)
+    assert parse_mesh((2, 3, 1)) == (("dp", 2), ("tp", 3), ("ep", 1))
+    assert parse_mesh({"a": 2}) == (("a", 2),)
+    for bad in ((), (1, 1, 1, 1), {"dp": 0}, -1):
+        with pytest.raises(ValueError, match="one to three axes"):
+            parse_mesh(bad)
+
+
+def test_bad_arguments_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(2, 2), torch.randn(4, 2)
+    for message, arguments, options in [
+        ("unknown plan", (model, 2, x), {"plan": "best"}),
+        ("float64 or torch.float32", (model, 2, x), {"dtype": torch.bfloat16}),
+        ("at least 1", (model, 2, x), {"steps": 0}),
+        ("or 'auto'", (model, 2, x), {"tolerance": "small"}),
+        ("meta device", (nn.Linear(2, 2, device="meta"), 2, x), {}),
+        ("not an nn.Module", (F.relu, 2, x), {}),
+        ("target", (model, 2, (), F.mse_loss), {}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            autoparallel.verify(*arguments, **options)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"starts its own processes.*one of 2 already"):
+        autoparallel.verify(model, 2, x)
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ torch.ones(3, 3, dtype=x.dtype)
+
+
+def test_a_model_that_fails_by_itself_is_told_so() -> None:
+    with pytest.raises(ProcessError, match="the plain model fails by itself") as caught:
+        autoparallel.verify(Fails(), 2, torch.randn(4, 2))
+    assert "torch.ones(3, 3" in str(caught.value), "the traceback shows the model's line"
+
+
+def _do(process: Process, task: str) -> Any:
+    if task == "raise" and process.rank == 1:
+        raise ValueError("boom")
+    if task == "die" and process.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if task == "hang" and process.rank == 1:
+        time.sleep(600)
+    total = torch.ones(2)
+    torch.distributed.all_reduce(total)
+    return total.tolist()
+
+
+PAIR = [Job("rank 0", "g", 0, 2, _do), Job("rank 1", "g", 1, 2, _do)]
+
+
+def test_processes_talk() -> None:
+    assert run_processes(PAIR, "work", timeout=120) == [[2.0, 2.0]] * 2
+
+
+def test_the_process_that_raises_is_blamed() -> None:
+    with pytest.raises(ProcessError, match="rank 1 failed: ValueError: boom") as caught:
+        run_processes(PAIR, "raise", timeout=120)
+    assert caught.value.failures[0].label == "rank 1" and 'raise ValueError("boom")' in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals")
+def test_a_process_that_dies_is_noticed() -> None:
+    started = time.monotonic()
+    with pytest.raises(ProcessError, match=r"rank 1 failed: Died: .*SIGKILL"):
+        run_processes(PAIR, "die", timeout=200)
+    assert time.monotonic() - started < 150
+
+
+def test_a_process_that_hangs_is_stopped_and_shown() -> None:
+    with pytest.raises(ProcessError, match="no answer within 15 s") as caught:
+        run_processes(PAIR, "hang", timeout=15)
+    assert "rank 1:" in str(caught.value) and "in _do" in str(caught.value)
+
+
+def test_spawning_needs_what_can_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_start_method", lambda: "spawn")
+    with pytest.raises(RuntimeError, match="must be picklable"):
+        run_processes(PAIR[:1], lambda: None, timeout=60)
+    single = [Job("rank 0", "g", 0, 1, _do)]
+    assert run_processes(single, "work", timeout=120) == [[1.0, 1.0]]
