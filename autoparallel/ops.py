@@ -103,16 +103,53 @@ def dropout(x: Tensor, p: float, operator: int, shards: str = "") -> Tensor:
     return x * torch.ops.autoparallel.dropout_mask(x.detach(), p, operator, shards)
 
 
+# ---------------------------------------------------------------------------------------------------- sharded tables
+
+
+@torch.library.custom_op("autoparallel::shard_index", mutates_args=())
+def _shard_index(x: Tensor, group: str) -> Tensor:
+    return torch.tensor(axis_index(group), dtype=torch.int64, device=x.device)
+
+
+@_shard_index.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=x.device)
+
+
+def shard_index(x: Tensor, group: str) -> Tensor:
+    """This rank's coordinate on an axis, as a scalar int64 tensor on the device of ``x``."""
+    return torch.ops.autoparallel.shard_index(x.detach(), group)
+
+
+def _local_rows(indices: Tensor, rows: int, group: str) -> tuple[Tensor, Tensor]:
+    """Indices into a table of which this rank holds ``rows`` rows: the local index, 0 where another rank holds it, and
+    whether it is here. An index outside of the whole table stays outside, so that the look-up complains as torch's."""
+    local = indices - shard_index(indices, group) * rows
+    mine = (local >= 0) & (local < rows)
+    wrong = (indices < 0) | (indices >= rows * axis_size(group))
+    return torch.where(wrong, rows, local.where(mine, 0)), mine
+
+
 # --------------------------------------------------------------------------------------------------- cross-entropy
 
 
 def cross_entropy_sum(
     x: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """The sum of the cross-entropies of ``x`` [N, C, ...] or [C] and class indices ``target`` [N, ...] or []."""
-    return F.cross_entropy(
-        x, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    """The sum of the cross-entropies of ``x`` [N, C, ...] or [C] and class indices ``target`` [N, ...] or [].
+
+    float32 or wider: a sum over a batch does not fit into half precision.
+    """
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    losses = F.cross_entropy(
+        x,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none" if half else "sum",
     )
+    return losses.float().sum() if half else losses
 
 
 def cross_entropy_weight(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
@@ -135,49 +172,35 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:
         classes = 0 if x.ndim == 1 else 1
-        local = target - shard_index(x, group) * x.shape[classes]
-        mine = (local >= 0) & (local < x.shape[classes])
-        local = local.where(mine, 0).unsqueeze(classes)
+        ctx.dtype = x.dtype
+        if x.dtype in (torch.float16, torch.bfloat16):
+            x = x.float()
+        valid = target != ignore_index
+        local, mine = _local_rows(target.where(valid, 0), x.shape[classes], group)
+        local = local.unsqueeze(classes)
         shifted = x - all_reduce(x.amax(classes), "max", group).unsqueeze(classes)
         exp = shifted.exp()
-        picked = shifted.gather(classes, local).squeeze(classes) * mine
+        picked = shifted.gather(classes, local).squeeze(classes).where(mine, 0)
         totals = all_reduce(torch.stack([exp.sum(classes), picked]), "sum", group)
-        valid = target != ignore_index
         softmax = exp / totals[0].unsqueeze(classes)
         ctx.save_for_backward(softmax, local, mine, valid)
-        return ((totals[0].log() - totals[1]) * valid).sum()
+        return (totals[0].log() - totals[1]).where(valid, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         softmax, local, mine, valid = ctx.saved_tensors
         classes = 0 if softmax.ndim == 1 else 1
         grad = softmax.scatter_add(classes, local, -mine.to(softmax.dtype).unsqueeze(classes))
-        return grad * valid.unsqueeze(classes) * grads[0], None, None, None
+        return (grad.where(valid.unsqueeze(classes), 0) * grads[0]).to(ctx.dtype), None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------- embedding
 
 
-@torch.library.custom_op("autoparallel::shard_index", mutates_args=())
-def _shard_index(x: Tensor, group: str) -> Tensor:
-    return torch.tensor(axis_index(group), dtype=torch.int64, device=x.device)
-
-
-@_shard_index.register_fake
-def _(x: Tensor, group: str) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=x.device)
-
-
-def shard_index(x: Tensor, group: str) -> Tensor:
-    """This rank's coordinate on an axis, as a scalar int64 tensor on the device of ``x``."""
-    return torch.ops.autoparallel.shard_index(x.detach(), group)
-
-
 def embedding_sharded(weight: Tensor, indices: Tensor, padding_idx: int, group: str) -> Tensor:
     """A rank's summand of the embedding of ``indices`` in a table whose rows are sharded over ``group``."""
-    local = indices - shard_index(weight, group) * weight.shape[0]
-    mine = (local >= 0) & (local < weight.shape[0])
-    out = F.embedding(local.where(mine, 0), weight)
+    local, mine = _local_rows(indices, weight.shape[0], group)
+    out = F.embedding(local, weight)
     if padding_idx >= 0:
         out = out.detach().where((indices == padding_idx).unsqueeze(-1), out)
-    return out * mine.unsqueeze(-1)
+    return out.where(mine.unsqueeze(-1), 0)

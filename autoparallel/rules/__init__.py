@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autoparallel.rules import elementwise, matmul, reductions, shapes
+from autoparallel.rules import convolution, elementwise, indexing, losses, matmul, reductions, shapes
 from autoparallel.rules.calls import is_tensor, shape_of, tensor_operands
 from autoparallel.rules.core import _RULES, _USER_RULES, Rule, RuleError, make_rule, parse_factors, ruled_targets
 
-_FAMILIES = (elementwise, matmul, reductions, shapes)
+FAMILIES = (elementwise, matmul, convolution, reductions, losses, indexing, shapes)
+"""The modules of rules."""
 
 
 def operator_name(target: Any) -> str:
@@ -25,22 +27,32 @@ def operator_name(target: Any) -> str:
 
 
 def rule_for(node: fx.Node) -> Rule | None:
-    """The sharding rule of a call, or None when its operator can only be replicated."""
+    """The sharding rule of a call, or None when this call can only be replicated."""
     if node.op != "call_function" or not is_tensor(node):
         return None
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        maker = _USER_RULES.get(target._schema.name) or _USER_RULES.get(f"{target._schema.name}.{target._overloadname}")
-        if maker is not None:
-            return maker(node)
     maker = _RULES.get(target)
-    return maker(node) if maker is not None else None
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        maker = _USER_RULES.get(f"{name}.{target._overloadname}") or _USER_RULES.get(name) or maker
+    found = maker(node) if maker is not None else None
+    return _without_partial_bools(found, node) if found is not None else None
+
+
+def _without_partial_bools(found: Rule, node: fx.Node) -> Rule:
+    """Truth values do not add up: no operator is linear in them."""
+    bools = {i for i, o in enumerate(tensor_operands(node)) if o.meta["val"].dtype == torch.bool}
+    if node.meta["val"].dtype == torch.bool:
+        return replace(found, linear=())
+    return replace(found, linear=tuple(g for g in found.linear if not g & bools)) if bools else found
 
 
 def has_rule(target: Any) -> bool:
     """Whether an operator has a rule at all (a call of it may still be one that can only be replicated)."""
-    if isinstance(target, torch._ops.OpOverload) and target._schema.name in _USER_RULES:
-        return True
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        if name in _USER_RULES or f"{name}.{target._overloadname}" in _USER_RULES:
+            return True
     return target in _RULES
 
 

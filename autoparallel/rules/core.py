@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -185,17 +185,6 @@ def _tensor_factors(
                 raise RuleError(f"factor {text!r} in {notation!r} has the sizes {known} and {size}")
             out.append((text,))
     return tuple(out)
-
-
-def without_operand(rule: Rule, index: int) -> Rule:
-    """The same rule for a call that leaves an optional operand out."""
-    shift = {i: i if i < index else i - 1 for i in range(len(rule.operands)) if i != index}
-    return replace(
-        rule,
-        operands=tuple(o for i, o in enumerate(rule.operands) if i != index),
-        linear=tuple(frozenset(shift[i] for i in g if i != index) for g in rule.linear),
-        additive=frozenset(shift[i] for i in rule.additive if i != index),
-    )
 
 
 RuleMaker = Callable[["fx.Node"], "Rule | None"]

@@ -1,6 +1,8 @@
-"""Matrix products, convolution, attention: the operators that compute."""
+"""Matrix products and attention: the operators that compute."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -13,134 +15,157 @@ aten = torch.ops.aten
 
 @rule(aten.mm.default)
 def _mm(node: fx.Node) -> Rule:
-    return _contract(node, "m k, k n -> m n", "k", [(0,), (1,)])
+    return _contract(node, "m k, k n -> m n")
 
 
 @rule(aten.mv.default)
 def _mv(node: fx.Node) -> Rule:
-    return _contract(node, "m k, k -> m", "k", [(0,), (1,)])
+    return _contract(node, "m k, k -> m")
 
 
-@rule(aten.dot.default)
+@rule(aten.dot.default, aten.vdot.default)
 def _dot(node: fx.Node) -> Rule:
-    return _contract(node, "k, k -> ", "k", [(0,), (1,)])
+    return _contract(node, "k, k -> ")
 
 
 @rule(aten.bmm.default)
 def _bmm(node: fx.Node) -> Rule:
-    return _contract(node, "b m k, b k n -> b m n", "k", [(0,), (1,)])
+    return _contract(node, "b m k, b k n -> b m n")
+
+
+@rule(aten.outer.default)
+def _outer(node: fx.Node) -> Rule:
+    return _contract(node, "m, n -> m n")
 
 
 @rule(aten.matmul.default)
-def _matmul(node: fx.Node) -> Rule | None:
+def _matmul(node: fx.Node) -> Rule:
     a, b = (len(shape_of(o)) for o in tensor_operands(node))
     if a == 1 and b == 1:
-        return _contract(node, "k, k -> ", "k", [(0,), (1,)])
+        return _contract(node, "k, k -> ")
     if b == 1:
-        return _contract(node, "... m k, k -> ... m", "k", [(0,), (1,)])
+        return _contract(node, "... m k, k -> ... m")
     if a == 1:
-        return _contract(node, "k, ... k n -> ... n", "k", [(0,), (1,)])
-    return _contract(node, "... m k, ... k n -> ... m n", "k", [(0,), (1,)])
+        return _contract(node, "k, ... k n -> ... n")
+    return _contract(node, "... m k, ... k n -> ... m n")
 
 
 @rule(aten.linear.default)
 def _linear(node: fx.Node) -> Rule:
     if len(tensor_operands(node)) == 2:
-        return _contract(node, "... k, n k -> ... n", "k", [(0,), (1,)])
-    return _contract(node, "... k, n k, n -> ... n", "k", [(0,), (1,)], additive=(2,))
+        return _contract(node, "... k, n k -> ... n")
+    return _contract(node, "... k, n k, n -> ... n", added=2)
 
 
 @rule(aten.addmm.default)
 def _addmm(node: fx.Node) -> Rule:
-    bias = "... n" if len(shape_of(tensor_operands(node)[0])) == 1 else "m n"
-    return _contract(node, f"{bias}, m k, k n -> m n", "k", [(1,), (2,)], additive=(0,))
+    return _contract(node, f"{_aligned(node, ['m', 'n'])}, m k, k n -> m n", added=0)
 
 
 @rule(aten.baddbmm.default)
 def _baddbmm(node: fx.Node) -> Rule:
-    return _contract(node, "b m n, b m k, b k n -> b m n", "k", [(1,), (2,)], additive=(0,))
+    return _contract(node, f"{_aligned(node, ['b', 'm', 'n'])}, b m k, b k n -> b m n", added=0)
 
 
-def _contract(
-    node: fx.Node, notation: str, summed: str, linear: list[tuple[int, ...]], additive: tuple[int, ...] = ()
-) -> Rule:
-    return make_rule(
-        notation.replace("... n,", "n,") if notation.startswith("... n,") else notation,
-        [shape_of(o) for o in tensor_operands(node)],
-        shape_of(node),
-        reductions={summed: "sum"},
-        linear=linear,
-        additive=additive,
-        flops=2,
-    )
+@rule(aten.addmv.default)
+def _addmv(node: fx.Node) -> Rule:
+    return _contract(node, f"{_aligned(node, ['m'])}, m k, k -> m", added=0)
 
 
-@rule(aten.convolution.default, aten.conv2d.default, aten.conv1d.default, aten.conv3d.default)
-def _convolution(node: fx.Node) -> Rule | None:
-    values = arguments(node)
-    if values.get("transposed"):
-        return None
+@rule(aten.addbmm.default)
+def _addbmm(node: fx.Node) -> Rule:
+    return _contract(node, f"{_aligned(node, ['m', 'n'])}, b m k, b k n -> m n", added=0)
+
+
+def _aligned(node: fx.Node, dims: Sequence[str]) -> str:
+    """The dims of the first operand, which is broadcast to the result."""
+    rank = len(shape_of(tensor_operands(node)[0]))
+    return " ".join(dims[len(dims) - rank :])
+
+
+def _contract(node: fx.Node, notation: str, added: int | None = None) -> Rule:
+    """A product of all operands but the added one, summed over the factors that the result does not bear."""
+    left, _, right = notation.partition("->")
+    summed = {f for part in left.split(",") for f in part.split()} - set(right.split()) - {"..."}
     operands = tensor_operands(node)
-    spatial = len(shape_of(operands[0])) - 2
-    if spatial < 1:
-        return None
-    places = [f"x{i}" for i in range(spatial)]
-    kernel = [f"k{i}" for i in range(spatial)]
-    out = [f"y{i}" for i in range(spatial)]
-    grouped = values["groups"] != 1
-    # Grouped convolution mixes channels within a group only: its channels are cut together or not at all.
-    channels_in, channels_weight = ("g", "i") if grouped else ("i", "i")
-    notation = f"n {channels_in} {' '.join(places)}, o {channels_weight} {' '.join(kernel)}"
-    if len(operands) == 3:
-        notation += ", o"
-    blocked = [*places, *kernel, *out] + (["g", "i", "o"] if grouped else [])
     return make_rule(
-        f"{notation} -> n o {' '.join(out)}",
+        notation,
         [shape_of(o) for o in operands],
         shape_of(node),
-        reductions={} if grouped else {"i": "sum"},
-        linear=[(0,), (1,)],
-        additive=(2,) if len(operands) == 3 else (),
-        blocked=blocked,
+        reductions={f: "sum" for f in sorted(summed)},
+        linear=[(i,) for i in range(len(operands)) if i != added],
+        additive=[] if added is None else [added],
         flops=2,
     )
+
+
+@rule(aten.einsum.default)
+def _einsum(node: fx.Node) -> Rule | None:
+    left, arrow, right = str(arguments(node)["equation"]).replace(" ", "").partition("->")
+    parts = left.split(",")
+    if not arrow:  # torch's implicit form: the letters that occur once, in order, after the ellipsis
+        letters = left.replace(".", "").replace(",", "")
+        right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    if "..." in left and "..." not in right:
+        return None  # the leading dims are summed; they have no names
+    blocked = {c for part in parts for c in part if c != "." and part.count(c) > 1}  # a diagonal cannot be cut
+    if any(right.count(c) > 1 for c in right if c != "."):
+        return None
+    summed = sorted({c for part in parts for c in part} - set(right) - {"."})
+    return make_rule(
+        f"{', '.join(_spaced(part) for part in parts)} -> {_spaced(right)}",
+        [shape_of(o) for o in tensor_operands(node)],
+        shape_of(node),
+        reductions={c: "sum" for c in summed},
+        linear=[(i,) for i in range(len(parts))],
+        blocked=sorted(blocked),
+        flops=2,
+    )
+
+
+def _spaced(part: str) -> str:
+    return " ".join("..." if c == "." else c for c in part.replace("...", "."))
+
+
+@rule(aten.tensordot.default)
+def _tensordot(node: fx.Node) -> Rule:
+    values = arguments(node)
+    a, b = (len(shape_of(o)) for o in tensor_operands(node))
+    left, right = [f"m{i}" for i in range(a)], [f"n{i}" for i in range(b)]
+    for k, (i, j) in enumerate(zip(values["dims_self"], values["dims_other"], strict=True)):
+        left[i], right[j] = f"k{k}", f"k{k}"
+    kept = [f for f in (*left, *right) if not f.startswith("k")]
+    return _contract(node, f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}")
 
 
 @rule(aten.scaled_dot_product_attention.default)
 def _attention(node: fx.Node) -> Rule | None:
     values = arguments(node)
     operands = tensor_operands(node)
-    q, k = shape_of(operands[0]), shape_of(operands[1])
-    if len(q) < 3 or values["dropout_p"]:
+    q, k, v = (shape_of(o) for o in operands[:3])
+    rank = len(q)
+    if not rank == len(k) == len(v) or values["dropout_p"]:
         return None  # canonicalize_operators has expanded attention with dropout
-    heads = ["h"] if len(q) > 3 else []
-    lead = " ".join(["...", *heads]) if len(q) > 3 else "..."
-    grouped = bool(values.get("enable_gqa")) and q[-3] != k[-3]
-    blocked = ["e", "s", "v"] + (["l"] if values["is_causal"] else [])
-    if grouped:
+    lead = [f"b{i}" for i in range(rank - 2)]
+    shared, sizes = list(lead), {}
+    if rank > 2 and values.get("enable_gqa") and q[-3] != k[-3]:
         # Query head i reads key head i // (q heads / kv heads): both are cut in whole groups of the kv heads.
-        ratio = q[-3] // k[-3]
-        notation = "... (h r) l e, ... h s e, ... h s v"
-        sizes = {"h": k[-3], "r": ratio}
-        result = "... (h r) l v"
-    else:
-        notation = f"{lead} l e, {lead} s e, {lead} s v"
-        sizes = {}
-        result = f"{lead} l v"
+        if k[-3] != v[-3]:
+            return None
+        shared[-1], lead[-1] = "h", "(h r)"
+        sizes = {"h": k[-3], "r": q[-3] // k[-3]}
+    parts = [[*lead, "l", "e"], [*shared, "s", "e"], [*shared, "s", "v"]]
     if len(operands) == 4:
         mask = shape_of(operands[3])
-        names = (["..."] if len(mask) > 3 else []) + (heads if len(mask) > 2 else []) + ["l", "s"]
-        if grouped:
-            names = ["..."] * (len(mask) > 3) + ["(h r)"] * (len(mask) > 2) + ["l", "s"]
-            if len(mask) > 2 and mask[-3] == 1:
-                names[-3] = "1"
-        notation += f", {' '.join(names)}"
+        named = [*lead, "l", "s"][rank - len(mask) :]
+        # A composed dim says nothing of its size, so a broadcast one must be written as what it is.
+        parts.append(["1" if isinstance(n, int) and n == 1 else f for f, n in zip(named, mask, strict=True)])
     return make_rule(
-        f"{notation} -> {result}",
+        f"{', '.join(' '.join(p) for p in parts)} -> {' '.join([*lead, 'l', 'v'])}",
         [shape_of(o) for o in operands],
         shape_of(node),
         sizes=sizes,
         linear=[(2,)],
-        blocked=blocked,
+        blocked=["e", "s", "v"] + (["l"] if values["is_causal"] else []),
         flops=4,
     )

@@ -1,17 +1,15 @@
-"""Sums, means, softmax, normalisations, pooling, losses and look-ups."""
+"""Sums, means and other reductions; softmax, scans and normalisations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from autoparallel import ops
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
-from autoparallel.rules.elementwise import elementwise
+from autoparallel.rules.elementwise import keeps_sums
 from autoparallel.rules.localize import LocalCall
 
 aten = torch.ops.aten
@@ -23,13 +21,13 @@ def _reduction(node: fx.Node, dims: Sequence[int] | None, keepdim: bool, kind: s
     gone = {d % rank for d in dims} if dims else set(range(rank))
     names = [f"d{i}" for i in range(rank)]
     kept = [("1" if i in gone else n) for i, n in enumerate(names) if keepdim or i not in gone]
-    reduced = [names[i] for i in sorted(gone) if not (isinstance(source[i], int) and source[i] == 1)]
+    reduced = [names[i] for i in sorted(gone)]
     return make_rule(
         f"{' '.join(names)} -> {' '.join(kept)}",
         [source],
         shape_of(node),
         reductions={n: kind for n in reduced} if kind else {},
-        linear=[(0,)] if kind else [],
+        linear=[(0,)] if kind and keeps_sums(node) else [],
         blocked=[] if kind else reduced,
     )
 
@@ -47,145 +45,94 @@ def _reduce_dims(node: fx.Node) -> Rule:
 
 @rule(
     aten.amax.default, aten.amin.default, aten.argmax.default, aten.argmin.default, aten.any.dim, aten.all.dim,
-    aten.logsumexp.default, aten.var.correction, aten.std.correction, aten.prod.dim_int,
+    aten.logsumexp.default, aten.var.correction, aten.std.correction, aten.prod.dim_int, aten.var.dim, aten.std.dim,
+    aten.linalg_vector_norm.default, aten.count_nonzero.dim_IntList,
 )  # fmt: skip
 def _reduce_whole_dims(node: fx.Node) -> Rule:
-    dims = arguments(node)["dim"]
-    return _reduction(node, [dims] if isinstance(dims, int) else dims, bool(arguments(node)["keepdim"]), None)
+    values = arguments(node)
+    dims = values["dim"]
+    return _reduction(node, [dims] if isinstance(dims, int) else dims, bool(values.get("keepdim")), None)
 
 
-@rule(aten._softmax.default, aten.softmax.int, aten._log_softmax.default, aten.log_softmax.int, aten._safe_softmax.default)
-def _softmax(node: fx.Node) -> Rule:
+@rule(aten.cosine_similarity.default)
+def _cosine_similarity(node: fx.Node) -> Rule | None:
+    shapes = [shape_of(o) for o in tensor_operands(node)]
+    if shapes[0] != shapes[1]:
+        return None
+    names = [f"d{i}" for i in range(len(shapes[0]))]
+    dim = arguments(node)["dim"] % len(names)
+    text = " ".join(names)
+    return make_rule(
+        f"{text}, {text} -> {' '.join(n for i, n in enumerate(names) if i != dim)}",
+        shapes,
+        shape_of(node),
+        blocked=[names[dim]],
+    )
+
+
+@rule(
+    aten._softmax.default, aten.softmax.int, aten._log_softmax.default, aten.log_softmax.int,
+    aten._safe_softmax.default, aten.cumprod.default, aten.logcumsumexp.default, aten.argsort.default,
+)  # fmt: skip
+def _along_one_dim(node: fx.Node) -> Rule:
     shape = shape_of(node)
     names = [f"d{i}" for i in range(len(shape))]
-    notation = f"{' '.join(names)} -> {' '.join(names)}"
-    return make_rule(notation, [shape], shape, blocked=[names[arguments(node)["dim"] % len(shape)]])
+    text = " ".join(names)
+    return make_rule(f"{text} -> {text}", [shape], shape, blocked=[names[arguments(node)["dim"]]] if names else [])
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
 def _layer_norm(node: fx.Node) -> Rule:
-    operands = tensor_operands(node)
-    normalized = [f"n{i}" for i in range(len(arguments(node)["normalized_shape"]))]
+    operands, values = tensor_operands(node), arguments(node)
+    normalized = [f"n{i}" for i in range(len(values["normalized_shape"]))]
     inner = " ".join(normalized)
-    notation = ", ".join([f"... {inner}", *[inner] * (len(operands) - 1)])
-    additive = (2,) if node.target is aten.layer_norm.default and len(operands) == 3 else ()
+    weighted, biased = values["weight"] is not None, values.get("bias") is not None
     return make_rule(
-        f"{notation} -> ... {inner}",
+        f"{', '.join([f'... {inner}', *[inner] * (len(operands) - 1)])} -> ... {inner}",
         [shape_of(o) for o in operands],
         shape_of(node),
-        linear=[(1,)] if len(operands) > 1 else [],
-        additive=additive,
+        linear=[(1,)] if weighted else [],
+        additive=[len(operands) - 1] if weighted and biased else [],
         blocked=normalized,
     )
+
+
+def _localize_num_groups(call: LocalCall) -> None:
+    pieces = 1
+    for axis in call.axes_of("g"):
+        pieces *= call.axis_sizes[axis]
+    if pieces > 1:
+        call.set_argument("num_groups", arguments(call.node)["num_groups"] // pieces)
 
 
 @rule(aten.group_norm.default)
 def _group_norm(node: fx.Node) -> Rule:
     operands = tensor_operands(node)
-    rank = len(shape_of(node))
-    inner = [f"x{i}" for i in range(1, rank)]
-    notation = ", ".join([f"n {' '.join(inner)}", *["x1"] * (len(operands) - 1)])
+    shape, groups = shape_of(node), arguments(node)["num_groups"]
+    places = [f"x{i}" for i in range(len(shape) - 2)]
+    sample = " ".join(["n", "(g c)", *places])
     return make_rule(
-        f"{notation} -> n {' '.join(inner)}", [shape_of(o) for o in operands], shape_of(node), blocked=inner
-    )
-
-
-@rule(
-    aten.adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d.default, aten.avg_pool2d.default,
-    aten.max_pool2d.default, aten.adaptive_avg_pool1d.default, aten.avg_pool1d.default,
-    aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.vec,
-)  # fmt: skip
-def _pool(node: fx.Node) -> Rule:
-    source, target = shape_of(tensor_operands(node)[0]), shape_of(node)
-    spatial = 1 if "1d" in str(node.target) else 2
-    places, out = [f"x{i}" for i in range(spatial)], [f"y{i}" for i in range(spatial)]
-    linear = "max" not in str(node.target)
-    return make_rule(
-        f"... c {' '.join(places)} -> ... c {' '.join(out)}",
-        [source],
-        target,
-        linear=[(0,)] if linear else [],
-        blocked=[*places, *out],
-    )
-
-
-def _localize_embedding(call: LocalCall) -> None:
-    group = call.joint_group("v")
-    if not group:
-        return
-    values = arguments(call.node)
-    weight, indices = call.args[:2]
-    call.target = ops.embedding_sharded
-    call.args, call.kwargs = (weight, indices, values["padding_idx"], group), {}
-
-
-@rule(aten.embedding.default)
-def _embedding(node: fx.Node) -> Rule:
-    operands = tensor_operands(node)
-    return make_rule(
-        "v d, ... -> ... d",
+        f"{', '.join([sample, *['(g c)'] * (len(operands) - 1)])} -> {sample}",
         [shape_of(o) for o in operands],
-        shape_of(node),
-        reductions={"v": "sum"},
-        linear=[(0,)],
-        localize=_localize_embedding,
+        shape,
+        sizes={"g": groups, "c": shape[1] // groups},
+        blocked=["c", *places],
+        localize=_localize_num_groups,
     )
 
 
-@rule(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-      aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default)  # fmt: skip
-def _elementwise_loss(node: fx.Node) -> Rule | None:
+@rule(aten.instance_norm.default)
+def _instance_norm(node: fx.Node) -> Rule | None:
+    values = arguments(node)
+    if values["running_mean"] is not None or values["running_var"] is not None:
+        return None  # its running statistics are means over the batch
     operands = tensor_operands(node)
-    reduction = arguments(node)["reduction"]
-    if reduction == 0:
-        return elementwise(node)
-    shapes = [shape_of(o) for o in operands]
-    if any(len(s) != len(shapes[0]) for s in shapes):
-        return None
-    names = [f"d{i}" for i in range(len(shapes[0]))]
-    largest = [max((s[i] for s in shapes), key=lambda v: v if isinstance(v, int) else 2**62) for i in range(len(names))]
-    if any(isinstance(s[i], int) and s[i] == 1 != largest[i] for s in shapes for i in range(len(names))):
-        return None  # broadcasting inside a loss: replicated
-    kind = "mean" if reduction == 1 else "sum"
-    reduced = {n: kind for n, size in zip(names, largest, strict=True) if not (isinstance(size, int) and size == 1)}
+    shape = shape_of(node)
+    places = [f"x{i}" for i in range(len(shape) - 2)]
+    sample = " ".join(["n", "c", *places])
     return make_rule(
-        f"{', '.join(' '.join(names) for _ in shapes)} -> ", shapes, shape_of(node), reductions=reduced
+        f"{', '.join([sample, *['c'] * (len(operands) - 1)])} -> {sample}",
+        [shape_of(o) for o in operands],
+        shape,
+        blocked=places,
     )
-
-
-def _localize_cross_entropy(call: LocalCall) -> None:
-    group = call.joint_group("c")
-    if not group:
-        return
-    x, target = call.args[:2]
-    call.target = ops.cross_entropy_sum_sharded
-    call.args, call.kwargs = (x, target, arguments(call.node)["ignore_index"], group), {}
-
-
-@rule(ops.cross_entropy_sum)
-def _cross_entropy_sum(node: fx.Node) -> Rule:
-    operands = tensor_operands(node)
-    shapes = [shape_of(o) for o in operands]
-    values: dict[str, Any] = arguments(node)
-    rows = [f"n{i}" for i in range(len(shapes[0]) - 1)]
-    x = " ".join(["n0", "c", *rows[1:]] if rows else ["c"])
-    notation = ", ".join([x, " ".join(rows), *["c"] * (len(operands) - 2)])
-    # Only the plain loss has a class-sharded form; class weights and smoothing keep the classes whole.
-    plain = len(operands) == 2 and values["label_smoothing"] == 0
-    return make_rule(
-        f"{notation} -> ",
-        shapes,
-        (),
-        reductions={**{r: "sum" for r in rows}, **({"c": "composite"} if plain else {})},
-        blocked=[] if plain else ["c"],
-        localize=_localize_cross_entropy,
-    )
-
-
-@rule(ops.cross_entropy_weight)
-def _cross_entropy_weight(node: fx.Node) -> Rule:
-    operands = tensor_operands(node)
-    shapes = [shape_of(o) for o in operands]
-    rows = [f"n{i}" for i in range(len(shapes[0]))]
-    notation = ", ".join([" ".join(rows), *["c"] * (len(operands) - 1)])
-    return make_rule(f"{notation} -> ", shapes, (), reductions={r: "sum" for r in rows}, blocked=["c"])

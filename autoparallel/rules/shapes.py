@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from autoparallel.rules.calls import Shape, arguments, is_tensor, shape_of, tensor_operands
+from autoparallel.rules.calls import Shape, arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
-from autoparallel.rules.localize import divide_sizes
+from autoparallel.rules.localize import LocalCall, divide_sizes
 
 aten = torch.ops.aten
 
@@ -38,45 +37,55 @@ def _common(a: Any, b: Any) -> Any:
     return int(common) if common.is_Integer else 1
 
 
-def reshape_rule(node: fx.Node, source: Shape, target: Shape, localize: Any) -> Rule:
+def _takes_part(size: Any) -> bool:
+    return not (isinstance(size, int) and size == 1)
+
+
+def _runs(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
+    """The dims of two shapes (without those of size one) in the shortest runs of equal product.
+
+    Products are compared as expressions: two sizes that agree in the traced example only do not end a run, because
+    the same program serves other batches.
+    """
+    left = [d for d, s in enumerate(source) if _takes_part(s)]
+    right = [d for d, s in enumerate(target) if _takes_part(s)]
+    runs = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        first_i, first_j = i, j
+        product_i, product_j = source[left[i]], target[right[j]]
+        i, j = i + 1, j + 1
+        while expression(product_i) != expression(product_j) and (i < len(left) or j < len(right)):
+            if j == len(right) or (i < len(left) and hint(product_i) <= hint(product_j)):
+                product_i, i = product_i * source[left[i]], i + 1
+            else:
+                product_j, j = product_j * target[right[j]], j + 1
+        runs.append((left[first_i:i], right[first_j:j]))
+    if runs:  # what is left over belongs to sizes whose equality sympy cannot see
+        runs[-1][0].extend(left[i:])
+        runs[-1][1].extend(right[j:])
+    return runs
+
+
+def reshape_rule(node: fx.Node, source: Shape, target: Shape, localize: Any) -> Rule | None:
     """The rule of a reshape: dims are grouped into the shortest runs of equal product; in each run the outermost dims
     share their greatest common factor, everything inside it is never cut."""
-    left: list[str] = []
-    right: list[str] = []
+    if any(isinstance(s, int) and s == 0 for s in source):
+        return None
+    left, right = ["1"] * len(source), ["1"] * len(target)
     sizes: dict[str, Any] = {}
     blocked: list[str] = []
-    i = j = 0
-    while i < len(source) or j < len(target):
-        run_i, run_j = i, j
-        product_i = product_j = 1
-        while i < len(source) and hint(source[i]) == 1:
-            left.append("1")
-            i += 1
-        while j < len(target) and hint(target[j]) == 1:
-            right.append("1")
-            j += 1
-        run_i, run_j = i, j
-        if i == len(source) and j == len(target):
-            break
-        product_i, product_j = hint(source[i]), hint(target[j])
-        i, j = i + 1, j + 1
-        while product_i != product_j:
-            if product_i < product_j:
-                product_i *= hint(source[i])
-                i += 1
-            else:
-                product_j *= hint(target[j])
-                j += 1
-        factor = f"f{run_i}"
-        sizes[factor] = _common(source[run_i], target[run_j])
-        for side, dims, first, end in ((left, source, run_i, i), (right, target, run_j, j)):
-            for k in range(first, end):
-                rest = f"{'i' if side is left else 'o'}{k}"
-                sizes[rest] = dims[k]
+    for dims_in, dims_out in _runs(source, target):
+        factor = f"f{dims_in[0]}"
+        sizes[factor] = _common(source[dims_in[0]], target[dims_out[0]])
+        for side, letter, shape, dims in ((left, "i", source, dims_in), (right, "o", target, dims_out)):
+            for k in dims:
+                rest = f"{letter}{k}"
+                sizes[rest] = shape[k]
                 blocked.append(rest)
-                alone = expression(dims[k]) == expression(sizes[factor])
-                side.append(rest if k > first else factor if alone else f"({factor} {rest})")
-    rule_ = make_rule(
+                alone = expression(shape[k]) == expression(sizes[factor])
+                side[k] = rest if k != dims[0] else factor if alone else f"({factor} {rest})"
+    return make_rule(
         f"{' '.join(left)} -> {' '.join(right)}",
         [source],
         target,
@@ -85,22 +94,35 @@ def reshape_rule(node: fx.Node, source: Shape, target: Shape, localize: Any) -> 
         blocked=blocked,
         localize=localize,
     )
-    return rule_
 
 
 @rule(aten.view.default, aten._unsafe_view.default)
-def _view(node: fx.Node) -> Rule:
+def _view(node: fx.Node) -> Rule | None:
     return reshape_rule(node, shape_of(tensor_operands(node)[0]), shape_of(node), divide_sizes("size"))
 
 
 @rule(aten.reshape.default)
-def _reshape(node: fx.Node) -> Rule:
+def _reshape(node: fx.Node) -> Rule | None:
     return reshape_rule(node, shape_of(tensor_operands(node)[0]), shape_of(node), divide_sizes("shape"))
 
 
-@rule(aten.flatten.using_ints, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default)
-def _regroup(node: fx.Node) -> Rule:
+@rule(aten.flatten.using_ints, aten.unsqueeze.default)
+def _regroup(node: fx.Node) -> Rule | None:
     return reshape_rule(node, shape_of(tensor_operands(node)[0]), shape_of(node), None)
+
+
+def _localize_squeeze(call: LocalCall) -> None:
+    """Names the dims whose global size is one: a rank's part of another dim may have size one, too."""
+    source, values = shape_of(tensor_operands(call.node)[0]), arguments(call.node)
+    dims = values.get("dim", range(len(source)))
+    dims = [dims] if isinstance(dims, int) else dims
+    gone = sorted({d % len(source) for d in dims if not _takes_part(source[d])}) if source else []
+    call.target, call.args, call.kwargs = aten.squeeze.dims, (call.args[0], gone), {}
+
+
+@rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+def _squeeze(node: fx.Node) -> Rule | None:
+    return reshape_rule(node, shape_of(tensor_operands(node)[0]), shape_of(node), _localize_squeeze)
 
 
 @rule(aten.expand.default)
@@ -150,8 +172,8 @@ def _select(node: fx.Node) -> Rule:
     )
 
 
-def _resized(node: fx.Node, dims: set[int]) -> Rule:
-    """The rule of an operator that changes the extent of some dims and leaves the others alone."""
+def _resized(node: fx.Node, dims: set[int], linear: bool = True) -> Rule:
+    """The rule of an operator that works along some dims, which stay whole, and leaves the others alone."""
     source, target = shape_of(tensor_operands(node)[0]), shape_of(node)
     left = [f"i{d}" if d in dims else f"d{d}" for d in range(len(source))]
     right = [f"o{d}" if d in dims else f"d{d}" for d in range(len(source))]
@@ -159,7 +181,7 @@ def _resized(node: fx.Node, dims: set[int]) -> Rule:
         f"{' '.join(left)} -> {' '.join(right)}",
         [source],
         target,
-        linear=[(0,)],
+        linear=[(0,)] if linear else [],
         blocked=[name for d in dims for name in (f"i{d}", f"o{d}")],
     )
 
@@ -175,15 +197,65 @@ def _along_dims(node: fx.Node) -> Rule:
 
 @rule(aten.pad.default, aten.constant_pad_nd.default)
 def _pad(node: fx.Node) -> Rule:
-    pad, rank = arguments(node)["pad"], len(shape_of(node))
-    dims = {rank - 1 - i // 2 for i in range(0, len(pad), 2) if pad[i] or pad[i + 1]}
-    return _resized(node, dims)
+    values, rank = arguments(node), len(shape_of(node))
+    pad = values["pad"]
+    constant = values.get("mode", "constant") == "constant"
+    dims = {rank - 1 - i // 2 for i in range(0, len(pad), 2) if not constant or pad[i] or pad[i + 1]}
+    return _resized(node, dims, linear=not constant or values["value"] in (None, 0))
+
+
+@rule(aten.glu.default)
+def _glu(node: fx.Node) -> Rule:
+    return _resized(node, {arguments(node)["dim"] % len(shape_of(node))}, linear=False)
+
+
+@rule(aten.tril.default, aten.triu.default)
+def _triangle(node: fx.Node) -> Rule:
+    rank = len(shape_of(node))
+    return _resized(node, {rank - 2, rank - 1})
+
+
+@rule(aten.slice_scatter.default)
+def _slice_scatter(node: fx.Node) -> Rule:
+    into, part = (shape_of(o) for o in tensor_operands(node))
+    dim = arguments(node)["dim"] % len(into)
+    left = [f"d{d}" if d != dim else "x" for d in range(len(into))]
+    right = [f"d{d}" if d != dim else "y" for d in range(len(into))]
+    text = " ".join(left)
+    return make_rule(
+        f"{text}, {' '.join(right)} -> {text}", [into, part], into, linear=[(0, 1)], blocked=["x", "y"]
+    )
+
+
+@rule(aten.diagonal.default)
+def _diagonal(node: fx.Node) -> Rule:
+    values, source = arguments(node), shape_of(tensor_operands(node)[0])
+    gone = {values["dim1"] % len(source), values["dim2"] % len(source)}
+    names = [f"x{d}" if d in gone else f"d{d}" for d in range(len(source))]
+    result = [*(n for n in names if n.startswith("d")), "y"]
+    return make_rule(
+        f"{' '.join(names)} -> {' '.join(result)}",
+        [source],
+        shape_of(node),
+        linear=[(0,)],
+        blocked=["y", *(n for n in names if n.startswith("x"))],
+    )
+
+
+@rule(aten.view_as_complex.default, aten.view_as_real.default)
+def _complex(node: fx.Node) -> Rule:
+    notation = "... c -> ..." if node.target is aten.view_as_complex.default else "... -> ... c"
+    return make_rule(
+        notation, [shape_of(tensor_operands(node)[0])], shape_of(node), linear=[(0,)], blocked=["c"]
+    )
 
 
 @rule(aten.cat.default)
-def _cat(node: fx.Node) -> Rule:
+def _cat(node: fx.Node) -> Rule | None:
     operands = tensor_operands(node)
     rank = len(shape_of(node))
+    if any(len(shape_of(o)) != rank for o in operands):
+        return None  # torch lets empty vectors be joined to anything
     dim = arguments(node)["dim"] % rank
     names = [f"d{i}" for i in range(rank)]
     parts = [[f"c{k}" if i == dim else n for i, n in enumerate(names)] for k in range(len(operands))]
@@ -209,8 +281,3 @@ def _stack(node: fx.Node) -> Rule:
         linear=[tuple(range(len(operands)))],
         blocked=["c"],
     )
-
-
-@rule(operator.getitem)
-def _getitem(node: fx.Node) -> Rule | None:
-    return None if not is_tensor(node) else None

@@ -1,0 +1,335 @@
+"""Proof by execution: an operator run in every way that its rule allows gives what it gives whole.
+
+An example is one call of an operator. For every way to run it (every mode on an axis of three ranks, pairs of modes on
+a mesh of two by three) the call is localised by the pass that localises programs, its operands are cut as the typing
+says, all ranks run as threads, and what they hold together is compared with the whole call: the result, and the
+gradient of every operand. Nothing is redistributed, so nothing can mend a wrong rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autoparallel._torch import make_fake_mode
+from autoparallel.passes.insert_collectives import Sizes, call_modes, insert_collectives, typed_call
+from autoparallel.passes.verify_placements import verify_placements
+from autoparallel.placements import Layout, dual_layout, format_layout
+from autoparallel.redistribution import Redistributor
+from autoparallel.rules.calls import shape_of, tensor_operands
+from autoparallel.rules.typing import Mode, Typed
+from autoparallel.simulate import simulate
+
+TOLERANCE = 1e-10
+AXIS = (3,)
+MESH = (2, 3)
+NAMES = ("dp", "tp")
+MOST_PAIRS = 12
+
+
+class Disproved(AssertionError):
+    """A rule whose local programs do not compute what the operator computes."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call of an operator.
+
+    Attributes:
+        target, args, kwargs: the call, on real tensors (of the global shapes).
+        constant: the tensor operands, by position, that never carry a gradient although they could.
+        label: tells the examples of one operator apart.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    constant: frozenset[int] = frozenset()
+    label: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.target}{f' [{self.label}]' if self.label else ''}"
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensor operands, in the order of the call."""
+        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+
+
+@dataclass
+class Proof:
+    """What was proved: how often an operator ran in modes of each kind."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+
+    def add(self, modes: Sequence[Mode]) -> None:
+        for mode in modes:
+            self.counts[mode.kind] = self.counts.get(mode.kind, 0) + 1
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+
+# --------------------------------------------------------------------------------------------- one call as a graph
+
+
+class Call:
+    """An example as a graph, with the meta data that a captured graph has."""
+
+    def __init__(self, example: Example, differentiable: Sequence[bool], differentiates: bool) -> None:
+        self.example, self.differentiable = example, list(differentiable)
+        self.differentiates = differentiates and any(differentiable)
+        with make_fake_mode() as mode:
+            self.fakes = [mode.from_tensor(x.detach(), static_shapes=True) for x in example.tensors]
+            args, kwargs = _fill((example.args, example.kwargs), self.fakes)
+            self.value = example.target(*args, **kwargs)
+
+    def graph(self) -> tuple[fx.GraphModule, fx.Node]:
+        """A new graph of placeholders and the one call, and the call's node."""
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"x{i}") for i in range(len(self.fakes))]
+        args, kwargs = _fill((self.example.args, self.example.kwargs), inputs)
+        node = graph.call_function(self.example.target, args, kwargs)
+        graph.output((node,))
+        flags = (*self.differentiable, self.differentiates)
+        for n, value, flows in zip((*inputs, node), (*self.fakes, self.value), flags, strict=True):
+            n.meta |= {"val": value, "differentiable": flows, "backward": flows, "key": n.name, "module": ""}
+        return fx.GraphModule(nn.Module(), graph), node
+
+
+def _fill(structure: Any, values: Sequence[Any]) -> Any:
+    """The structure with its tensors replaced, in order."""
+    rest = iter(values)
+    return pytree.tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, structure)
+
+
+# ------------------------------------------------------------------------------------------- cutting and combining
+
+
+def coordinates(mesh: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every rank's coordinate, in the order of ranks."""
+    return list(itertools.product(*(range(n) for n in mesh)))
+
+
+def divides(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> bool:
+    """Whether the layout cuts the shape evenly."""
+    pieces = [1] * len(shape)
+    for placement, n in zip(layout, mesh, strict=True):
+        if placement.kind == "S":
+            pieces[placement.dim] *= n
+    return all(size % n == 0 for size, n in zip(shape, pieces, strict=True))
+
+
+def cut(value: Tensor, layout: Layout, mesh: Sequence[int], generator: torch.Generator) -> list[Tensor]:
+    """What each rank holds of a global value: the first axis cuts first, summands are random.
+
+    Along an axis that holds the whole (Invariant or Replicate) all ranks hold the same bits, also of summands.
+    """
+    pieces = {(): value}
+    for placement, n in zip(layout, mesh, strict=True):
+        if placement.kind in "SP":
+            pieces = {
+                (*at, i): part
+                for at, whole in pieces.items()
+                for i, part in enumerate(_cut_once(whole, placement.kind, placement.dim, n, generator))
+            }
+    kept = [axis for axis, placement in enumerate(layout) if placement.kind in "SP"]
+    return [pieces[tuple(at[axis] for axis in kept)].clone() for at in coordinates(mesh)]
+
+
+def _cut_once(value: Tensor, kind: str, dim: int, n: int, generator: torch.Generator) -> list[Tensor]:
+    if kind == "S":
+        return list(value.chunk(n, dim))
+    if value.dtype == torch.bool:
+        raise Disproved("a tensor of truth values is Partial")
+    if value.is_floating_point() or value.is_complex():
+        parts = [torch.randn(value.shape, generator=generator, dtype=value.dtype) for _ in range(n - 1)]
+    else:
+        parts = [torch.randint(-9, 9, value.shape, generator=generator, dtype=value.dtype) for _ in range(n - 1)]
+    return [*parts, value - sum(parts)]
+
+
+def combine(values: Sequence[Tensor], layout: Layout, mesh: Sequence[int], what: str) -> Tensor:
+    """The global value of what the ranks hold. Ranks that must hold the same must hold the same bits."""
+    kept = [axis for axis, placement in enumerate(layout) if placement.kind in "SP"]
+    pieces: dict[tuple[int, ...], Tensor] = {}
+    for at, value in zip(coordinates(mesh), values, strict=True):
+        known = pieces.setdefault(tuple(at[axis] for axis in kept), value)
+        if not torch.equal(known.nan_to_num(), value.nan_to_num()):
+            raise Disproved(f"{what} lies as {format_layout(layout)}, but ranks that hold the same differ")
+    for axis in reversed(kept):
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for at in sorted(pieces):
+            groups.setdefault(at[:-1], []).append(pieces[at])
+        placement = layout[axis]
+        pieces = {
+            at: torch.cat(parts, placement.dim) if placement.kind == "S" else sum(parts[1:], parts[0])
+            for at, parts in groups.items()
+        }
+    return pieces[()]
+
+
+# ------------------------------------------------------------------------------------------------------- the proof
+
+
+def prove(example: Example, proof: Proof | None = None) -> Proof:
+    """Runs the example in every way its rule allows; raises ``Disproved`` at the first that is wrong."""
+    proof = proof if proof is not None else Proof()
+    for i, flags in enumerate(_differentiable_sets(example)):
+        call = Call(example, flags, _flows(example, flags))
+        reference = Reference(call)
+        modes = [t.mode for t in _ways(call)]
+        for mode in modes:
+            run_modes(call, reference, (mode,), AXIS, proof)
+        if i == 0:
+            pairs = list(itertools.product(modes, repeat=2))
+            if len(pairs) > MOST_PAIRS:
+                pairs = random.Random(0).sample(pairs, MOST_PAIRS)
+            for pair in pairs:
+                run_modes(call, reference, pair, MESH, proof)
+    return proof
+
+
+def _ways(call: Call) -> list[Typed]:
+    return call_modes(call.graph()[1])
+
+
+def _differentiable_sets(example: Example) -> list[list[bool]]:
+    """Which operands carry a gradient: all that can, then each alone, then none."""
+    tensors = example.tensors
+    can = [x.is_floating_point() and i not in example.constant for i, x in enumerate(tensors)]
+    sets = [can]
+    if sum(can) > 1:
+        sets += [[i == j for j in range(len(can))] for i in range(len(can)) if can[i]]
+    if any(can):
+        sets.append([False] * len(can))
+    return sets
+
+
+def _flows(example: Example, flags: Sequence[bool]) -> bool:
+    inputs = [x.detach().clone().requires_grad_(f) for x, f in zip(example.tensors, flags, strict=True)]
+    args, kwargs = _fill((example.args, example.kwargs), inputs)
+    return bool(example.target(*args, **kwargs).requires_grad)
+
+
+class Reference:
+    """The whole call: its result, a cotangent, and the gradients."""
+
+    def __init__(self, call: Call) -> None:
+        example = call.example
+        self.generator = torch.Generator().manual_seed(7)
+        inputs = [
+            x.detach().clone().requires_grad_(f) for x, f in zip(example.tensors, call.differentiable, strict=True)
+        ]
+        args, kwargs = _fill((example.args, example.kwargs), inputs)
+        result = example.target(*args, **kwargs)
+        self.result = result.detach()
+        self.gradients: list[Tensor | None] = [None] * len(inputs)
+        self.cotangent = None
+        if call.differentiates:
+            self.cotangent = torch.randn(result.shape, generator=self.generator, dtype=result.dtype)
+            wanted = [x for x in inputs if x.requires_grad]
+            found = iter(torch.autograd.grad(result, wanted, self.cotangent, allow_unused=True))
+            self.gradients = [next(found) if x.requires_grad else None for x in inputs]
+
+
+def run_modes(
+    call: Call, reference: Reference, modes: Sequence[Mode], mesh: Sequence[int], proof: Proof | None = None
+) -> bool:
+    """Runs the call as ``modes`` says on the axes of ``mesh`` and compares; False where sizes do not divide."""
+    module, node = call.graph()
+    needs, result = typed_call(node, modes)
+    shapes = [tuple(shape_of(o)) for o in tensor_operands(node)]
+    cuts = [*zip(shapes, needs, strict=True), (tuple(shape_of(node)), result)]
+    if not all(divides(shape, layout, mesh) for shape, layout in cuts):
+        if proof is not None:
+            proof.skipped += 1
+        return False
+    names = NAMES[-len(mesh) :]
+    insert_collectives(
+        module,
+        modes={node.meta["key"]: tuple(modes)},
+        placeholders={f"x{i}": layout for i, layout in enumerate(needs)},
+        shared={},
+        outputs=[result],
+        axis_names=names,
+        prefix="proof",
+        redistributor=_redistributor(mesh),
+        sizes=Sizes({}),
+    )
+    verify_placements(module)
+    where = f"{call.example} as {', '.join(map(str, modes))} on {tuple(mesh)}, rule {node.meta['rule']}"
+    tensors = call.example.tensors
+    try:
+        pieces = [cut(x.detach(), layout, mesh, reference.generator) for x, layout in zip(tensors, needs, strict=True)]
+        cotangents = None
+        if reference.cotangent is not None:
+            cotangents = cut(reference.cotangent, dual_layout(result), mesh, reference.generator)
+        ranks = simulate(_rank_program(module, pieces, call.differentiable, cotangents), mesh, names)
+        _compare("the result", combine([r[0] for r in ranks], result, mesh, "the result"), reference.result)
+        for i, whole in enumerate(reference.gradients):
+            if not call.differentiable[i] or cotangents is None:
+                continue
+            parts = [r[1][i] for r in ranks]
+            known = next((p for p in parts if p is not None), None)
+            if known is None and whole is None:
+                continue
+            filled = [torch.zeros_like(x) if p is None else p for p, x in zip(parts, pieces[i], strict=True)]
+            what = f"the gradient of operand {i}"
+            expected = whole if whole is not None else torch.zeros_like(tensors[i])
+            _compare(what, combine(filled, dual_layout(needs[i]), mesh, what), expected)
+    except Exception as error:
+        layouts = "; ".join(format_layout(n) for n in needs)
+        raise Disproved(f"{where} ({layouts} -> {format_layout(result)}): {error}") from error
+    if proof is not None:
+        proof.add(modes)
+    return True
+
+
+def _rank_program(
+    module: fx.GraphModule, pieces: list[list[Tensor]], flags: Sequence[bool], cotangents: list[Tensor] | None
+) -> Callable[[int], tuple[Tensor, list[Tensor | None]]]:
+    def run(rank: int) -> tuple[Tensor, list[Tensor | None]]:
+        inputs = [p[rank].requires_grad_(f and cotangents is not None) for p, f in zip(pieces, flags, strict=True)]
+        (result,) = module(*inputs)
+        gradients: list[Tensor | None] = [None] * len(inputs)
+        if cotangents is not None and result.requires_grad:
+            wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
+            found = torch.autograd.grad(result, [inputs[i] for i in wanted], cotangents[rank], allow_unused=True)
+            for i, g in zip(wanted, found, strict=True):
+                gradients[i] = g
+        return result.detach(), gradients
+
+    return run
+
+
+def _compare(what: str, found: Tensor, expected: Tensor) -> None:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise Disproved(
+            f"{what} is {found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
+        )
+    if not torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+        raise Disproved(f"{what} is wrong by {float((found - expected).abs().max()):.3g}")
+
+
+_REDISTRIBUTORS: dict[tuple[int, ...], Redistributor] = {}
+
+
+def _redistributor(mesh: Sequence[int]) -> Redistributor:
+    """One for each mesh: its tables of prices are kept by shape."""
+    return _REDISTRIBUTORS.setdefault(tuple(mesh), Redistributor(mesh, lambda kind, axes, size: 1e-6 + 1e-12 * size))
+
+
+__all__ = [
+    "AXIS", "MESH", "Call", "Disproved", "Example", "Proof", "Reference", "combine", "cut", "divides", "prove",
+    "run_modes",
+]  # fmt: skip
