@@ -96,7 +96,7 @@ class _Player:
 
     def play(self) -> DryRun:
         """Forward, then backward from every output that a gradient can come from."""
-        before = use_communicator(_MeshSizes(dict(self.plan.mesh)))  # type: ignore[arg-type]
+        before = use_communicator(_MeshSizes(dict(self.plan.mesh)))
         try:
             with _torch.make_fake_mode(), CountingMode(self.add), torch.enable_grad():
                 with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
@@ -166,7 +166,9 @@ class _Player:
         """Counts time in a phase, the one that runs now unless told."""
         self.found.seconds[phase or self.phase] += seconds
 
-    def travel(self, chains: Sequence[ParameterChain], paths: Sequence[Sequence[Step]], start: Sequence[Layout]) -> None:
+    def travel(
+        self, chains: Sequence[ParameterChain], paths: Sequence[Sequence[Step]], start: Sequence[Layout]
+    ) -> None:
         """Takes the tensors of many chains along their paths: each step is one collective for all of them."""
         layouts = list(start)
         sizes = self.plan.axis_sizes
@@ -195,7 +197,7 @@ class _Player:
         for value, path in zip(values, (p for c in bucket.chains for p in c.paths), strict=True):
             storage = _torch.StorageWeakRef(value.untyped_storage())
             self.known.add(storage)
-            if bucket.per_use and _makes_tensor(path):
+            if bucket.per_use and makes_tensor(path):
                 self.owners[storage] = bucket
         return values
 
@@ -254,7 +256,7 @@ class _Player:
         total = 0
         for chain in bucket.chains:
             for use, path in zip(chain.uses, chain.paths, strict=True):
-                if _makes_tensor(path):
+                if makes_tensor(path):
                     total += local_numel(chain.shape, use, self.plan.axis_sizes) * chain.dtype.itemsize
         return total
 
@@ -274,9 +276,7 @@ class _Unshard(torch.autograd.Function):
         chains = ctx.bucket.chains
         uses = len(chains[0].uses)
         reached = [
-            chain
-            for i, chain in enumerate(chains)
-            if any(g is not None for g in grads[i * uses : (i + 1) * uses])
+            chain for i, chain in enumerate(chains) if any(g is not None for g in grads[i * uses : (i + 1) * uses])
         ]
         if reached:
             ctx.player.receive(reached)
@@ -334,7 +334,7 @@ class _Body(fx.Interpreter):
             player.spend(backward_seconds, BACKWARD)
 
 
-def _makes_tensor(path: Sequence[Step]) -> bool:
+def makes_tensor(path: Sequence[Step]) -> bool:
     """Whether a parameter's way to a use ends in memory of its own, not in the parameter or a view of it."""
     return any(action(step.src, step.dst) not in ("nothing", "slice") for step in path)
 

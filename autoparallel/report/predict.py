@@ -16,7 +16,7 @@ from autoparallel.planner.cost import OPTIMIZER_STATES, bytes_kept, update_secon
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
 from autoparallel.redistribution import local_numel
-from autoparallel.report.dry_run import BACKWARD, FORWARD, GRADIENTS, dry_run
+from autoparallel.report.dry_run import BACKWARD, FORWARD, GRADIENTS, dry_run, makes_tensor
 from autoparallel.rules.calls import is_tensor
 from autoparallel.traffic import Traffic
 
@@ -27,15 +27,15 @@ class ParameterRow:
 
     Attributes:
         name: within its module.
-        shape: of the whole parameter.
+        shape: of the whole parameter; None where it is not known.
         at_rest: its layout between steps.
-        uses: the layouts it is used in.
+        uses: the layouts it is used in; empty where they are not known.
         gather: ``"per_use"``, ``"per_microbatch"``, or empty where it is used as it lies.
         trainable: whether it gets a gradient.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     at_rest: Layout
     uses: tuple[Layout, ...]
     gather: str
@@ -160,7 +160,7 @@ def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:
             continue
         chain = chains[name]
         path, _, own = name.rpartition(".")
-        gather = plan.parameters[name].gather if any(chain.paths) else ""
+        gather = plan.parameters[name].gather if any(map(makes_tensor, chain.paths)) else ""
         parameters.setdefault(path, []).append(
             ParameterRow(own, chain.shape, chain.at_rest, chain.uses, gather, chain.trainable)
         )

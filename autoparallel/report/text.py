@@ -24,15 +24,14 @@ def plain_text(*parts: RenderableType) -> str:
 
 
 def units(count: float) -> str:
-    """Bytes as people write them: ``0``, ``512 B``, ``1.2 kB``, ``3.4 MB``."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:
-            break
+    """Bytes as people write them: ``512 B``, ``1.2 kB``, ``3.4 MB``."""
+    if abs(count) < 1000:
+        return f"{count:.0f} B"
+    size, names = float(count), ["kB", "MB", "GB", "TB"]
+    while abs(size) >= 999_950 and len(names) > 1:
         size /= 1000
-    else:
-        unit = "TB"
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        names.pop(0)
+    return f"{size / 1000:.1f} {names[0]}"
 
 
 def duration(seconds: float) -> str:
