@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import Captured, InputSpec, capture
 from autoparallel.groups import bind
-from autoparallel.placements import Invariant, Layout, format_layout
+from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError
 from autoparallel.planner.hardware import profile_for
 from autoparallel.planner.presets import PRESETS, constraints_for
@@ -23,7 +23,7 @@ from autoparallel.planner.space import SearchSpace
 from autoparallel.program import build_program, input_layouts, wanted_outputs
 from autoparallel.redistribution import Redistributor
 from autoparallel.report.predict import predict
-from autoparallel.runtime.agreement import Agreement, digest
+from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.module import Call, Kind, ParallelModule, Runner, note_replaced
 from autoparallel.runtime.state import (
@@ -64,9 +64,15 @@ def compile(  # noqa: A001 - named after torch.compile
         backend: "eager" runs the program in plain autograd, "inductor" compiles its body with ``torch.compile``.
 
     Raises:
-        ValueError: for a mesh, a model or an option that cannot be used.
+        TypeError, ValueError: for a mesh, a model or an option that cannot be used.
         RankMismatchError: on every rank, when the ranks have different models or options.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not a {type(model).__name__}")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh (see init_device_mesh), not a {type(mesh).__name__}")
+    if not isinstance(plan, str | Plan):
+        raise TypeError(f"plan must be one of {', '.join(PRESETS)}, or a Plan, not a {type(plan).__name__}")
     if isinstance(plan, str) and plan not in PRESETS:
         raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(PRESETS)}, or a Plan")
     if outputs not in OUTPUTS:
@@ -131,15 +137,14 @@ def _mesh_group(mesh: DeviceMesh) -> Any:
 
 
 def _require_same_model(agreement: Agreement, model: nn.Module, plan: str | Plan, *options: object) -> None:
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    described = [(n, tuple(t.shape), str(t.dtype), t.requires_grad, t.device.type) for n, t in tensors]
-    choice = plan.to_json() if isinstance(plan, Plan) else plan
-    agreement.require_same(
-        "the ranks compile different models or options:",
-        digest(described, choice, options),
-        lambda: f"{type(model).__name__} with {len(described)} tensors, plan {choice[:40]!r}, options {options}, "
-        f"tensors {hash(tuple(described)) & 0xFFFF:04x}: {described[:2]}",
-    )
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    lines = [
+        f"model {type(model).__name__}",
+        f"plan {plan!r}, options {options}" if isinstance(plan, str) else f"options {options}, plan",
+        *(plan.to_json().splitlines() if isinstance(plan, Plan) else ()),
+        *(f"{n} {list(t.shape)} {t.dtype} on {t.device.type}{', trained' * t.requires_grad}" for n, t in tensors),
+    ]
+    agreement.require_same_text("the ranks compile different models or options:", "\n".join(lines))
 
 
 class _Compiler:
@@ -170,14 +175,15 @@ class _Compiler:
 
     def make_kind(self, module: ParallelModule, call: Call) -> Kind:
         """Captures, plans and builds; every rank alike, before any collective of the model."""
-        if self.at_rest is None and not module.training:
+        at_rest = self.at_rest
+        if at_rest is None and not module.training:
             # Layouts at rest are planned on the training graph, whatever is called first.
             training = self.agreement.together(lambda: self._capture(call, training=True))
-            self._settle(self._plan(training, call))
+            at_rest = self._resting(self._plan(training, call, None))
         captured = self.agreement.together(lambda: self._capture(call))
-        plan = self._plan(captured, call)
-        if self.at_rest is None:
-            self._settle(plan)
+        plan = self._plan(captured, call, at_rest)
+        if at_rest is None:
+            at_rest = self._resting(plan)
         wanted = wanted_outputs(captured, self.outputs, self.mesh.ndim)
         program = build_program(
             captured,
@@ -189,10 +195,9 @@ class _Compiler:
             device=torch.device(self.mesh.device_type),
             hoist_all=self.backend == "inductor",
         )
-        text = program.text()
-        self.agreement.require_same(
-            "the ranks have different programs:", digest(text, plan.to_json()), lambda: f"{len(text)} characters"
-        )
+        self.agreement.require_same_text("the ranks have different programs:", f"{program.text()}\n{plan.to_json()}")
+        if self.at_rest is None:
+            self._settle(at_rest)
         body = program.body
         runner = Runner(
             program,
@@ -213,15 +218,15 @@ class _Compiler:
             training=training,
         )
 
-    def _plan(self, captured: Captured, call: Call) -> Plan:
-        if isinstance(self.requested, Plan) and self.at_rest is None:
+    def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
+        if isinstance(self.requested, Plan) and at_rest is None:
             plan = self.requested
-            plan.require_fits(captured.graph, self.axes)
+            plan.require_fits(captured.graph, self.axes, captured.parameters)
             return plan
-        text = self.agreement.from_first(lambda: self._search(captured, call).to_json())
+        text = self.agreement.from_first(lambda: self._search(captured, call, at_rest).to_json())
         return Plan.from_json(text)
 
-    def _search(self, captured: Captured, call: Call) -> Plan:
+    def _search(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         origin = self.requested.origin if isinstance(self.requested, Plan) else self.requested
         constraints = constraints_for(origin if origin in PRESETS else "auto", [n for n, _ in self.axes])
         if constraints.data and not captured.actual and any(isinstance(s, InputSpec) for s in call.specs):
@@ -236,18 +241,20 @@ class _Compiler:
             constraints,
             self.redistributor,
             wanted_outputs(captured, self.outputs, self.mesh.ndim),
-            pinned=self.at_rest,
+            pinned=at_rest,
             input_layouts=input_layouts(captured, call.specs, call.layouts),
         )
         return search(space, origin, self.memory_limit)
 
-    def _settle(self, plan: Plan) -> None:
+    def _resting(self, plan: Plan) -> dict[str, ParameterPlan]:
+        """How every parameter lies from now on; whole, where the plan does not meet it."""
+        whole = ParameterPlan(format_layout((Invariant,) * self.mesh.ndim))
+        return {name: plan.parameters.get(name, whole) for name in self.store.parameters}
+
+    def _settle(self, at_rest: dict[str, ParameterPlan]) -> None:
         """Gives every parameter its layout at rest, in place."""
-        self.at_rest = dict(plan.parameters)
-        whole: Layout = (Invariant,) * self.mesh.ndim
-        layouts = {name: plan.at_rest(name) if name in plan.parameters else whole for name in self.store.parameters}
-        for name in layouts:
-            self.at_rest.setdefault(name, ParameterPlan(format_layout(whole)))
+        self.at_rest = at_rest
+        layouts = {name: parse_layout(plan.at_rest) for name, plan in at_rest.items()}
         if any(_is_meta(p) for p in [*self.store.parameters.values(), *self.model.buffers()]):
             materialize(self.model, layouts, self.mesh, _mesh_group(self.mesh))
         for name, parameter in self.store.parameters.items():

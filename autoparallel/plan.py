@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from autoparallel.placements import Layout, format_layout, parse_layout
+from autoparallel.passes.insert_collectives import call_modes, typed_call
+from autoparallel.placements import Layout, format_layout, parse_layout, shards_of
+from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Mode, parse_mode
 
 if TYPE_CHECKING:
     from autoparallel.report.explain import Prediction
 
 FORMAT = 1
+GATHERS = ("per_use", "per_microbatch")
 
 
 class PlanError(ValueError):
@@ -37,6 +42,16 @@ class ParameterPlan:
 
     at_rest: str
     gather: str = "per_microbatch"
+
+    def require_valid(self, name: str, axes: int) -> None:
+        """Raises PlanError for what no parameter can be; ``axes`` is the number of mesh axes."""
+        layout = parse_layout(self.at_rest)
+        if len(layout) != axes or any(p.kind not in ("I", "S") for p in layout):
+            raise PlanError(
+                f"{name} cannot lie as {self.at_rest!r} at rest: expected I or S<dim> for each of {axes} mesh axes"
+            )
+        if self.gather not in GATHERS:
+            raise PlanError(f"{name} cannot be gathered {self.gather!r}: expected one of {', '.join(GATHERS)}")
 
 
 @dataclass(frozen=True)
@@ -124,9 +139,8 @@ class Plan:
                 parameters={str(k): ParameterPlan(**v) for k, v in data["parameters"].items()},
                 unruled={str(k): int(v) for k, v in data["unruled"].items()},
             )
-            for parameter in plan.parameters.values():
-                if len(parse_layout(parameter.at_rest)) != len(plan.mesh):
-                    raise PlanError(f"the layout {parameter.at_rest!r} is not for a mesh of {len(plan.mesh)} axes")
+            for name, parameter in plan.parameters.items():
+                parameter.require_valid(name, len(plan.mesh))
             for modes in plan.operators.values():
                 for mode in modes:
                     parse_mode(mode)
@@ -145,8 +159,15 @@ class Plan:
         """Reads a plan that :meth:`save` wrote."""
         return Plan.from_json(Path(path).read_text())
 
-    def require_fits(self, graph: fx.Graph, mesh: tuple[tuple[str, int], ...]) -> None:
-        """Refuses a mesh or a graph that the plan was not made for.
+    def require_fits(
+        self, graph: fx.Graph, mesh: tuple[tuple[str, int], ...], parameters: Mapping[str, str] | None = None
+    ) -> None:
+        """Refuses a mesh or a graph that the plan was not made for, and decisions that cannot be carried out.
+
+        Args:
+            graph: the captured graph.
+            mesh: the mesh axes by name and size.
+            parameters: placeholder name to parameter name; None does not look at parameters.
 
         Raises:
             PlanError: naming what differs.
@@ -159,6 +180,52 @@ class Plan:
             detail = [f"the model has {missing[0]}, the plan has not"] if missing else []
             detail += [f"the plan has {extra[0]}, the model has not"] if extra else []
             raise PlanError(f"the plan is for another model ({'; '.join(detail) or 'shapes differ'}): plan again")
+        for node in graph.nodes:
+            if node.op == "call_function" and is_tensor(node) and node.target is not operator.getitem:
+                self._require_operator(node)
+        if parameters is not None:
+            self._require_parameters(graph, parameters)
+
+    def _require_operator(self, node: fx.Node) -> None:
+        key = node.meta["key"]
+        modes = self.modes(key)
+        if len(modes) != len(self.mesh):
+            raise PlanError(f"the plan says for {len(modes)} mesh axes how {key} runs, the mesh has {len(self.mesh)}")
+        ways = {typed.mode for typed in call_modes(node)}
+        for mode in modes:
+            if mode not in ways:
+                raise PlanError(f"{key} cannot run as {mode}; it can run as {', '.join(sorted(map(str, ways)))}")
+        needs, result = typed_call(node, modes)
+        for x, layout in zip([*tensor_operands(node), node], [*needs, result], strict=True):
+            self._require_divides(f"{key} as {', '.join(map(str, modes))}", x, layout)
+
+    def _require_parameters(self, graph: fx.Graph, parameters: Mapping[str, str]) -> None:
+        missing, extra = (
+            set(parameters.values()) - set(self.parameters),
+            set(self.parameters) - set(parameters.values()),
+        )
+        if missing or extra:
+            problem = (
+                f"has no parameter {min(missing)}" if missing else f"has {min(extra)}, which the model does not use"
+            )
+            raise PlanError(f"the plan {problem}: plan again")
+        for node in graph.nodes:
+            if node.op == "placeholder" and node.name in parameters:
+                name = parameters[node.name]
+                self.parameters[name].require_valid(name, len(self.mesh))
+                self._require_divides(name, node, self.at_rest(name))
+
+    def _require_divides(self, what: str, node: fx.Node, layout: Layout) -> None:
+        shape = node.meta["val"].shape
+        for axis, placement in enumerate(layout):
+            if placement.kind == "S":
+                dim = placement.dim
+                pieces = math.prod(self.axis_sizes[a] for a in shards_of(layout, dim))
+                if dim >= len(shape) or isinstance(shape[dim], int) and shape[dim] % pieces:
+                    raise PlanError(
+                        f"{what}: a tensor of shape {[s if isinstance(s, int) else '?' for s in shape]} cannot lie as "
+                        f"{format_layout(layout)} on {_mesh_text(self.mesh)} (axis {self.axis_names[axis]})"
+                    )
 
 
 def _mesh_text(mesh: tuple[tuple[str, int], ...]) -> str:

@@ -8,8 +8,9 @@ digests first, over a group of their own on the CPU, and every rank raises the s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel import _torch
 from autoparallel.groups import CONTROL, CONTROL_TIMEOUT
+from autoparallel.plan import PlanError
 
 T = TypeVar("T")
 _GROUPS: dict[tuple[int, ...], Any] = {}
@@ -51,9 +53,7 @@ class Agreement:
         if not self.alone:
             key = tuple(self.ranks)
             if key not in _GROUPS:
-                _GROUPS[key] = dist.new_group(
-                    self.ranks, timeout=CONTROL_TIMEOUT, backend="gloo", group_desc=CONTROL
-                )
+                _GROUPS[key] = dist.new_group(self.ranks, timeout=CONTROL_TIMEOUT, backend="gloo", group_desc=CONTROL)
             self.group = _GROUPS[key]
 
     def table(self, mine: bytes) -> torch.Tensor:
@@ -80,12 +80,22 @@ class Agreement:
             return
         self.fail(what, describe())
 
-    def fail(self, what: str, own: str) -> None:
+    def require_same_text(self, what: str, mine: str) -> None:
+        """Raises on every rank when a text of several lines differs on any; the message shows the first such line."""
+        table = self.table(digest(mine))
+        if bool((table == table[0]).all()):
+            return
+        rows = itertools.zip_longest(*(text.splitlines() for text in self._texts(mine)), fillvalue="nothing more")
+        raise _mismatch(what, self.ranks, next(row for row in rows if len(set(row)) > 1))
+
+    def fail(self, what: str, own: str) -> NoReturn:
         """Raises ``RankMismatchError`` with every rank's description; all ranks must call it."""
-        versions: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(versions, own, group=self.group)
-        lines = [f"  rank {rank}: {text}" for rank, text in zip(self.ranks, versions, strict=True)]
-        raise RankMismatchError(f"{what}\n" + "\n".join(lines))
+        raise _mismatch(what, self.ranks, self._texts(own))
+
+    def _texts(self, own: str) -> list[str]:
+        texts: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(texts, own, group=self.group)
+        return texts
 
     def together(self, action: Callable[[], T]) -> T:
         """Runs something that may raise; when it raises on any rank, every rank raises."""
@@ -113,16 +123,24 @@ class Agreement:
         box: list[Any] = [None]
         if dist.get_rank() == self.ranks[0]:
             try:
-                box = [("ok", make())]
+                box = [(None, make())]
             except Exception as caught:  # noqa: BLE001 - raised below, on every rank
-                error, box = caught, [("error", f"{type(caught).__name__}: {caught}")]
+                error, box = caught, [(type(caught), str(caught))]
         dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
         kind, text = box[0]
         if error is not None:
             raise error
-        if kind == "error":
-            raise RankMismatchError(f"rank {self.ranks[0]} failed while planning: {text}")
+        if kind is not None:
+            raise (kind if issubclass(kind, PlanError) else RankMismatchError)(f"rank {self.ranks[0]}: {text}")
         return text
+
+
+def _mismatch(what: str, ranks: Sequence[int], texts: Sequence[str]) -> RankMismatchError:
+    having: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        having.setdefault(text, []).append(rank)
+    lines = [f"  rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {text}" for text, r in having.items()]
+    return RankMismatchError(f"{what}\n" + "\n".join(lines))
 
 
 def forget_groups() -> None:

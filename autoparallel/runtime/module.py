@@ -21,7 +21,7 @@ from autoparallel import _torch
 from autoparallel.capture import Captured, InputSpec, _Constant, describe_inputs
 from autoparallel.ops import RandomState, set_random_state
 from autoparallel.passes.reduce_gradient_norm import reduce_gradient_norm
-from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_placements
+from autoparallel.placements import Layout, format_layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram
 from autoparallel.runtime import norm as norms
@@ -71,9 +71,7 @@ class Runner:
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
         self.fixed: dict[str, torch.Tensor] = dict(captured.constants)
         self.leaf_names = captured.inputs
-        self.specs = [
-            (to_dtensor_placements(layout), layout) for layout in program.output_layouts
-        ]
+        self.specs = [(to_dtensor_placements(layout), layout) for layout in program.output_layouts]
         self.regathered: list[int] = []
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -205,6 +203,8 @@ class ParallelModule(nn.Module):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != self._mesh.device_type:
                 problem = f"an input is on {leaf.device}, the mesh is on {self._mesh.device_type!r}: move it there"
         specs, batch = describe_inputs(leaves)
+        if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
+            problem = "the batch is empty: its first tensor has 0 rows"
         return Call(tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target), problem
 
     def _binds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -247,7 +247,7 @@ class ParallelModule(nn.Module):
             if problem:
                 raise ValueError(problem)
             return
-        shapes = [(s.shape, str(s.dtype)) if isinstance(s, InputSpec) else repr(s) for s in call.specs]
+        shapes = [s.shape for s in call.specs if isinstance(s, InputSpec)]
         structure = digest(key, shapes, problem, self._store.synchronise, torch.is_grad_enabled(), len(self._kinds))
         checked = self._calls < CHECKED_CALLS or not self._kinds
         plain = [
@@ -258,9 +258,7 @@ class ParallelModule(nn.Module):
         values = digest(*[tensor_digest(x) for x in plain]) if checked else bytes(32)
         table = self._agreement.table(structure + values)
         if not bool((table[:, :32] == table[0, :32]).all()):
-            mode = "train" if self.training else "eval"
-            said = problem or f"{mode}, inputs {', '.join(f'{s} {d}' if d else str(s) for s, d in _pairs(shapes))}"
-            self._agreement.fail("the ranks call the model differently:", said)
+            self._agreement.fail("the ranks call the model differently:", problem or self._describe(call))
         if problem:
             raise ValueError(problem)
         if not bool((table == table[0]).all()):
@@ -270,6 +268,21 @@ class ParallelModule(nn.Module):
                 "everywhere, or give each rank its rows as a DTensor: "
                 "DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards the batch."
             )
+
+    def _describe(self, call: Call) -> str:
+        """A call in words, for comparison with those of other ranks."""
+        parameters = list(self._plain.parameters())
+        trained = sum(p.requires_grad for p in parameters)
+        modes = ["train" if self.training else "eval"]
+        modes += ["under no_grad"] * (not torch.is_grad_enabled()) + ["in no_sync"] * (not self._store.synchronise)
+        modes += [f"{trained} of {len(parameters)} parameters trained"] * (trained < len(parameters))
+        inputs = [
+            f"{s.shape} {s.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
+            if isinstance(s, InputSpec)
+            else repr(s)
+            for s, layout in zip(call.specs, call.layouts, strict=True)
+        ]
+        return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
 
     def _finish(self, kind: Kind, results: tuple[torch.Tensor, ...]) -> Any:
         """Writes mutated buffers back and gives the outputs their outer form."""
@@ -345,6 +358,8 @@ class ParallelModule(nn.Module):
 
     def clip_grad_value_(self, value: float) -> None:
         """Clamps every element of every gradient to ``[-value, value]``; no communication."""
+        if not value >= 0:
+            raise ValueError(f"value must not be negative, got {value}")
         grads = self._whole_gradients("clip_grad_value_()")
         locals_ = [_torch.local_of(g) for g in grads.values()]
         torch._foreach_clamp_min_(locals_, -float(value))
@@ -409,14 +424,8 @@ class ParallelModule(nn.Module):
             return getattr(self.__dict__["_plain"], name)
 
     def extra_repr(self) -> str:
-        axes = ", ".join(
-            f"{n}={s}" for n, s in zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True)
-        )
+        axes = ", ".join(f"{n}={s}" for n, s in zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True))
         return f"parallel over ({axes})"
-
-
-def _pairs(shapes: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return [s if isinstance(s, tuple) else (s, None) for s in shapes]
 
 
 def fits(captured: Captured, specs: Sequence[Any]) -> bool:

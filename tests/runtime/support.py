@@ -1,0 +1,121 @@
+"""What the runtime's tests share: small models, meshes, and ways to say what happened on a rank.
+
+Functions that run on workers return plain values; the assertions are made in the parent, where their failures name
+the case. [Note: the tests' models] are tiny because every compilation is a trace: what they hold is a layer of each
+kind that matters (bias, layer norm, two sizes that divide by four).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
+
+
+@functools.cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    """The mesh of this shape, made once per process."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=AXES[len(shape)])
+
+
+class Net(nn.Module):
+    """Linear, tanh, layer norm, linear: weights, biases and a norm's vectors."""
+
+    def __init__(self, features: int = 8, hidden: int = 8, outputs: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Linear(features, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(torch.tanh(self.up(x))))
+
+
+def make(build: Callable[[], nn.Module] = Net, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    """A model whose weights follow from the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().to(dtype)
+
+
+def compiled_pair(
+    build: Callable[[], nn.Module] = Net, *shape: int, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Any, nn.Module]:
+    """The compiled model and a plain one of the same weights."""
+    import autoparallel
+
+    model = make(build, dtype)
+    plain = copy.deepcopy(model)
+    options.setdefault("loss_fn", F.mse_loss)
+    return autoparallel.compile(model, mesh_of(*(shape or (2,))), **options), plain
+
+
+def batch(step: int = 0, rows: int = 8, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Inputs and targets for `Net`, the same on every rank."""
+    generator = torch.Generator().manual_seed(step + 1)
+    x = torch.randn(rows, 8, generator=generator, dtype=torch.float64)
+    y = 3 * torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    return x.to(dtype), y.to(dtype)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The global value, plain."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def off(actual: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference; infinite for other shapes or dtypes, or where only one has a NaN."""
+    actual, expected = whole(actual), whole(expected)
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    difference = (actual - expected).abs()
+    worst = difference.max().item() if difference.numel() else 0.0
+    return worst if worst == worst else float("inf")
+
+
+def parameters_off(model: nn.Module, plain: nn.Module) -> float:
+    """How far the parameters of two models are apart."""
+    mine, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert mine.keys() == theirs.keys(), (list(mine), list(theirs))
+    return max(off(mine[name], theirs[name]) for name in theirs)
+
+
+def gradients_off(model: nn.Module, plain: nn.Module) -> float:
+    """How far the gradients of two models are apart; infinite where only one of them has a gradient."""
+    mine, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert mine.keys() == theirs.keys(), (list(mine), list(theirs))
+    worst = 0.0
+    for name, parameter in theirs.items():
+        a, b = mine[name].grad, parameter.grad
+        if (a is None) != (b is None):
+            return float("inf")
+        if a is not None and b is not None:
+            worst = max(worst, off(a, b))
+    return worst
+
+
+def raised(action: Callable[[], Any]) -> str:
+    """The exception's class and message, or nothing."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - it is what the caller asks about
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def placements(model: nn.Module) -> dict[str, str]:
+    """How each parameter lies, as text."""
+    return {
+        name: ",".join(f"S{p.dim}" if p.is_shard() else "R" for p in parameter.placements)  # type: ignore[union-attr]
+        for name, parameter in model.named_parameters()
+    }
