@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from autoparallel.passes.insert_collectives import Sizes, call_modes, insert_col
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Layout, dual_layout, format_layout
 from autoparallel.redistribution import Redistributor
+from autoparallel.rules import rule_for
 from autoparallel.rules.calls import shape_of, tensor_operands
 from autoparallel.rules.typing import Mode, Typed
 from autoparallel.simulate import simulate
@@ -31,7 +32,7 @@ TOLERANCE = 1e-10
 AXIS = (3,)
 MESH = (2, 3)
 NAMES = ("dp", "tp")
-MOST_PAIRS = 12
+MOST_PAIRS = 8
 
 
 class Disproved(AssertionError):
@@ -184,18 +185,20 @@ def combine(values: Sequence[Tensor], layout: Layout, mesh: Sequence[int], what:
 def prove(example: Example, proof: Proof | None = None) -> Proof:
     """Runs the example in every way its rule allows; raises ``Disproved`` at the first that is wrong."""
     proof = proof if proof is not None else Proof()
+    on_axis: list[Run] = []
+    on_mesh: list[Run] = []
     for i, flags in enumerate(_differentiable_sets(example)):
         call = Call(example, flags, _flows(example, flags))
         reference = Reference(call)
         modes = [t.mode for t in _ways(call)]
-        for mode in modes:
-            run_modes(call, reference, (mode,), AXIS, proof)
+        on_axis += [Run(call, reference, (mode,), AXIS) for mode in modes]
         if i == 0:
             pairs = list(itertools.product(modes, repeat=2))
             if len(pairs) > MOST_PAIRS:
                 pairs = random.Random(0).sample(pairs, MOST_PAIRS)
-            for pair in pairs:
-                run_modes(call, reference, pair, MESH, proof)
+            on_mesh += [Run(call, reference, pair, MESH) for pair in pairs]
+    execute(on_axis, AXIS, proof)
+    execute(on_mesh, MESH, proof)
     return proof
 
 
@@ -242,74 +245,103 @@ class Reference:
             self.gradients = [next(found) if x.requires_grad else None for x in inputs]
 
 
-def run_modes(
-    call: Call, reference: Reference, modes: Sequence[Mode], mesh: Sequence[int], proof: Proof | None = None
-) -> bool:
-    """Runs the call as ``modes`` says on the axes of ``mesh`` and compares; False where sizes do not divide."""
-    module, node = call.graph()
-    needs, result = typed_call(node, modes)
-    shapes = [tuple(shape_of(o)) for o in tensor_operands(node)]
-    cuts = [*zip(shapes, needs, strict=True), (tuple(shape_of(node)), result)]
-    if not all(divides(shape, layout, mesh) for shape, layout in cuts):
-        if proof is not None:
-            proof.skipped += 1
-        return False
-    names = NAMES[-len(mesh) :]
-    insert_collectives(
-        module,
-        modes={node.meta["key"]: tuple(modes)},
-        placeholders={f"x{i}": layout for i, layout in enumerate(needs)},
-        shared={},
-        outputs=[result],
-        axis_names=names,
-        prefix="proof",
-        redistributor=_redistributor(mesh),
-        sizes=Sizes({}),
-    )
-    verify_placements(module)
-    where = f"{call.example} as {', '.join(map(str, modes))} on {tuple(mesh)}, rule {node.meta['rule']}"
-    tensors = call.example.tensors
-    try:
-        pieces = [cut(x.detach(), layout, mesh, reference.generator) for x, layout in zip(tensors, needs, strict=True)]
-        cotangents = None
-        if reference.cotangent is not None:
-            cotangents = cut(reference.cotangent, dual_layout(result), mesh, reference.generator)
-        ranks = simulate(_rank_program(module, pieces, call.differentiable, cotangents), mesh, names)
-        _compare("the result", combine([r[0] for r in ranks], result, mesh, "the result"), reference.result)
-        for i, whole in enumerate(reference.gradients):
-            if not call.differentiable[i] or cotangents is None:
-                continue
-            parts = [r[1][i] for r in ranks]
-            known = next((p for p in parts if p is not None), None)
-            if known is None and whole is None:
-                continue
-            filled = [torch.zeros_like(x) if p is None else p for p, x in zip(parts, pieces[i], strict=True)]
-            what = f"the gradient of operand {i}"
-            expected = whole if whole is not None else torch.zeros_like(tensors[i])
-            _compare(what, combine(filled, dual_layout(needs[i]), mesh, what), expected)
-    except Exception as error:
-        layouts = "; ".join(format_layout(n) for n in needs)
-        raise Disproved(f"{where} ({layouts} -> {format_layout(result)}): {error}") from error
-    if proof is not None:
-        proof.add(modes)
-    return True
+class Run:
+    """The call as ``modes`` says on the axes of ``mesh``: the local program, what each rank is given, and the check."""
 
+    def __init__(self, call: Call, reference: Reference, modes: Sequence[Mode], mesh: Sequence[int]) -> None:
+        self.call, self.reference, self.modes, self.mesh = call, reference, tuple(modes), tuple(mesh)
+        self.module, node = call.graph()
+        self.needs, self.result = typed_call(node, modes)
+        shapes = [tuple(shape_of(o)) for o in tensor_operands(node)]
+        cuts = [*zip(shapes, self.needs, strict=True), (tuple(shape_of(node)), self.result)]
+        self.divisible = all(divides(shape, layout, mesh) for shape, layout in cuts)
+        self.node = node
 
-def _rank_program(
-    module: fx.GraphModule, pieces: list[list[Tensor]], flags: Sequence[bool], cotangents: list[Tensor] | None
-) -> Callable[[int], tuple[Tensor, list[Tensor | None]]]:
-    def run(rank: int) -> tuple[Tensor, list[Tensor | None]]:
-        inputs = [p[rank].requires_grad_(f and cotangents is not None) for p, f in zip(pieces, flags, strict=True)]
-        (result,) = module(*inputs)
+    def __str__(self) -> str:
+        layouts = "; ".join(format_layout(n) for n in self.needs)
+        return (
+            f"{self.call.example} as {', '.join(map(str, self.modes))} on {self.mesh}, "
+            f"rule {rule_for(self.node)} ({layouts} -> {format_layout(self.result)})"
+        )
+
+    def localize(self) -> None:
+        """Makes the local program and cuts the operands and the cotangent."""
+        insert_collectives(
+            self.module,
+            modes={self.node.meta["key"]: self.modes},
+            placeholders={f"x{i}": layout for i, layout in enumerate(self.needs)},
+            shared={},
+            outputs=[self.result],
+            axis_names=NAMES[-len(self.mesh) :],
+            prefix="proof",
+            redistributor=_redistributor(self.mesh),
+            sizes=Sizes({}),
+        )
+        verify_placements(self.module)
+        generator = self.reference.generator
+        tensors = self.call.example.tensors
+        self.pieces = [cut(x.detach(), n, self.mesh, generator) for x, n in zip(tensors, self.needs, strict=True)]
+        self.cotangents = None
+        if self.reference.cotangent is not None:
+            self.cotangents = cut(self.reference.cotangent, dual_layout(self.result), self.mesh, generator)
+
+    def run(self, rank: int) -> tuple[Tensor, list[Tensor | None]]:
+        """One rank's result and gradients."""
+        inputs = [p[rank] for p in self.pieces]
         gradients: list[Tensor | None] = [None] * len(inputs)
-        if cotangents is not None and result.requires_grad:
-            wanted = [i for i, x in enumerate(inputs) if x.requires_grad]
-            found = torch.autograd.grad(result, [inputs[i] for i in wanted], cotangents[rank], allow_unused=True)
-            for i, g in zip(wanted, found, strict=True):
-                gradients[i] = g
+        if self.cotangents is None:
+            return self.module(*inputs)[0].detach(), gradients
+        wanted = [i for i, flows in enumerate(self.call.differentiable) if flows]
+        for i in wanted:
+            inputs[i].requires_grad_()
+        (result,) = self.module(*inputs)
+        if result.requires_grad:
+            found = torch.autograd.grad(result, [inputs[i] for i in wanted], self.cotangents[rank], allow_unused=True)
+            for i, gradient in zip(wanted, found, strict=True):
+                gradients[i] = gradient
         return result.detach(), gradients
 
-    return run
+    def check(self, ranks: Sequence[tuple[Tensor, list[Tensor | None]]]) -> None:
+        """Compares what the ranks hold together with the whole call."""
+        what = "the result"
+        _compare(what, combine([r[0] for r in ranks], self.result, self.mesh, what), self.reference.result)
+        if self.cotangents is None:
+            return
+        for i, whole in enumerate(self.reference.gradients):
+            if not self.call.differentiable[i]:
+                continue
+            what = f"the gradient of operand {i}"
+            parts = [torch.zeros_like(self.pieces[i][k]) if r[1][i] is None else r[1][i] for k, r in enumerate(ranks)]
+            found = combine(parts, dual_layout(self.needs[i]), self.mesh, what)
+            _compare(what, found, whole if whole is not None else torch.zeros_like(found))
+
+
+def execute(runs: Sequence[Run], mesh: Sequence[int], proof: Proof) -> None:
+    """Executes all runs on one simulated mesh, one after another, and checks each."""
+    possible = [run for run in runs if run.divisible]
+    proof.skipped += len(runs) - len(possible)
+    at = [0] * len(coordinates(mesh))
+
+    def rank_program(rank: int) -> list[tuple[Tensor, list[Tensor | None]]]:
+        results = []
+        for i, run in enumerate(possible):
+            at[rank] = i
+            results.append(run.run(rank))
+        return results
+
+    here = None
+    try:
+        for run in possible:
+            here = run
+            run.localize()
+        here = None
+        ranks = simulate(rank_program, mesh, NAMES[-len(mesh) :])
+        for i, run in enumerate(possible):
+            here = run
+            run.check([results[i] for results in ranks])
+            proof.add(run.modes)
+    except Exception as error:
+        raise Disproved(f"{here if here is not None else possible[min(at)]}: {error}") from error
 
 
 def _compare(what: str, found: Tensor, expected: Tensor) -> None:
@@ -330,6 +362,6 @@ def _redistributor(mesh: Sequence[int]) -> Redistributor:
 
 
 __all__ = [
-    "AXIS", "MESH", "Call", "Disproved", "Example", "Proof", "Reference", "combine", "cut", "divides", "prove",
-    "run_modes",
+    "AXIS", "MESH", "Call", "Disproved", "Example", "Proof", "Reference", "Run", "combine", "cut", "divides",
+    "execute", "prove",
 ]  # fmt: skip

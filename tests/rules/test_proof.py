@@ -87,7 +87,8 @@ class TestWrongRulesAreCaught:
         def maker(node: Any) -> Rule:
             return make_rule("a b -> (a b)", [(6, 6)], (36,), sizes={"a": 6, "b": 6}, blocked=["b"])
 
-        self._refuted(monkeypatch, Example(aten.reshape.default, (real(6, 6), [36])), maker, "invalid for input of size")
+        example = Example(aten.reshape.default, (real(6, 6), [36]))
+        self._refuted(monkeypatch, example, maker, "invalid for input of size")
 
     def test_a_dim_that_is_looked_along_declared_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def maker(node: Any) -> Rule:
