@@ -174,7 +174,7 @@ class Plan:
         """
         if self.mesh != mesh:
             raise PlanError(f"the plan is for the mesh {_mesh_text(self.mesh)}, not for {_mesh_text(mesh)}: plan again")
-        keys = {n.meta["key"] for n in graph.nodes if n.op == "call_function" and is_planned(n)}
+        keys = {n.meta["key"] for n in graph.nodes if is_planned(n)}
         missing, extra = sorted(keys - set(self.operators)), sorted(set(self.operators) - keys)
         if missing or extra or fingerprint(graph) != self.fingerprint:
             detail = [f"the model has {missing[0]}, the plan has not"] if missing else []
@@ -233,8 +233,8 @@ def _mesh_text(mesh: tuple[tuple[str, int], ...]) -> str:
 
 
 def is_planned(node: fx.Node) -> bool:
-    """Whether a call is an operator on tensors, which has a way to run."""
-    return any(isinstance(v, torch.Tensor) for v in torch.utils._pytree.tree_leaves(node.meta.get("val")))
+    """Whether a call makes or reads a tensor, so that a plan says how it runs."""
+    return node.op == "call_function" and (is_tensor(node) or bool(tensor_operands(node)))
 
 
 def fingerprint(graph: fx.Graph) -> str:
