@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -93,7 +93,7 @@ def _replace_parts(node: fx.Node, part: Callable[[int], Any]) -> None:
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise AssertionError(f"{user} uses all results of {node} at once")
-        new = part(int(user.args[1]))  # type: ignore[call-overload]
+        new = part(cast(int, user.args[1]))
         user.replace_all_uses_with(new)
         node.graph.erase_node(user)
     node.graph.erase_node(node)
@@ -166,11 +166,27 @@ def _replace_cross_entropy(emit: _Emitter, node: fx.Node) -> None:
     x, target, weight = v["self"], v["target"], v["weight"]
     if v["reduction"] == 0 or target.meta["val"].is_floating_point():
         return
-    new = emit(ops.cross_entropy_sum, x, target, weight, v["ignore_index"], v["label_smoothing"])
+    total = emit(ops.cross_entropy_sum, x, target, weight, v["ignore_index"], v["label_smoothing"])
     if v["reduction"] == 1:
-        divisor = emit(ops.cross_entropy_weight, target, weight, v["ignore_index"], x.meta["val"].dtype)
-        new = emit(aten.div.Tensor, new, divisor)
-    _replace(node, new)
+        total = emit(aten.div.Tensor, total, _valid_weight(emit, total, target, weight, v["ignore_index"]))
+    if total.meta["val"].dtype != x.meta["val"].dtype:  # half precision is summed in float32
+        total = emit(aten._to_copy.default, total, dtype=x.meta["val"].dtype)
+    _replace(node, total)
+
+
+def _replace_nll_loss(emit: _Emitter, node: fx.Node) -> None:
+    v = arguments(node)
+    if v["reduction"] != 1:
+        return
+    total = emit(aten.nll_loss_nd.default, v["self"], v["target"], v["weight"], 2, v["ignore_index"])
+    _replace(
+        node,
+        emit(aten.div.Tensor, total, _valid_weight(emit, total, v["target"], v["weight"], v["ignore_index"])),
+    )
+
+
+def _valid_weight(emit: _Emitter, total: fx.Node, target: fx.Node, weight: Any, ignore_index: int) -> fx.Node:
+    return emit(ops.cross_entropy_weight, target, weight, ignore_index, total.meta["val"].dtype)
 
 
 def _normalize(emit: _Emitter, x: fx.Node, mean: Any, inverse: Any, weight: Any, bias: Any) -> fx.Node:
@@ -189,22 +205,12 @@ def _channels(emit: _Emitter, x: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _replace_batch_norm(emit: _Emitter, node: fx.Node) -> None:
-    """Batch norm with the statistics of the global batch (Ioffe and Szegedy 2015), mean and then variance."""
     x, weight, bias, running_mean, running_var, training, momentum, eps = node.args
     assert isinstance(x, fx.Node)
-    dims = [d for d in range(len(shape_of(x))) if d != 1]
     if not training:
         _replace_parts(node, lambda i: _frozen_norm(emit, x, weight, bias, running_mean, running_var, eps))
         return
-    mean = emit(aten.mean.dim, x, dims, True)
-    centred = emit(aten.sub.Tensor, x, mean)
-    variance = emit(aten.mean.dim, emit(aten.mul.Tensor, centred, centred), dims, True)
-    inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, eps))
-    y = emit(aten.mul.Tensor, centred, inverse)
-    if weight is not None:
-        y = emit(aten.mul.Tensor, y, _channels(emit, weight, x))  # type: ignore[arg-type]
-    if bias is not None:
-        y = emit(aten.add.Tensor, y, _channels(emit, bias, x))  # type: ignore[arg-type]
+    y, mean, variance, dims = _batch_statistics_norm(emit, x, weight, bias, eps)
     cache: dict[int, fx.Node] = {0: y}
 
     def part(i: int) -> fx.Node:
@@ -219,6 +225,29 @@ def _replace_batch_norm(emit: _Emitter, node: fx.Node) -> None:
         return cache[i]
 
     _replace_parts(node, part)
+
+
+def _batch_statistics_norm(
+    emit: _Emitter, x: fx.Node, weight: Any, bias: Any, eps: Any
+) -> tuple[fx.Node, fx.Node, fx.Node, list[int]]:
+    """Batch norm with the statistics of the global batch (Ioffe and Szegedy 2015), mean and then variance: the result,
+    both statistics, and the dims they are taken over."""
+    dims = [d for d in range(len(shape_of(x))) if d != 1]
+    mean = emit(aten.mean.dim, x, dims, True)
+    centred = emit(aten.sub.Tensor, x, mean)
+    variance = emit(aten.mean.dim, emit(aten.mul.Tensor, centred, centred), dims, True)
+    y = emit(aten.mul.Tensor, centred, emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, eps)))
+    if weight is not None:
+        y = emit(aten.mul.Tensor, y, _channels(emit, weight, x))
+    if bias is not None:
+        y = emit(aten.add.Tensor, y, _channels(emit, bias, x))
+    return y, mean, variance, dims
+
+
+def _replace_batch_norm_without_statistics(emit: _Emitter, node: fx.Node) -> None:
+    x, weight, bias, _, _, eps = node.args
+    y = _batch_statistics_norm(emit, x, weight, bias, eps)[0]  # type: ignore[arg-type]
+    _replace_parts(node, lambda i: y)
 
 
 def _ratio(emit: _Emitter, count: Any) -> Any:
@@ -244,12 +273,11 @@ def _replace_frozen_batch_norm(emit: _Emitter, node: fx.Node) -> None:
 
 def _replace_whole_batch_norm(emit: _Emitter, node: fx.Node) -> None:
     v = arguments(node)
-    if v["training"]:
-        return  # without running statistics to update; handled as an operator without a rule
-    _replace(
-        node,
-        _frozen_norm(emit, v["input"], v["weight"], v["bias"], v["running_mean"], v["running_var"], v["eps"]),
-    )
+    x, weight, bias, eps = v["input"], v["weight"], v["bias"], v["eps"]
+    if not v["training"]:
+        _replace(node, _frozen_norm(emit, x, weight, bias, v["running_mean"], v["running_var"], eps))
+    elif v["running_mean"] is None:
+        _replace(node, _batch_statistics_norm(emit, x, weight, bias, eps)[0])
 
 
 def _replace_view(emit: _Emitter, node: fx.Node) -> None:
@@ -262,6 +290,137 @@ def _drop_full_slice(emit: _Emitter, node: fx.Node) -> None:
     whole = v["end"] is None or (isinstance(v["end"], int) and v["end"] >= (size if isinstance(size, int) else 2**62))
     if v["start"] in (None, 0) and v["step"] == 1 and whole:
         _replace(node, v["self"])
+
+
+def _replace_broadcast(emit: _Emitter, node: fx.Node) -> None:
+    tensors = cast(list[fx.Node], node.args[0])
+    if any(user.target is not operator.getitem for user in node.users):
+        return
+
+    def part(i: int) -> Any:
+        x = tensors[i]
+        shape = node.meta["val"][i].shape
+        if tuple(shape) == shape_of(x):
+            return x
+        return emit(aten.expand.default, x, _sizes_like(emit, shape, tensors))
+
+    _replace_parts(node, part)
+
+
+def _sizes_like(emit: _Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node]) -> list[Any]:
+    """The sizes as arguments of a call; a symbolic one is asked of a tensor that has it."""
+    sizes: list[Any] = []
+    for at, size in enumerate(shape):
+        found = size if isinstance(size, int) else None
+        for x in tensors:
+            dim = at - len(shape) + len(shape_of(x))
+            if found is None and dim >= 0 and shape_of(x)[dim] == size:
+                found = _size(emit, x, dim)
+        sizes.append(found)
+    return sizes
+
+
+def _replace_extremum(emit: _Emitter, node: fx.Node) -> None:
+    """``max(x, dim)`` as the position of the maximum and a look-up there, which has the same gradient."""
+    v = arguments(node)
+    x, dim, keepdim = v["self"], v["dim"], v["keepdim"]
+    if not shape_of(x) or any(user.target is not operator.getitem for user in node.users):
+        return
+    where = emit(aten.argmax.default if node.target is aten.max.dim else aten.argmin.default, x, dim, True)
+
+    def part(i: int) -> fx.Node:
+        value = where if i == 1 else emit(aten.gather.default, x, dim, where)
+        return value if keepdim else emit(aten.squeeze.dim, value, dim)
+
+    _replace_parts(node, part)
+
+
+def _repeated(emit: _Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) -> fx.Node:
+    """``x`` with its dims repeated, as a view: as a whole (torch's ``repeat``), or element by element."""
+    shape = (1,) * (len(repeats) - len(shape_of(x))) + shape_of(x)
+    sizes: list[Any] = [_size(emit, x, d) for d in range(len(shape_of(x)))]
+    sizes = [1] * (len(shape) - len(sizes)) + sizes
+    split, wide, result = [], [], []
+    for size, known, count in zip(sizes, shape, repeats, strict=True):
+        if isinstance(count, int) and count == 1:
+            parts = [size], [size]
+        elif isinstance(known, int) and known == 1:
+            parts = [1], [count]
+        else:
+            parts = ([size, 1], [size, count]) if inner else ([1, size], [count, size])
+        split += parts[0]
+        wide += parts[1]
+        result.append(parts[1][0] if len(parts[1]) == 1 else _times(emit, size, count))
+    out = emit(aten.reshape.default, x, split) if len(split) != len(shape_of(x)) else x
+    out = emit(aten.expand.default, out, wide)
+    return emit(aten.reshape.default, out, result) if len(result) != len(wide) else out
+
+
+def _times(emit: _Emitter, a: Any, b: Any) -> Any:
+    return a * b if isinstance(a, int) and isinstance(b, int) else emit(operator.mul, a, b)
+
+
+def _replace_repeat(emit: _Emitter, node: fx.Node) -> None:
+    x, repeats = node.args
+    _replace(node, _repeated(emit, x, repeats, inner=False))  # type: ignore[arg-type]
+
+
+def _replace_repeat_interleave(emit: _Emitter, node: fx.Node) -> None:
+    v = arguments(node)
+    rank = len(shape_of(v["self"]))
+    if v["dim"] is None or not rank:
+        return
+    repeats = [v["repeats"] if d == v["dim"] % rank else 1 for d in range(rank)]
+    _replace(node, _repeated(emit, v["self"], repeats, inner=True))
+
+
+_FILLS: dict[Any, float | None] = {
+    aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_empty.default: 0, aten.new_full.default: None
+}  # fmt: skip
+
+
+def _replace_new(emit: _Emitter, node: fx.Node) -> None:
+    """A new constant needs nothing of the tensor that it is made after."""
+    v = arguments(node)
+    value = _FILLS[node.target] if _FILLS[node.target] is not None else v["fill_value"]
+    dtype = node.meta["val"].dtype
+    _replace(node, emit(aten.full.default, v["size"], value, dtype=dtype, device=node.meta["val"].device))
+
+
+def _replace_type_as(emit: _Emitter, node: fx.Node) -> None:
+    x = node.args[0]
+    _replace(node, emit(aten._to_copy.default, x, dtype=node.meta["val"].dtype))
+
+
+def _replace_sparse_embedding(emit: _Emitter, node: fx.Node) -> None:
+    """Gradients of parameters are dense: they are sharded, and have the same numbers."""
+    v = arguments(node)
+    if v["sparse"]:
+        args = (v["weight"], v["indices"], v["padding_idx"], v["scale_grad_by_freq"])
+        _replace(node, emit(aten.embedding.default, *args))
+
+
+def _replace_pool_with_indices(emit: _Emitter, node: fx.Node) -> None:
+    if all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
+        pooled: list[fx.Node] = []
+        _replace_parts(node, lambda i: pooled[0] if pooled else emit(aten.max_pool2d.default, *node.args))
+
+
+def _replace_variance_and_mean(emit: _Emitter, node: fx.Node) -> None:
+    v = arguments(node)
+    if any(user.target is not operator.getitem for user in node.users):
+        return
+    dims, keepdim = v["dim"], v["keepdim"]
+    dims = dims or list(range(len(shape_of(v["self"]))))
+    correction = v["correction"] if "correction" in v else int(v["unbiased"])
+    correction = 1 if correction is None else correction
+
+    def part(i: int) -> fx.Node:
+        if i == 1:
+            return emit(aten.mean.dim, v["self"], dims, keepdim)
+        return emit(aten.var.correction, v["self"], dims, correction=correction, keepdim=keepdim)
+
+    _replace_parts(node, part)
 
 
 _SPLITS = (
@@ -285,11 +444,24 @@ def _replace_split(emit: _Emitter, node: fx.Node) -> None:
 
 
 _REWRITES: dict[Any, Callable[[_Emitter, fx.Node], None]] = {
-    aten.cross_entropy_loss.default: _replace_cross_entropy,
+    aten._native_batch_norm_legit.no_stats: _replace_batch_norm_without_statistics,
     aten._native_batch_norm_legit_functional.default: _replace_batch_norm,
     aten._native_batch_norm_legit_no_training.default: _replace_frozen_batch_norm,
-    aten.batch_norm.default: _replace_whole_batch_norm,
-    aten.view.default: _replace_view,
     aten._unsafe_view.default: _replace_view,
+    aten.batch_norm.default: _replace_whole_batch_norm,
+    aten.broadcast_tensors.default: _replace_broadcast,
+    aten.cross_entropy_loss.default: _replace_cross_entropy,
+    aten.embedding.default: _replace_sparse_embedding,
+    aten.max.dim: _replace_extremum,
+    aten.max_pool2d_with_indices.default: _replace_pool_with_indices,
+    aten.min.dim: _replace_extremum,
+    aten.nll_loss_nd.default: _replace_nll_loss,
+    aten.repeat.default: _replace_repeat,
+    aten.repeat_interleave.self_int: _replace_repeat_interleave,
     aten.slice.Tensor: _drop_full_slice,
+    aten.type_as.default: _replace_type_as,
+    aten.var_mean.correction: _replace_variance_and_mean,
+    aten.var_mean.dim: _replace_variance_and_mean,
+    aten.view.default: _replace_view,
+    **{target: _replace_new for target in _FILLS},
 }
