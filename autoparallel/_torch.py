@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._guards import tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -87,6 +87,11 @@ def is_compiled_call(filename: str, function: str) -> bool:
     return filename.endswith("eval_frame.py") and function in ("compile_wrapper", "_fn")
 
 
+def is_fake(value: object) -> bool:
+    """Whether a value is a fake tensor, which has a shape but no data."""
+    return isinstance(value, FakeTensor)
+
+
 def process_group(argument: Any) -> dist.ProcessGroup:
     """The process group that an operator was given: itself, boxed for TorchScript, or by name."""
     if isinstance(argument, str):
@@ -101,6 +106,6 @@ def after_backward(callback: Callable[[], Any]) -> None:
 
 __all__ = [
     "StorageWeakRef", "after_backward", "all_gather_single", "free_unbacked_symbols", "graph_break_of",
-    "is_compiled_call", "local_of", "make_fake_mode", "make_spec", "outside_of_dynamo", "process_group",
+    "is_compiled_call", "is_fake", "local_of", "make_fake_mode", "make_spec", "outside_of_dynamo", "process_group",
     "reduce_scatter_single", "source_of", "spec_of", "wrap_local",
 ]  # fmt: skip

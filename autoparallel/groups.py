@@ -137,7 +137,12 @@ def bind(mesh: DeviceMesh) -> str:
 def _name_groups(bound: MeshGroups) -> None:
     """A group that several meshes share (the world) is named after the axes of the mesh that was bound last."""
     for name, (group, _, _) in bound.groups.items():
-        _GROUP_NAMES[group.group_name] = name
+        _GROUP_NAMES[group.group_name] = active_axes(name, bound.size)
+
+
+def active_axes(axis: str, size: Callable[[str], int]) -> str:
+    """The name of a group without the axes of one rank: over axes of sizes 2 and 1, "dp" and "dp+tp" are one group."""
+    return "+".join(name for name in axis.split("+") if size(name) > 1) or axis
 
 
 def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> tuple[Any, int, int]:
@@ -174,7 +179,10 @@ def names_of_groups(mesh: DeviceMesh) -> dict[str, str]:
     """Group name to mesh axis; with the groups over several axes, where the mesh is bound."""
     for communicator in _BOUND.values():
         if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
-            return {group.group_name: name for name, (group, _, _) in communicator.groups.items()}
+            return {
+                group.group_name: active_axes(name, communicator.size)
+                for name, (group, _, _) in communicator.groups.items()
+            }
     return {mesh.get_group(i).group_name: name for i, name in enumerate(mesh.mesh_dim_names or ())}
 
 

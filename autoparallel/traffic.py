@@ -8,7 +8,7 @@
 (``c10d::allreduce_``, also those of DDP's reducer and of FSDP2) and functional ones (``_c10d_functional``, also
 DTensor's), in the forward and in a backward that is called inside.  Bytes are what each rank sends in a ring
 algorithm (``placements.sent_bytes``), whatever the backend really does.  A group of one rank sends nothing, a ``recv``
-and a ``barrier`` count but send nothing.
+and a ``barrier`` count but send nothing; what a compiler traces inside with fake tensors is not counted.
 
 What ranks say to agree on a call, before it (``runtime.agreement``), is not training traffic: it is counted apart, in
 ``control_collectives`` and ``control_bytes``, and is in no other number.
@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
-from autoparallel.groups import CONTROL, axis_of_group, axis_size, names_of_groups
+from autoparallel.groups import CONTROL, active_axes, axis_of_group, communicator_of, names_of_groups
 from autoparallel.placements import COLLECTIVES, action, parse_placement, sent_bytes
 from autoparallel.report.text import plain_text, units
 
@@ -189,17 +189,26 @@ def count_traffic(mesh: DeviceMesh | None = None) -> Iterator[TrafficCounter]:
 
 
 class CountingMode(TorchDispatchMode):
-    """Reports every collective that runs: its kind, its axis, the bytes of the whole tensor, the ranks of its group."""
+    """Reports every collective that runs: its kind, its axis, the bytes of the whole tensor, the ranks of its group.
 
-    def __init__(self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None) -> None:
+    Args:
+        add: called with these.
+        names: process group name to axis, before what is known of bound meshes.
+        fake: reports what a dry run does with fake tensors, instead of what is sent.
+    """
+
+    def __init__(
+        self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None, *, fake: bool = False
+    ) -> None:
         super().__init__()
         self._add = add
         self._names = names or {}
+        self._fake = fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as operators on local tensors and as collectives
-        if func.namespace in _NAMESPACES:
+        if func.namespace in _NAMESPACES and self._fake == any(map(_torch.is_fake, pytree.tree_leaves(args))):
             self._count(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -247,9 +256,9 @@ class CountingMode(TorchDispatchMode):
                 return
         else:
             return
-        ranks = axis_size(given["group"])
-        full = _bytes(given["x"])
-        self._add(kind, given["group"].rpartition("/")[2], full * ranks if part else full, ranks)
+        communicator, axis = communicator_of(given["group"])
+        ranks, full = communicator.size(axis), _bytes(given["x"])
+        self._add(kind, active_axes(axis, communicator.size), full * ranks if part else full, ranks)
 
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "autoparallel")

@@ -235,14 +235,9 @@ def _case(name: str) -> tuple[nn.Module, Any, tuple[Any, ...], dict[str, Any]]:
 PLANS = ("auto", "data_parallel", "fsdp", "tensor_parallel")
 NAMES = ("mlp", "regressor", "gpt", "gpt_dropout", "resnet", "llama", "gpt2")
 QUICK = {
-    (2,): [
-        *(("mlp", plan) for plan in PLANS),
-        ("wide", "fsdp"),
-        ("gpt", "tensor_parallel"),
-        ("resnet", "data_parallel"),
-    ],
-    (4,): [("mlp", "auto"), ("mlp", "fsdp"), ("gpt", "tensor_parallel")],
-    (2, 2): [("mlp", "tensor_parallel"), ("gpt_dropout", "fsdp"), ("gpt_dropout", "tensor_parallel")],
+    (2,): [*(("mlp", plan) for plan in PLANS), ("wide", "fsdp"), ("gpt", "tensor_parallel")],
+    (4,): [("mlp", "auto"), ("regressor", "fsdp")],
+    (2, 2): [("mlp", "tensor_parallel"), ("gpt_dropout", "tensor_parallel")],
     (2, 1): [("mlp", "fsdp"), ("mlp", "tensor_parallel")],
 }
 
@@ -262,22 +257,52 @@ def _check(shape: tuple[int, ...], cases: list[tuple[str, str]]) -> None:
 
 
 def _check_not_vacuous(case: tuple[str, tuple[int, ...], str], counted: dict[str, Traffic], regathered: int) -> None:
-    name, shape, plan = case
+    name, _, plan = case
     step, window = counted["step"], counted["window"]
     assert counted["clip"].total_collectives == 1, f"{case}: the norm is one all-reduce"
+    assert step.total_bytes > 0 or plan == "auto", case
     if plan in ("data_parallel", "fsdp"):
-        kind = "reduce_scatter" if plan == "fsdp" and shape != (2, 1) else "all_reduce"
-        more = window - step
-        reduced = step.bytes.get((kind, "+".join(("dp", "tp")[: len(shape)])), 0.0) or step.total_bytes
-        assert reduced > 0, f"{case}: no gradient is reduced"
-        assert more.total_bytes < 2 * step.total_bytes, f"{case}: three microbatches cost as much as three steps"
+        assert (window - step).total_bytes < 2 * step.total_bytes, f"{case}: every microbatch reduces gradients"
     if plan == "fsdp":
-        assert regathered == (3 if name == "wide" else regathered) > 0, f"{case}: {regathered} buckets gathered again"
+        # The first linear's input needs no gradient, so nothing saves its weight: two of three are gathered again.
+        assert regathered == 2 if name == "wide" else regathered > 0, f"{case}: {regathered} buckets gathered again"
 
 
 @pytest.mark.parametrize("shape", QUICK, ids=str)
 def test_predicted_equals_counted(shape: tuple[int, ...]) -> None:
     _check(shape, QUICK[shape])
+
+
+class BesideLoss(nn.Module):
+    """A second head that is returned but not trained: its weight is saved for a backward that never comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.beside, self.head = (nn.Linear(1056, 1056, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = torch.tanh(self.trunk(x))
+        beside = self.beside(x)
+        return {"loss": self.head(x).square().mean(), "beside": beside}
+
+
+def _gather_ahead() -> tuple[float, bool]:
+    model = autoparallel.compile(BesideLoss(), _mesh((2,)), plan="fsdp")
+    x = torch.ones(8, 1056)
+    with autoparallel.count_traffic() as traffic:
+        model(x)["loss"].backward()
+    state = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    state["beside.weight"].zero_()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        out = model(x)["beside"].full_tensor()
+    assert model.plan.prediction is not None
+    return out.abs().max().item(), model.plan.prediction.step() == traffic.result()
+
+
+def test_a_gather_ahead_that_the_backward_does_not_use_is_dropped() -> None:
+    """The next forward uses the parameters of then, not those that were gathered ahead."""
+    assert run_distributed(_gather_ahead, world_size=2) == [(0.0, True)] * 2
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.collectives import redistribute
-from autoparallel.groups import use_communicator
+from autoparallel.groups import active_axes, use_communicator
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import Redistribution, Sizes
@@ -98,7 +98,7 @@ class _Player:
         """Forward, then backward from every output that a gradient can come from."""
         before = use_communicator(_MeshSizes(dict(self.plan.mesh)))
         try:
-            with _torch.make_fake_mode(), CountingMode(self.add), torch.enable_grad():
+            with _torch.make_fake_mode(), CountingMode(self.add, fake=True), torch.enable_grad():
                 with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                     results = _Body(self).run(*self.placeholders())
                 self.phase = BACKWARD
@@ -184,7 +184,8 @@ class _Player:
         kind = action(step.src, step.dst)
         if kind in COLLECTIVES:
             ranks = math.prod(self.plan.axis_sizes[i] for i in step.axes)
-            self.add(kind, "+".join(self.plan.axis_names[i] for i in step.axes), full_bytes, ranks)
+            axis = "+".join(self.plan.axis_names[i] for i in step.axes)
+            self.add(kind, active_axes(axis, dict(self.plan.mesh).__getitem__), full_bytes, ranks)
         else:
             self.spend(self.profile.step_seconds(self.plan.axis_sizes, kind, step.axes, full_bytes))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from autoparallel.groups import active_axes
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import Sizes
 from autoparallel.placements import Layout
@@ -149,7 +150,8 @@ def _clip_traffic(plan: Plan) -> Traffic:
     ranks = math.prod(plan.axis_sizes)
     if ranks == 1:
         return Traffic()
-    return Traffic({("all_reduce", "+".join(plan.axis_names), ranks): (1, 2 * 8)})
+    axis = active_axes("+".join(plan.axis_names), dict(plan.mesh).__getitem__)
+    return Traffic({("all_reduce", axis, ranks): (1, 2 * 8)})
 
 
 def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:

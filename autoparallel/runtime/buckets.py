@@ -186,4 +186,5 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
             if self._notes[earlier] > 0:
                 if earlier not in self._gathered and earlier not in self._seen:
                     earlier.prefetch()
+                    _torch.after_backward(earlier.drop)  # this backward may end without using it
                 return
