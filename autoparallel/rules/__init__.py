@@ -56,6 +56,48 @@ def has_rule(target: Any) -> bool:
     return target in _RULES
 
 
+def _check_registration(
+    operator: str,
+    notation: str,
+    reductions: Mapping[str, str],
+    linear: Sequence[Sequence[int]],
+    additive: Sequence[int],
+    blocked: Sequence[str],
+) -> None:
+    left, right = parse_factors(notation)
+    named = {f for part in (*left, right) for f in part} - {"1", "..."}
+    read = {f for part in left for f in part}
+    for part in (*left, right):
+        for factor in part:
+            if factor.startswith("("):
+                raise RuleError(f"{factor!r} in {notation!r}: composed dims cannot be used in register_rule")
+            if factor != "1" and part.count(factor) > 1 and factor not in blocked:
+                raise RuleError(f"factor {factor!r} of {operator} stands twice in one tensor of {notation!r}: block it")
+    for factor in (*reductions, *blocked):
+        if factor not in named:
+            raise RuleError(f"{factor!r} is given for {operator}, but it is not one of its factors in {notation!r}")
+    for i in (*(i for group in linear for i in group), *additive):
+        if not 0 <= i < len(left):
+            raise RuleError(f"operand {i} is given for {operator}, but {notation!r} has {len(left)} operands (from 0)")
+    for factor, kind in reductions.items():
+        if kind not in ("sum", "mean"):
+            raise RuleError(f"reductions of {operator} are 'sum' or 'mean', got {kind!r} for {factor!r}")
+        if factor in right:
+            raise RuleError(f"factor {factor!r} of {operator} is declared reduced, but the result bears it")
+    for factor in (f for part in left for f in part if f not in ("1", "...")):
+        if factor not in right and factor not in blocked and factor not in reductions:
+            raise RuleError(
+                f"factor {factor!r} of {operator} is reduced (the result of {notation!r} does not bear it): "
+                f"pass reductions={{{factor!r}: 'sum'}} or 'mean', or blocked=[{factor!r}]"
+            )
+    for factor in right:
+        if factor not in read and factor not in blocked and factor != "1":
+            raise RuleError(
+                f"factor {factor!r} of {operator} is made by the operator (no operand of {notation!r} bears it), so a "
+                f"rank cannot make its part alone: pass blocked=[{factor!r}]"
+            )
+
+
 def register_rule(
     operator: str,
     notation: str,
@@ -83,20 +125,7 @@ def register_rule(
     """
     if "::" not in operator:
         raise RuleError(f"an operator is named 'library::name', got {operator!r}")
-    left, right = parse_factors(notation)
-    borne = set(right)
-    for operand in left:
-        for factor in operand:
-            if factor.startswith("("):
-                raise RuleError(f"{factor!r} in {notation!r}: composed dims cannot be used in register_rule")
-            if factor in ("1", "...") or factor in borne or factor in blocked or factor in (reductions or {}):
-                continue
-            raise RuleError(
-                f"factor {factor!r} of {operator} is reduced (the result of {notation!r} does not bear it): "
-                f"pass reductions={{{factor!r}: 'sum'}} or 'mean', or blocked=[{factor!r}]"
-            )
-    if any(kind not in ("sum", "mean") for kind in (reductions or {}).values()):
-        raise RuleError(f"reductions of {operator} are 'sum' or 'mean', got {dict(reductions or {})}")
+    _check_registration(operator, notation, dict(reductions or {}), linear, additive, blocked)
 
     def maker(node: fx.Node) -> Rule:
         try:
