@@ -4,20 +4,10 @@ Dynamo hands a backend a graph of torch calls whose inputs are the model's param
 own inputs.  It goes the same way as a model given to :func:`autoparallel.compile`: capture, search, passes.  The
 caller owns the parameters here: plain tensors, whole on every rank, at rest always Invariant.  So a backward returns
 complete gradients, equal on every rank, reduced in buckets; there is no ``no_sync()``, and outputs are whole.
-
-[Note: graph breaks] Dynamo calls a backend once for each piece of a broken graph, without an error.  A piece is known
-by the reason that Dynamo notes on a graph it had to end early, or by a frame of the user's own on the stack between
-``torch.compile``'s and ours: the function that broke is running already, and its current line is where.  Where Dynamo
-gives a function up as a whole (a break inside a loop), a backend may never be called, and the model runs as it is,
-whole on every rank; ``torch.compile(..., fullgraph=True)`` turns that into Dynamo's own error.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import sys
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +20,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.api import BACKENDS, usable_mesh
 from autoparallel.capture import Captured, CaptureError, InputSpec, capture
+from autoparallel.dynamo import GraphModel, Piece, find_graph_break
 from autoparallel.groups import bind
 from autoparallel.ops import RandomState, set_random_state
 from autoparallel.passes.bucket_collectives import Bucket
@@ -41,7 +32,7 @@ from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import LocalProgram, build_program, wanted_outputs
 from autoparallel.redistribution import Redistributor
-from autoparallel.rules import operator_name, rule_for
+from autoparallel.rules import rule_for
 from autoparallel.rules.calls import tensor_operands
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
 from autoparallel.runtime.gradients import GradientStore
@@ -116,7 +107,7 @@ def autoparallel(
     """
     parsed = Options.parse(options, mode)
     session = _session(usable_mesh(parsed.mesh, nn.Module()))
-    piece = _Piece(module, example_inputs)
+    piece = Piece(module, example_inputs)
     broken = find_graph_break(module)
     session.require_same_graph(piece, parsed, broken)
     if broken is not None:
@@ -126,235 +117,6 @@ def autoparallel(
     with _torch.outside_of_dynamo():
         fragment.prepare(example_inputs)
     return fragment
-
-
-# -- graph breaks ---------------------------------------------------------------------------------------------------
-
-
-def find_graph_break(module: fx.GraphModule) -> str | None:
-    """Where and why the graph that Dynamo gave us is not the whole function (see [Note: graph breaks])."""
-    noted = _torch.graph_break_of(module)
-    if noted is not None:
-        reason, stack = noted
-        own = [f for f in stack if not _is_library(f.filename)] or stack
-        where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}' if own else "unknown"
-        return _explain_break(where, reason.strip().splitlines())
-    frame = sys._getframe(1)
-    running: Any = None
-    while frame is not None:
-        code = frame.f_code
-        if _torch.is_compiled_call(code.co_filename, code.co_name):
-            if running is None:
-                return None
-            where = f'"{running.f_code.co_filename}", line {running.f_lineno}, in {running.f_code.co_name}'
-            return _explain_break(where, [])
-        if running is None and not _is_library(code.co_filename):
-            running = frame
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _explain_break(where: str, reason: Sequence[str]) -> str:
-    said = "\n".join(line for line in reason[:4] if line.strip())
-    return (
-        f"the model breaks into several graphs at {where}\n{said}{chr(10) if said else ''}What to change: the whole "
-        "model must be one graph for the backend 'autoparallel'. Take this line out of the model, or pass "
-        "fullgraph=True to torch.compile for Dynamo's full account of it."
-    )
-
-
-_LIBRARIES = tuple(
-    os.path.join(path, "")
-    for path in (os.path.dirname(torch.__file__), os.path.dirname(__file__), sysconfig.get_paths()["stdlib"])
-)
-_PACKAGES = tuple(os.path.join(sysconfig.get_paths()[name], "") for name in ("purelib", "platlib"))
-
-
-def _is_library(filename: str) -> bool:
-    """Whether a file belongs to torch, to autoparallel or to Python itself."""
-    if filename.startswith("<") or filename.startswith(_LIBRARIES[:2]):
-        return True
-    return filename.startswith(_LIBRARIES[2]) and not filename.startswith(_PACKAGES)
-
-
-# -- the graph as a model -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _State:
-    """A parameter or buffer of the model among the inputs of Dynamo's graph."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    trainable: bool
-    is_parameter: bool
-
-
-class _Piece:
-    """What Dynamo gave us, sorted: which graph inputs are parameters, buffers, sizes, and inputs of the call.
-
-    Attributes:
-        states: position among the graph's inputs to the parameter or buffer there.
-        sizes: position of a size to the position and dim of the tensor that it is read from.
-        inputs: the positions of the rest.
-        dynamic: the positions of the inputs whose first dim may change from call to call.
-    """
-
-    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        self.module = module
-        nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
-        paths = {i: _path(_torch.source_of(n)) for i, n in enumerate(nodes)}
-        is_state = {
-            i: isinstance(x, nn.Parameter) or (isinstance(x, torch.Tensor) and _is_state(nodes[i]))
-            for i, x in enumerate(example_inputs)
-        }
-        roots = {paths[i][0] for i, state in is_state.items() if state}
-        self.states: dict[int, _State] = {}
-        self.scopes_with_root = len(roots) > 1
-        taken: set[str] = set()
-        for i, x in enumerate(example_inputs):
-            if is_state[i]:
-                name = ".".join(paths[i] if self.scopes_with_root else paths[i][1:])
-                if not name or name in taken or not all(part.isidentifier() or part.isdigit() for part in name.split(".")):
-                    name = nodes[i].name
-                taken.add(name)
-                self.states[i] = _State(name, x.shape, x.dtype, x.requires_grad, isinstance(x, nn.Parameter))
-        traced = [n.meta.get("example_value") for n in nodes]
-        self.sizes: dict[int, tuple[int, int]] = {}
-        for i, value in enumerate(traced):
-            if isinstance(value, torch.SymInt):
-                found = _dim_of(value, traced)
-                if found is not None:
-                    self.sizes[i] = found
-        self.inputs = [i for i in range(len(nodes)) if i not in self.states and i not in self.sizes]
-        self.dynamic = {
-            i for i in self.inputs
-            if isinstance(traced[i], torch.Tensor) and traced[i].ndim and isinstance(traced[i].shape[0], torch.SymInt)
-        }  # fmt: skip
-
-    def describe(self, example_inputs: Sequence[Any]) -> list[str]:
-        """The graph in words, the same on ranks that trace the same model."""
-        lines = [f"{n.op} {n.name} {operator_name(n.target) if callable(n.target) else n.target}"
-                 for n in self.module.graph.nodes]  # fmt: skip
-        for i, x in enumerate(example_inputs):
-            if isinstance(x, torch.Tensor):
-                shape = ["?" if i in self.dynamic and d == 0 else str(s) for d, s in enumerate(x.shape)]
-                lines.append(f"{shape} {x.dtype} {x.requires_grad}")
-        return lines
-
-
-def _path(source: str) -> list[str]:
-    """``L['self']._modules['up'].weight`` as ``["self", "up", "weight"]``."""
-    parts = re.findall(r"\[['\"]?([^'\"\]]+)['\"]?\]|\.(\w+)", source)
-    flat = [a or b for a, b in parts]
-    return [p for p in flat if p not in ("_modules", "_parameters", "_buffers")] or [source]
-
-
-def _is_state(node: fx.Node) -> bool:
-    """Whether a graph input that is no parameter belongs to a module."""
-    marks = node.meta.get("tensor_dict") or {}
-    return "_dynamo_static_input_type" in marks or "_buffers[" in _torch.source_of(node)
-
-
-def _dim_of(size: torch.SymInt, traced: Sequence[Any]) -> tuple[int, int] | None:
-    for i, value in enumerate(traced):
-        if isinstance(value, torch.Tensor):
-            for dim, known in enumerate(value.shape):
-                if isinstance(known, torch.SymInt) and known.node.expr == size.node.expr:
-                    return i, dim
-    return None
-
-
-class _Scope(nn.Module):
-    """Stands for one of the model's modules, so that what it computes is named after it."""
-
-    def forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-
-class _Replay(fx.Interpreter):
-    """Runs Dynamo's graph call by call, each inside the scope of its module."""
-
-    def __init__(self, module: fx.GraphModule, enter: Callable[[fx.Node], nn.Module | None]) -> None:
-        super().__init__(module, garbage_collect_values=False)
-        self._enter = enter
-        self._scope: nn.Module | None = None
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._scope = self._enter(n)
-        return super().run_node(n)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if self._scope is None:
-            return super().call_function(target, args, kwargs)
-        return self._scope(target, args, kwargs)
-
-    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if self._scope is None:
-            return super().call_method(target, args, kwargs)
-        return self._scope(lambda x, *rest, **options: getattr(x, target)(*rest, **options), args, kwargs)
-
-
-class _Shared:
-    """Keeps a value from being copied with the module that holds it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __deepcopy__(self, memo: Any) -> _Shared:
-        return self
-
-
-class _Model(nn.Module):
-    """Dynamo's graph as a model again: modules, parameters and buffers under the original names, without storage."""
-
-    def __init__(self, piece: _Piece) -> None:
-        super().__init__()
-        self._piece = _Shared(piece)
-        for state in piece.states.values():
-            scope, _, leaf = state.name.rpartition(".")
-            empty = torch.empty(state.shape, dtype=state.dtype, device="meta")
-            owner = self._scope(scope)
-            if state.is_parameter:
-                owner.register_parameter(leaf, nn.Parameter(empty, requires_grad=state.trainable))
-            else:
-                owner.register_buffer(leaf, empty)
-        for node in piece.module.graph.nodes:
-            self._scope(self._path(node))
-
-    def _path(self, node: fx.Node) -> str:
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        if not stack or node.op not in ("call_function", "call_method"):
-            return ""
-        path = _path(str(stack[-1][0]).partition("@")[0])
-        path = path if self._piece.value.scopes_with_root else path[1:]
-        return ".".join(path) if all(p.isidentifier() or p.isdigit() for p in path) else ""
-
-    def _scope(self, path: str) -> nn.Module:
-        module: nn.Module = self
-        for part in path.split(".") if path else ():
-            if part not in module._modules:
-                if hasattr(module, part):
-                    return module
-                module.add_module(part, _Scope())
-            module = module._modules[part]  # type: ignore[assignment]
-        return module
-
-    def forward(self, *inputs: Any) -> Any:
-        piece: _Piece = self._piece.value
-        given = dict(zip(piece.inputs, inputs, strict=True))
-        for i, state in piece.states.items():
-            scope, _, leaf = state.name.rpartition(".")
-            given[i] = getattr(self.get_submodule(scope), leaf)
-        for i, (tensor, dim) in piece.sizes.items():
-            given[i] = given[tensor].shape[dim]
-
-        def enter(node: fx.Node) -> nn.Module | None:
-            path = self._path(node)
-            return self.get_submodule(path) if path and self._scope(path) is not self else None
-
-        return _Replay(piece.module, enter).run(*(given[i] for i in range(len(given))), enable_io_processing=False)
 
 
 # -- what the calls on one mesh share -------------------------------------------------------------------------------
@@ -367,7 +129,6 @@ class _Session:
         self.mesh, self.prefix = mesh, prefix
         self.agreement = Agreement(mesh)
         self.calls = 0
-        self.graphs = 0
         self._seed: int | None = None
         self.axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self.profile = profile_for(mesh.device_type)
@@ -384,14 +145,13 @@ class _Session:
             self._seed = int(self.agreement.from_first(lambda: str(torch.initial_seed())))
         return self._seed
 
-    def require_same_graph(self, piece: _Piece, options: Options, broken: str | None) -> None:
+    def require_same_graph(self, piece: Piece, options: Options, broken: str | None) -> None:
         """All ranks compile the same graph with the same options, or all raise; the first word of a compilation."""
         if self.agreement.alone:
             return
         plan = options.plan.to_json() if isinstance(options.plan, Plan) else options.plan
         text = piece.describe(())
-        mine = digest("compile", text, plan, options.memory_limit, options.backend, broken, self.graphs)
-        self.graphs += 1
+        mine = digest("compile", text, plan, options.memory_limit, options.backend, broken)
         self.meet(mine + bytes(32), lambda: broken or f"compiles a graph of {len(text)} nodes, plan {plan[:40]!r}")
 
     def meet(self, mine: bytes, describe: Callable[[], str]) -> torch.Tensor:
@@ -404,7 +164,7 @@ class _Session:
             self.agreement.fail("the ranks call or compile the model differently:", describe())
         return table
 
-    def require_same_parameters(self, piece: _Piece, example_inputs: Sequence[Any]) -> None:
+    def require_same_parameters(self, piece: Piece, example_inputs: Sequence[Any]) -> None:
         """The caller owns the parameters, so it is for the caller to begin with the same on every rank."""
         if self.agreement.alone:
             return
@@ -437,9 +197,9 @@ def _session(mesh: DeviceMesh) -> _Session:
 class Fragment:
     """What Dynamo calls in place of its graph: the program of one rank, one for each kind of call."""
 
-    def __init__(self, piece: _Piece, options: Options, session: _Session) -> None:
+    def __init__(self, piece: Piece, options: Options, session: _Session) -> None:
         self.piece, self.options, self.session = piece, options, session
-        self.model = _Model(piece)
+        self.model = GraphModel(piece)
         self.store = GradientStore(session.mesh, session.prefix, {})
         self.positions = {state.name: i for i, state in piece.states.items()}
         self.calls = 0
@@ -603,7 +363,9 @@ class _Runner:
         self.mutated = [fragment.positions[name] for name in captured.mutated_buffers]
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
         body: Any = program.body
-        self.body = torch.compile(body, fullgraph=True, dynamic=True) if fragment.options.backend == "inductor" else body
+        self.body = (
+            torch.compile(body, fullgraph=True, dynamic=True) if fragment.options.backend == "inductor" else body
+        )
 
     def __call__(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         values: dict[str, Any] = {**self.program.captured.constants}
@@ -675,4 +437,4 @@ def _refuse_second_derivative() -> None:
         )
 
 
-__all__ = ["Fragment", "GraphBreakError", "Options", "autoparallel", "find_graph_break", "mark_batch"]
+__all__ = ["Fragment", "GraphBreakError", "Options", "autoparallel", "mark_batch"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autoparallel.groups import Wait, axis_index, axis_size, communicator_of
-from autoparallel.placements import Placement, action, dual, parse_placement
+from autoparallel.placements import Invariant, Partial, Placement, Replicate, action, dual, parse_placement
 
 
 def transfer(x: torch.Tensor, src: Placement, dst: Placement, group: str) -> torch.Tensor:
@@ -197,12 +197,17 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         src, dst, group = ctx.spec
-        back_src, back_dst = str(dual(parse_placement(dst))), str(dual(parse_placement(src)))
-        return redistribute(grads[0], back_src, back_dst, group), None, None, None
+        return redistribute(grads[0], _DUALS.get(dst, dst), _DUALS.get(src, src), group), None, None, None
+
+
+# Dynamo traces what is below, and follows no cache: so it looks texts up instead of parsing them.
+_DUALS = {str(p): str(dual(p)) for p in (Replicate, Partial)}
+_WHOLE = (Invariant, Replicate, Partial)
+_NOTHING = frozenset((str(a), str(b)) for a in _WHOLE for b in _WHOLE if action(a, b) == "nothing")
 
 
 def _apply(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
-    if action(parse_placement(src), parse_placement(dst)) == "nothing":
+    if src == dst or (src, dst) in _NOTHING:
         return x.view_as(x)
     if torch.compiler.is_compiling() or _is_traced(x):
         return torch.ops.autoparallel.transfer(x, src, dst, group)

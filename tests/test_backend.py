@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import os
 import re
+import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoparallel
 from autoparallel.backend import Options
-from autoparallel.collectives import redistribute  # noqa: F401 - programs call it
 from tests.distributed import WorkerError, run_distributed
 from tests.models import build
 from tests.parity.harness import AXES, difference
@@ -81,8 +82,18 @@ def _train(model: Any, case: Any, rows: tuple[int, ...]) -> dict[str, Tensor]:
     return seen
 
 
-def _train_on_rank(name: str, shape: tuple[int, ...], plan: str, rows: tuple[int, ...], backend: str) -> Any:
+def _case(name: str) -> Any:
     case = build(name, torch.float64)
+    if name in ("gpt2", "llama"):
+        # The property that finds the loss logs a warning, which breaks the graph in torch.compile with any backend.
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        case.model.loss_function = ForCausalLMLoss
+    return case
+
+
+def _train_on_rank(name: str, shape: tuple[int, ...], plan: str, rows: tuple[int, ...], backend: str) -> Any:
+    case = _case(name)
     compiled = _compile(case.model, _mesh(shape), plan=plan, backend=backend)
     seen = _train(compiled, case, rows)
     return {name.replace("_orig_mod.", ""): value for name, value in seen.items()}
@@ -91,7 +102,7 @@ def _train_on_rank(name: str, shape: tuple[int, ...], plan: str, rows: tuple[int
 def _check(
     name: str, shape: tuple[int, ...], plan: str, rows: tuple[int, ...] = (8, 8, 12), backend: str = "eager"
 ) -> None:
-    case = build(name, torch.float64)
+    case = _case(name)
     expected = _train(case.model, case, rows)
     world = 1
     for n in shape:
@@ -112,3 +123,264 @@ def _check(
 def test_training_equals_the_plain_model(name: str, shape: tuple[int, ...], plan: str) -> None:
     # The third step has another number of rows: Dynamo compiles again, with the number of rows left open.
     _check(name, shape, plan)
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "tensor_parallel"])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_batch_norm_takes_the_global_batch_and_its_buffers_are_written_back(shape: tuple[int, ...], plan: str) -> None:
+    _check("resnet", shape, plan, rows=(8, 8))
+
+
+def test_dictionaries_and_keyword_inputs() -> None:
+    _check("gpt2", (2,), "data_parallel", rows=(4, 4))
+
+
+class Blocks(nn.Module):
+    """A model of which everything about the way it is traced can be asked for."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * self.norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
+
+
+def _blocks(seed: int = 0) -> Blocks:
+    torch.manual_seed(seed)
+    return Blocks().double()
+
+
+def _one_backward(shape: tuple[int, ...], plan: str) -> dict[str, Any]:
+    compiled = _compile(_blocks(), _mesh(shape), plan=plan)
+    x = torch.arange(8 * 16, dtype=torch.float64).view(8, 16).sin().requires_grad_()
+    y = compiled(x, scale=2.0)
+    with autoparallel.count_traffic() as backward:
+        y.pow(2).sum().backward()
+    grads = {name: p.grad for name, p in compiled.named_parameters()}
+    return {"backward": backward.collectives, "y": y.detach(), "x": x.grad, **grads}
+
+
+def test_gradients_are_reduced_in_one_collective_and_the_plan_shards() -> None:
+    seen = run_distributed(_one_backward, (2,), "data_parallel", world_size=2)[0]
+    # The input's gradient is gathered; all six parameters' gradients travel in one all-reduce.
+    assert seen["backward"] == {("all_gather", "dp"): 1, ("all_reduce", "dp"): 1}
+
+
+def test_dropout_is_the_same_on_every_mesh() -> None:
+    one = run_distributed(_one_backward, (1,), "auto", world_size=1)[0]
+    for shape, plan in [((2,), "data_parallel"), ((2,), "tensor_parallel")]:
+        for seen in run_distributed(_one_backward, shape, plan, world_size=2):
+            for key in one.keys() - {"backward"}:
+                assert difference(seen[key], one[key]) < 1e-9, (plan, key)
+
+
+def _count_graphs() -> tuple[int, list[float]]:
+    from torch._dynamo.utils import counters
+
+    model = _blocks().eval()
+    compiled = _compile(model, _mesh((2,)), plan="data_parallel")
+    counters.clear()
+    off = []
+    for rows in (4, 6, 2, 8, 4):
+        x = torch.randn(rows, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+        off.append(difference(compiled(x).detach(), model(x).detach()))
+    return counters["stats"]["unique_graphs"], off
+
+
+def test_a_batch_size_not_seen_before_needs_no_new_graph() -> None:
+    graphs, off = run_distributed(_count_graphs, world_size=2)[0]
+    assert graphs == 2  # one for the first size, one with the size left open
+    assert max(off) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------------- graph breaks
+
+
+class BreaksInTheMiddle(Blocks):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.up(x)
+        print(end="")  # breaks here
+        return self.down(x)
+
+
+class BreaksAtTheStart(Blocks):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        print(end="")  # breaks here
+        return self.down(self.up(x))
+
+
+class BranchesOnAValue(Blocks):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.up(x)
+        if x.sum() > 0:  # breaks here
+            x = x + 1
+        return self.down(x)
+
+
+class BreaksInALoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Blocks(), Blocks()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            print(end="")
+            x = layer(x)  # breaks here
+        return x
+
+
+class BreaksOnOneRank(Blocks):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.up(x)
+        if RANK == 1:
+            print(end="")  # breaks here
+        return self.down(x)
+
+
+RANK = -1
+BREAKING = (BreaksInTheMiddle, BreaksAtTheStart, BranchesOnAValue, BreaksInALoop)
+
+
+def _call(kind: type[nn.Module], seed_by_rank: bool = False, **options: Any) -> None:
+    global RANK
+    RANK = dist.get_rank()
+    torch.manual_seed(RANK if seed_by_rank else 0)
+    compiled = _compile(kind().double(), _mesh((2,)), plan="data_parallel", **options)
+    compiled(torch.ones(4, 16, dtype=torch.float64))
+
+
+def _errors(function: Callable[..., Any], *args: Any, **options: Any) -> dict[int, str]:
+    """What each of two ranks raised."""
+    with pytest.raises(WorkerError) as caught:
+        run_distributed(function, *args, world_size=2, keep_after_error=True, **options)
+    errors = {rank: f"{e.type}: {e.message}" for rank, e in caught.value.errors.items()}
+    assert errors.keys() == {0, 1}
+    return errors
+
+
+def _line_of(kind: type[nn.Module]) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"class {kind.__name__}("))
+    return next(i for i in range(start, len(lines)) if "# breaks here" in lines[i]) + 1
+
+
+@pytest.mark.parametrize("kind", BREAKING, ids=lambda kind: kind.__name__)
+def test_a_graph_break_is_an_error_that_says_where(kind: type[nn.Module]) -> None:
+    for message in _errors(_call, kind).values():
+        assert "GraphBreakError: the model breaks into several graphs" in message
+        found = re.search(r'at "([^"]+)", line (\d+), in forward', message)
+        assert found and found[1].endswith("test_backend.py")
+        assert int(found[2]) == _line_of(kind)
+
+
+def test_a_graph_break_on_one_rank_is_an_error_on_both() -> None:
+    for message in _errors(_call, BreaksOnOneRank).values():
+        assert "RankMismatchError" in message
+        assert f"line {_line_of(BreaksOnOneRank)}, in forward" in message
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_the_mesh_is_required() -> None:
+    with pytest.raises(Exception, match=r"options=\{'mesh': mesh\}"):
+        _compile(Blocks(), None)(torch.ones(4, 16))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": "fastest"}, "unknown plan 'fastest'"),
+        ({"plan": "fsdp"}, "shards the parameters"),
+        ({"outputs": "gather"}, "unknown option 'outputs'"),
+        ({"backend": "c++"}, "unknown backend 'c\\+\\+'"),
+    ],
+)
+def test_unusable_options(options: dict[str, Any], message: str) -> None:
+    mesh = DeviceMesh.__new__(DeviceMesh)  # options are checked before the mesh is used
+    with pytest.raises(ValueError, match=message):
+        Options.parse({"mesh": mesh, **options}, None)
+
+
+class DrawsNumbers(Blocks):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.down(self.up(x) + torch.rand_like(self.up(x)))  # breaks here
+
+
+def test_what_cannot_be_captured_names_the_line_of_the_model() -> None:
+    for message in _errors(_call, DrawsNumbers).values():
+        assert "draws random numbers" in message
+        assert f'test_backend.py", line {_line_of(DrawsNumbers)}, in forward' in message
+
+
+def test_ranks_with_other_parameters() -> None:
+    for message in _errors(_call, Blocks, seed_by_rank=True).values():
+        assert "RankMismatchError: up.weight has different values on different ranks" in message
+
+
+def _call_apart(by_rank: dict[int, tuple[int, float]]) -> None:
+    compiled = _compile(_blocks().eval(), _mesh((2,)), plan="data_parallel")
+    compiled(torch.ones(4, 16, dtype=torch.float64))
+    rows, value = by_rank[dist.get_rank()]
+    compiled(torch.full((rows, 16), value, dtype=torch.float64))
+
+
+def test_ranks_that_call_with_other_shapes_or_values() -> None:
+    for message in _errors(_call_apart, {0: (4, 1.0), 1: (8, 1.0)}).values():  # rank 1 compiles, rank 0 calls
+        assert "the ranks call or compile the model differently" in message
+        assert "calls with inputs [4, 16]" in message
+    for message in _errors(_call_apart, {0: (4, 1.0), 1: (4, 2.0)}).values():
+        assert "the ranks pass different values as inputs" in message
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    for message in _errors(_call_apart, {0: (5, 1.0), 1: (5, 1.0)}).values():
+        assert "does not divide" in message or "must divide by 2" in message
+
+
+def _differentiate_twice() -> None:
+    compiled = _compile(_blocks(), _mesh((2,)), plan="data_parallel")
+    x = torch.ones(4, 16, dtype=torch.float64, requires_grad=True)
+    torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    for message in _errors(_differentiate_twice).values():
+        assert "create_graph=True" in message
+
+
+# -------------------------------------------------------------------------------------------------------- entry point
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+assert "autoparallel" not in sys.modules
+model = torch.nn.Linear(4, 2)
+y = torch.compile(model, backend="autoparallel", options={"mesh": mesh})(torch.ones(3, 4))
+assert torch.equal(y, model(torch.ones(3, 4)))
+assert "autoparallel" in sys.modules
+y.sum().backward()
+dist.destroy_process_group()
+print("found", model.weight.grad.sum().item())
+"""
+
+
+def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    entry = declared["torch_dynamo_backends"]["autoparallel"]
+    about = tmp_path / "torch_autoparallel-0.0.0.dist-info"  # what an installer leaves
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-autoparallel\nVersion: 0.0.0\n")
+    (about / "entry_points.txt").write_text(f"[torch_dynamo_backends]\nautoparallel = {entry}\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("found 24.0")
