@@ -48,6 +48,11 @@ class ParameterBucket(nn.Module):
         """This rank's tensors of the parameters at rest."""
         return [_torch.local_of(self.store.parameters[c.name]).detach() for c in self.bucket.chains]
 
+    def versions(self) -> tuple[int, ...]:
+        """Counts changes of the parameters in place: through the ``DTensor``s, and of the local tensors themselves."""
+        parameters = [self.store.parameters[c.name] for c in self.bucket.chains]
+        return tuple(t._version for p in parameters for t in (p, _torch.local_of(p)))
+
     def prefetch(self) -> None:
         """Starts the gather whose result the next ``gather`` returns."""
         if self._started is None:
@@ -156,8 +161,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
             return tensor
         _, bucket, value, base = owner
         self._notes[bucket] += 1
-        versions = tuple(p._version for p in bucket.local_parameters())
-        return _Note(bucket, value, tensor.size(), tensor.stride(), tensor.storage_offset() - base, versions)
+        return _Note(bucket, value, tensor.size(), tensor.stride(), tensor.storage_offset() - base, bucket.versions())
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Note):
@@ -165,7 +169,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         bucket = saved.bucket
         values = self._gathered.get(bucket)
         if values is None:
-            if tuple(p._version for p in bucket.local_parameters()) != saved.versions:
+            if bucket.versions() != saved.versions:
                 raise RuntimeError(
                     f"{bucket.bucket.chains[saved.value // len(bucket.bucket.chains[0].uses)].name} was modified in "
                     "place between the forward and the backward that needs it; step the optimizer after backward()"

@@ -1,0 +1,407 @@
+"""Gradients: accumulated without communication, reduced once, and equal to one process in every order of events.
+
+Each scenario is a list of events that is played twice, on the compiled model and on the plain one; gradients and
+parameters are compared after every event that leaves a whole gradient. Four ranks, mesh (2, 2), and two ranks for
+the plans whose parameters change layout with the axis.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import run_distributed
+from tests.runtime.support import (
+    Net,
+    batch,
+    compiled_pair,
+    gradients_off,
+    make,
+    mesh_of,
+    off,
+    parameters_off,
+    placements,
+    raised,
+    whole,
+)
+
+PLANS = ("data_parallel", "fsdp", "tensor_parallel")
+
+# One letter is one event: b a backward, n one under no_sync, s a step of the optimizer, c clipping, z zero_grad,
+# Z zero_grad(set_to_none=False), r a look at .grad.full_tensor(), e a call in eval mode without a gradient.
+SCENARIOS = {
+    "one microbatch": "bcsz bcsz",
+    "windows of two": "nbcsz nbcsz",
+    "windows of three": "nnbcsz nnbcsz",
+    "windows of four": "nnnbcsz nnnbcsz",
+    "windows of changing length": "nnbsz bsz nbsz",
+    "backward twice without zero_grad": "bbcsz",
+    "no_sync after a synchronised backward": "bnbcsz",
+    "no_sync after a synchronised backward, then nothing": "bncsz bcsz",
+    "a window that is never closed, then clipping": "nncsz bcsz",
+    "a window that is never closed, then a step": "nnsz nsz",
+    "zero_grad in the middle of a window": "nznbcsz",
+    "zero_grad in the middle, keeping the tensors": "nZnbcsz",
+    "zero_grad keeping the tensors": "bcsZ bcsZ nbcsZ",
+    "keeping the tensors, then a window never closed": "bcsZ ncsZ nncsz",
+    "a look inside the window": "nrnrbrcsz",
+    "a look after a look": "nrrbrr",
+    "steps without zero_grad": "bsbsnbs",
+    "evaluation inside a window": "nenebcsz",
+    "steps of a window left open at zero_grad": "nzbcsz",
+    "clipping twice": "bccsz",
+}
+
+
+def _play(scenario: str, plan: str, shape: tuple[int, ...], build: Callable[[], nn.Module] = Net) -> dict[str, float]:
+    model, plain = compiled_pair(build, *shape, plan=plan)
+    return _played(model, plain, {"": scenario})[""]
+
+
+def _played(model: Any, plain: nn.Module, scenarios: dict[str, str]) -> dict[str, dict[str, float]]:
+    """How far each event of each scenario is from one process."""
+    results: dict[str, dict[str, float]] = {}
+    for name, scenario in scenarios.items():
+        model.zero_grad(), plain.zero_grad()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain)]
+        found = results[name] = {}
+        step = 0
+        for i, event in enumerate(scenario.replace(" ", "")):
+            worst = _event(model, plain, optimizers, event, step)
+            step += event in "bn"
+            found[f"{i}{event}"] = max(worst, parameters_off(model, plain))
+    return results
+
+
+def _event(model: Any, plain: nn.Module, optimizers: list[Any], event: str, step: int) -> float:
+    x, y = batch(step)
+    if event in "bn":
+        with model.no_sync() if event == "n" else nullcontext():
+            loss = model(x, y)
+            loss.backward()
+        expected = F.mse_loss(plain(x), y)
+        expected.backward()
+        return max(off(loss, expected), gradients_off(model, plain) if event == "b" else 0.0)
+    if event == "r":
+        return gradients_off(model, plain)
+    if event == "c":
+        norm = model.clip_grad_norm_(0.1)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert expected > 0.0999, "the limit bites"
+        return max(off(norm, expected), gradients_off(model, plain))
+    if event == "e":
+        model.eval(), plain.eval()
+        with torch.no_grad():
+            worst = off(model(x), plain(x))
+        model.train(), plain.train()
+        return worst
+    if event == "s":
+        for optimizer in optimizers:
+            optimizer.step()
+        return gradients_off(model, plain)
+    for m in (model, plain):
+        m.zero_grad(set_to_none=event == "z")
+    return 0.0
+
+
+def _all_scenarios(plan: str, shape: tuple[int, ...]) -> dict[str, dict[str, float]]:
+    model, plain = compiled_pair(Net, *shape, plan=plan)
+    results = _played(model, plain, SCENARIOS)
+    results["replicas"] = {"bits": _replicas_differ(model)}
+    return results
+
+
+def _replicas_differ(model: nn.Module) -> float:
+    """0.0 when every rank that holds the same part of a parameter holds the same bits."""
+    mine = {}
+    for name, p in model.named_parameters():
+        assert isinstance(p, DTensor)
+        coordinate = p.device_mesh.get_coordinate()
+        part = tuple(c for c, how in zip(coordinate, p.placements, strict=True) if how.is_shard())
+        mine[name, part] = p.to_local().detach().numpy().tobytes()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for key, value in mine.items():
+        if any(other.get(key, value) != value for other in everyone):
+            return 1.0
+    return 0.0
+
+
+@pytest.fixture(scope="module", params=[*((p, (2,)) for p in PLANS), ("fsdp", (2, 2)), ("auto", (2, 2))], ids=str)
+def played(request) -> list[dict[str, dict[str, float]]]:
+    plan, shape = request.param
+    return run_distributed(_all_scenarios, plan, shape, world_size=torch.Size(shape).numel())
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_gradients_equal_one_process(scenario: str, played) -> None:
+    for rank, results in enumerate(played):
+        wrong = {event: far for event, far in results[scenario].items() if not far < 1e-9}
+        assert not wrong, f"rank {rank}, {SCENARIOS[scenario]}: {wrong}"
+
+
+def test_replicated_parameters_are_bit_equal(played) -> None:
+    assert all(results["replicas"]["bits"] == 0.0 for results in played)
+
+
+# -------------------------------------------------------------------------------------- parameters that are left out
+
+
+class Branches(nn.Module):
+    """Two heads, of which a call takes one or both; a parameter that no call uses; a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 8)
+        self.a = nn.Linear(8, 4)
+        self.b = nn.Linear(8, 4)
+        self.unused = nn.Linear(8, 4)
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, which: str = "ab") -> Tensor:
+        x = self.trunk(self.frozen(x))
+        return sum((getattr(self, head)(x) for head in which), torch.zeros(()))
+
+
+def _left_out(plan: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    model, plain = compiled_pair(Branches, plan=plan)
+
+    def both(which: str, step: int, synchronised: bool = True) -> None:
+        x, y = batch(step)
+        with nullcontext() if synchronised else model.no_sync():
+            F.mse_loss(model(x, which=which), y).backward()
+        F.mse_loss(plain(x, which=which), y).backward()
+
+    def note(name: str) -> None:
+        results[name] = gradients_off(model, plain)
+        missing = {n for n, p in model.named_parameters() if p.grad is None}
+        assert missing == {n for n, p in plain.named_parameters() if p.grad is None}, missing
+
+    both("ab", 0)
+    note("both heads")
+    assert model.unused.weight.grad is None and model.frozen.weight.grad is None
+    norm = model.clip_grad_norm_(0.1)
+    results["norm without the unused"] = off(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    model.zero_grad(), plain.zero_grad()
+    both("a", 1)
+    note("one head")
+    assert model.b.weight.grad is None
+    both("b", 2)
+    note("then the other")
+    model.zero_grad(), plain.zero_grad()
+    both("a", 3, synchronised=False)
+    both("b", 4)  # synchronises b and the trunk; a waits for the clip
+    norm = model.clip_grad_norm_(0.1)
+    results["norm of a window with different heads"] = off(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    note("clipped window with different heads")
+    model.zero_grad(), plain.zero_grad()
+    both("a", 5, synchronised=False)
+    both("b", 6)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for optimizer in optimizers:
+        optimizer.step()
+    results["stepped window with different heads"] = parameters_off(model, plain)
+    for m in (model, plain):
+        m.zero_grad()
+        m.a.requires_grad_(False)
+    both("ab", 7)
+    note("a head frozen later")
+    for m in (model, plain):
+        m.zero_grad()
+        m.a.requires_grad_(True)
+        m.frozen.requires_grad_(True)
+    both("ab", 8, synchronised=False)
+    both("ab", 9)
+    note("a layer thawed later")
+    return results
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parameters_that_are_left_out(plan: str) -> None:
+    for results in run_distributed(_left_out, plan, world_size=2):
+        wrong = {name: far for name, far in results.items() if not far < 1e-9}
+        assert not wrong, wrong
+
+
+# ---------------------------------------------------------------------------------- what .grad is inside of a window
+
+
+def _inside(plan: str) -> dict[str, Any]:
+    model, plain = compiled_pair(plan=plan)
+    for step in range(2):
+        x, y = batch(step)
+        with model.no_sync():
+            model(x, y).backward()
+        F.mse_loss(plain(x), y).backward()
+    first = model.up.weight.grad
+    return {
+        "grads": [type(p.grad).__name__ for p in model.parameters()],
+        "summands": [str(p.grad.placements) for p in model.parameters()],
+        "off": gradients_off(model, plain),
+        "again": off(first, plain.up.weight.grad),  # a look changes nothing
+        "shapes": all(p.grad.shape == p.shape for p in model.parameters()),
+    }
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "fsdp"])
+def test_inside_of_a_window_grad_is_the_true_sum(plan: str) -> None:
+    for found in run_distributed(_inside, plan, world_size=2):
+        assert set(found["grads"]) == {"DTensor"} and found["shapes"]
+        assert any("Partial" in text for text in found["summands"]), "not reduced yet"
+        assert found["off"] < 1e-9 and found["again"] < 1e-9
+
+
+def _alike(name: str) -> list[Tensor]:
+    """Gradients of one backward, and of the same in a window of one that the clip closes."""
+    model, _ = compiled_pair(plan="fsdp")
+    x, y = batch(0)
+    if name == "window":
+        with model.no_sync():
+            model(x, y).backward()
+        model.clip_grad_norm_(1e9)
+    else:
+        model(x, y).backward()
+        model.clip_grad_norm_(1e9)
+    assert all(p.grad.placements == p.placements for p in model.parameters())
+    return [whole(p.grad) for p in model.parameters()]
+
+
+def test_a_flushed_window_lies_as_its_parameters() -> None:
+    window, plain = (run_distributed(_alike, name, world_size=2)[0] for name in ("window", "plain"))
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-14) for a, b in zip(window, plain, strict=True))
+
+
+# ------------------------------------------------------------------------- one weight under two layouts, and gathers
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(16, 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.tok(x))))
+
+
+def tied_loss(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+
+def tied_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randint(0, 16, (8, 6), generator=generator) for _ in range(2))
+    y[step % 8, :3] = -100
+    return x, y
+
+
+def _tied(edit: str, at_rest: str) -> dict[str, Any]:
+    import copy
+
+    import autoparallel
+    from autoparallel.plan import Plan
+
+    searched = autoparallel.compile(
+        make(Tied), mesh_of(2), loss_fn=tied_loss, plan="data_parallel", example_inputs=tied_batch(0)
+    )
+    data = json.loads(searched.plan.to_json())
+    embedding = next(k for k in data["operators"] if k.startswith("tok/"))
+    head = next(k for k in data["operators"] if k.startswith("head/"))
+    modes = _vocabulary_modes(searched, {"embedding": embedding, "head": head}[edit])
+    data["operators"][{"embedding": embedding, "head": head}[edit]] = [modes]
+    data["parameters"]["tok.weight"]["at_rest"] = at_rest
+    plan = Plan.from_json(json.dumps(data))
+    model = make(Tied)
+    plain = copy.deepcopy(model)
+    compiled: Any = autoparallel.compile(model, mesh_of(2), loss_fn=tied_loss, plan=plan)
+    results: dict[str, Any] = {}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9) for m in (compiled, plain)]
+    for step in range(3):
+        for micro in range(2):
+            x, y = tied_batch(2 * step + micro)
+            with nullcontext() if micro else compiled.no_sync():
+                loss = compiled(x, y)
+                loss.backward()
+            expected = tied_loss(plain(x), y)
+            expected.backward()
+            results[f"loss {step}.{micro}"] = off(loss, expected)
+            results[f"gradient {step}.{micro}"] = gradients_off(compiled, plain)
+        results[f"norm {step}"] = off(compiled.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    results["parameters"] = parameters_off(compiled, plain)
+    (kind,) = compiled._kinds.values()
+    chain = (
+        next(c for b in kind.runner.program.buckets for c in b.bucket.chains if c.name == "tok.weight")
+        if hasattr(kind.runner.program.buckets[0], "bucket")
+        else next(c for b in kind.runner.program.buckets for c in b.chains if c.name == "tok.weight")
+    )
+    return {"results": results, "uses": [str(u) for u in chain.uses], "layout": placements(compiled)["tok.weight"]}
+
+
+def _vocabulary_modes(model: Any, key: str) -> str:
+    """The mode in which the operator is sharded over the vocabulary: dim 0 of its weight."""
+    from autoparallel.passes.insert_collectives import call_modes
+
+    (kind,) = model._kinds.values()
+    nodes = {n.meta.get("key"): n for n in kind.runner.program.captured.graph.nodes}
+    node = nodes.get(key)
+    assert node is not None, key
+    ways = [t for t in call_modes(node) if any(str(p) == "S0" for p in t.operands) and t.mode.kind == "shard"]
+    weight = 0 if key.startswith("tok/") else 1
+    return next(str(t.mode) for t in ways if str(t.operands[weight]) == "S0")
+
+
+@pytest.mark.parametrize("at_rest", ["S0", "S1", "I"])
+@pytest.mark.parametrize("edit", ["embedding", "head"])
+def test_a_tied_weight_used_in_two_layouts(edit: str, at_rest: str) -> None:
+    for found in run_distributed(_tied, edit, at_rest, world_size=2):
+        assert len(found["uses"]) == 2, found["uses"]
+        assert found["layout"] == {"I": "R"}.get(at_rest, at_rest)
+        wrong = {name: far for name, far in found["results"].items() if not far < 1e-9}
+        assert not wrong, wrong
+
+
+def _per_use() -> dict[str, Any]:
+    import autoparallel
+    from autoparallel.plan import Plan
+
+    searched, _ = compiled_pair(plan="fsdp", example_inputs=batch(0))
+    data = json.loads(searched.plan.to_json())
+    for parameter in data["parameters"].values():
+        parameter["gather"] = "per_use"
+    model, plain = compiled_pair(plan=Plan.from_json(json.dumps(data)))
+    results = _played(
+        model, plain, {name: SCENARIOS[name] for name in ("windows of three", "backward twice without zero_grad")}
+    )
+    (kind,) = (k for k in model._kinds.values() if k.runner.per_use)
+    loss = model(*batch(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    del autoparallel
+    return {"results": results, "regathered": kind.runner.regathered, "changed": raised(loss.backward)}
+
+
+def test_gathered_per_use() -> None:
+    for found in run_distributed(_per_use, world_size=2):
+        assert found["regathered"], "something is gathered again in the backward"
+        for name, events in found["results"].items():
+            assert all(far < 1e-9 for far in events.values()), (name, events)
+        assert "modified in place between the forward and the backward" in found["changed"], found["changed"]
