@@ -16,8 +16,8 @@ from autoparallel.groups import Wait, use_communicator
 
 
 class _Rendezvous:
-    def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count, timeout=60)
+    def __init__(self, count: int, timeout: float) -> None:
+        self.barrier = threading.Barrier(count, timeout=timeout)
         self.slots: list[Any] = [None] * count
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
@@ -58,37 +58,49 @@ class _ThreadCommunicator:
         ]
         return sorted(same, key=lambda rank: self._position(rank, axis))
 
-    def _collect(self, x: torch.Tensor, axis: str) -> list[torch.Tensor]:
-        values = self.meeting.exchange(self.rank, x.detach().clone())
-        return [values[peer] for peer in self._peers(axis)]
+    def _collect(self, x: torch.Tensor, axis: str, kind: str) -> list[torch.Tensor]:
+        call = f"{kind} of {x.dtype} {tuple(x.shape)} over {axis!r}"
+        met = self.meeting.exchange(self.rank, (call, x.detach().clone()))
+        calls = [call for call, _ in met]
+        if len(set(calls)) > 1:
+            raise RuntimeError(f"the ranks meet in different collectives: {dict(enumerate(calls))}")
+        return [met[peer][1] for peer in self._peers(axis)]
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
-        stacked = torch.stack(self._collect(x, axis))
+        stacked = torch.stack(self._collect(x, axis, f"all_reduce({op})"))
         x.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
         return lambda: x
 
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
-        out = torch.stack(self._collect(x, axis))
+        out = torch.stack(self._collect(x, axis, "all_gather"))
         return lambda: out
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
-        out = torch.stack(self._collect(x, axis)).sum(0)[self.index(axis)]
+        out = torch.stack(self._collect(x, axis, "reduce_scatter")).sum(0)[self.index(axis)]
         return lambda: out
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
         index = self.index(axis)
-        out = torch.stack([value[index] for value in self._collect(x, axis)])
+        out = torch.stack([value[index] for value in self._collect(x, axis, "all_to_all")])
         return lambda: out
 
 
-def simulate(function: Callable[[int], Any], shape: Sequence[int], names: Sequence[str]) -> list[Any]:
+def simulate(
+    function: Callable[[int], Any], shape: Sequence[int], names: Sequence[str], timeout: float = 60
+) -> list[Any]:
     """Runs ``function(rank)`` for every rank of a mesh, each in a thread, and returns the results by rank.
 
+    Args:
+        function: what a rank does; its operators may name the axes under any prefix.
+        shape, names: the mesh.
+        timeout: for how many seconds ranks wait for one another in a collective.
+
     Raises:
+        RuntimeError: when ranks meet in different collectives, or one does not come.
         the first exception of any rank; the other ranks are released.
     """
     count = int(torch.Size(shape).numel())
-    meeting = _Rendezvous(count)
+    meeting = _Rendezvous(count, timeout)
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
 
@@ -111,4 +123,6 @@ def simulate(function: Callable[[int], Any], shape: Sequence[int], names: Sequen
         thread.join()
     if errors:
         raise errors[0]
+    if meeting.barrier.broken:
+        raise RuntimeError(f"a rank did not come to a collective that the others waited in for {timeout} s")
     return results

@@ -122,6 +122,15 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "casts": lambda x, y, b: x.float().type_as(y) + y.type_as(x) * x,
     "addcmul": lambda x, y, b: torch.addcmul(x, x, y) + torch.addcdiv(x, x, y.exp()) + x.lerp(y, 0.3) + x.lerp(y, b),
     "attention": lambda x, y, b: F.scaled_dot_product_attention(x, y, y, attn_mask=x @ y.mT),
+    # Dropout with a vanishing probability: the expanded form must be attention.
+    "attention_dropout": lambda x, y, b: F.scaled_dot_product_attention(x, y, y, x @ y.mT, dropout_p=1e-12),
+    "attention_dropout_mask": lambda x, y, b: F.scaled_dot_product_attention(x, y, y, (y @ y.mT) > 0, dropout_p=1e-12),
+    "attention_dropout_causal": lambda x, y, b: F.scaled_dot_product_attention(
+        x[:, None], y[:, None, :3], y[:, None, :3], dropout_p=1e-12, is_causal=True, scale=0.3
+    ),
+    "attention_dropout_grouped": lambda x, y, b: F.scaled_dot_product_attention(
+        x.unsqueeze(2), y[:, :2].unsqueeze(2), x[:, :2].unsqueeze(2), dropout_p=1e-12, enable_gqa=True
+    ),
     "squeeze": lambda x, y, b: x[:, :1].squeeze() + x[:, 0].unsqueeze(1).squeeze(1),
     "rotary": lambda x, y, b: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, 2)))).flatten(2),
 }  # fmt: skip

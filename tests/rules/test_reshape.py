@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -20,7 +21,7 @@ _PRIMES = st.lists(st.sampled_from([1, 2, 2, 3, 3, 6]), min_size=1, max_size=5)
 def _grouped(primes: list[int], cuts: set[int]) -> list[int]:
     """The product of each run of numbers between the cuts."""
     edges = [0, *sorted(c for c in cuts if 0 < c < len(primes)), len(primes)]
-    return [math.prod(primes[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [math.prod(primes[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
