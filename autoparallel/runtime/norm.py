@@ -66,9 +66,11 @@ def pack(totals: Sequence[Tensor], originals: Sequence[Tensor], p: float) -> Ten
     """
     share = torch.stack(list(totals)).amax() if math.isinf(p) else torch.stack(list(totals)).sum()
     seen = torch.stack(list(originals))
-    flag = seen.isnan().any().double() * 2 if math.isinf(p) else (~seen.isfinite()).any().double()
     if math.isinf(p):
+        flag = torch.maximum(seen.isnan().any().double() * 2, seen.isinf().any().double())
         share = share.nan_to_num(nan=0.0, posinf=math.inf)
+    else:
+        flag = (~seen.isfinite()).any().double()
     return torch.stack([share, flag])
 
 
@@ -82,6 +84,7 @@ def finish_norm(packed: Tensor, p: float) -> Tensor:
     """The global norm from the reduced share and flag; not finite wherever any rank's gradient is not."""
     total, flag = packed[0], packed[1]
     if math.isinf(p):
+        total = torch.where(flag > 0, torch.full_like(total, math.inf), total)
         return torch.where(flag >= 2, torch.full_like(total, math.nan), total)
     norm = total.pow(1.0 / p)
     return torch.where((flag > 0) & norm.isfinite(), torch.full_like(norm, math.nan), norm)
