@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -82,6 +82,11 @@ def graph_break_of(module: fx.GraphModule) -> tuple[str, list[traceback.FrameSum
     return str(getattr(reason, "reason", "")), list(getattr(reason, "user_stack", []))
 
 
+def leave_open(tensor: torch.Tensor, dims: list[int]) -> None:
+    """Asks ``torch.compile`` to compile for any size of these dims, where it can."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dims)
+
+
 def is_compiled_call(filename: str, function: str) -> bool:
     """Whether a stack frame is the one in which ``torch.compile`` begins to run what it was given."""
     return filename.endswith("eval_frame.py") and function in ("compile_wrapper", "_fn")
@@ -95,7 +100,7 @@ def is_fake(value: object) -> bool:
 def process_group(argument: Any) -> dist.ProcessGroup:
     """The process group that an operator was given: itself, boxed for TorchScript, or by name."""
     if isinstance(argument, str):
-        return _resolve_process_group(argument)
+        return _resolve_process_group(argument)  # type: ignore[arg-type,unused-ignore]
     return argument if isinstance(argument, dist.ProcessGroup) else dist.ProcessGroup.unbox(argument)
 
 
@@ -106,6 +111,6 @@ def after_backward(callback: Callable[[], Any]) -> None:
 
 __all__ = [
     "StorageWeakRef", "after_backward", "all_gather_single", "free_unbacked_symbols", "graph_break_of",
-    "is_compiled_call", "is_fake", "local_of", "make_fake_mode", "make_spec", "outside_of_dynamo", "process_group",
-    "reduce_scatter_single", "source_of", "spec_of", "wrap_local",
+    "is_compiled_call", "is_fake", "leave_open", "local_of", "make_fake_mode", "make_spec", "outside_of_dynamo",
+    "process_group", "reduce_scatter_single", "source_of", "spec_of", "wrap_local",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ complete gradients, equal on every rank, reduced in buckets; there is no ``no_sy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel import _torch
 from autoparallel.api import BACKENDS, usable_mesh
 from autoparallel.capture import Captured, CaptureError, InputSpec, capture
 from autoparallel.dynamo import GraphModel, Piece, find_graph_break
 from autoparallel.groups import bind
-from autoparallel.ops import RandomState, set_random_state
+from autoparallel.ops import RandomState, dropout, set_random_state
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.placements import Invariant, Layout, format_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError
@@ -35,6 +36,7 @@ from autoparallel.redistribution import Redistributor
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import tensor_operands
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
+from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.module import CHECKED_CALLS, fits, require_divides
 
@@ -113,7 +115,7 @@ def autoparallel(
     if broken is not None:
         raise GraphBreakError(broken)
     session.require_same_parameters(piece, example_inputs)
-    fragment = Fragment(piece, parsed, session)
+    fragment = Fragment(piece, parsed, session, _counter_of(piece, example_inputs))
     with _torch.outside_of_dynamo():
         fragment.prepare(example_inputs)
     return fragment
@@ -123,13 +125,11 @@ def autoparallel(
 
 
 class _Session:
-    """What all graphs on one mesh share: how ranks agree, and where the sequence of dropout masks is."""
+    """What all graphs on one mesh share."""
 
     def __init__(self, mesh: DeviceMesh, prefix: str) -> None:
         self.mesh, self.prefix = mesh, prefix
         self.agreement = Agreement(mesh)
-        self.calls = 0
-        self._seed: int | None = None
         self.axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self.profile = profile_for(mesh.device_type)
         sizes = tuple(mesh.shape)
@@ -137,13 +137,6 @@ class _Session:
             sizes, lambda kind, axes, size: self.profile.step_seconds(sizes, kind, axes, size)
         )
         self.whole: Layout = (Invariant,) * mesh.ndim
-
-    @property
-    def seed(self) -> int:
-        """What dropout masks follow from: the first rank's seed when the first graph was compiled."""
-        if self._seed is None:
-            self._seed = int(self.agreement.from_first(lambda: str(torch.initial_seed())))
-        return self._seed
 
     def require_same_graph(self, piece: Piece, options: Options, broken: str | None) -> None:
         """All ranks compile the same graph with the same options, or all raise; the first word of a compilation."""
@@ -191,14 +184,32 @@ def _session(mesh: DeviceMesh) -> _Session:
     return known
 
 
+@dataclass
+class _Counter:
+    """How many calls of one model have drawn dropout masks, whichever of its graphs they ran."""
+
+    calls: int = 0
+
+
+_COUNTERS: MutableMapping[torch.Tensor, _Counter] = WeakIdKeyDictionary()
+
+
+def _counter_of(piece: Piece, example_inputs: Sequence[Any]) -> _Counter:
+    """The counter of the model that has these parameters."""
+    owned = next((example_inputs[i] for i, state in piece.states.items() if state.is_parameter), None)
+    return _Counter() if owned is None else _COUNTERS.setdefault(owned, _Counter())
+
+
 # -- running --------------------------------------------------------------------------------------------------------
 
 
 class Fragment:
     """What Dynamo calls in place of its graph: the program of one rank, one for each kind of call."""
 
-    def __init__(self, piece: Piece, options: Options, session: _Session) -> None:
+    def __init__(self, piece: Piece, options: Options, session: _Session, counter: _Counter) -> None:
         self.piece, self.options, self.session = piece, options, session
+        self.counter = counter
+        self.seed = int(session.agreement.from_first(lambda: str(torch.initial_seed())))
         self.model = GraphModel(piece)
         self.store = GradientStore(session.mesh, session.prefix, {})
         self.positions = {state.name: i for i, state in piece.states.items()}
@@ -216,8 +227,9 @@ class Fragment:
         runner = self._runner(specs, batch)
         require_divides(runner.program, specs, batch)
         self.calls += 1
-        self.session.calls += 1
-        set_random_state(RandomState(self.session.seed, self.session.calls))
+        if runner.draws:
+            self.counter.calls += 1
+            set_random_state(RandomState(self.seed, self.counter.calls))
         return runner(arguments)
 
     def _describe(self, arguments: Sequence[Any]) -> tuple[list[Any], int]:
@@ -239,7 +251,7 @@ class Fragment:
         agreement = self.session.agreement
         if agreement.alone:
             return
-        mine = digest("call", repr(specs), torch.is_grad_enabled(), self.session.calls, len(self._runners))
+        mine = digest("call", repr(specs), torch.is_grad_enabled(), self.counter.calls, len(self._runners))
         tensors = [arguments[i] for i in self.piece.inputs if isinstance(arguments[i], torch.Tensor)]
         values = digest(*map(tensor_digest, tensors)) if self.calls < CHECKED_CALLS else bytes(32)
         shown = [f"{list(s.shape)} {s.dtype}" if isinstance(s, InputSpec) else repr(s) for s in specs]
@@ -283,7 +295,6 @@ class Fragment:
         agreement.require_same(
             "the ranks have different programs:", digest(text, plan.to_json()), lambda: f"{len(text)} characters"
         )
-        session.seed  # noqa: B018 - agreed on while the ranks are together
         return _Runner(self, program, plan)
 
     def _capture(self, specs: Sequence[Any], batch: int) -> Captured:
@@ -362,10 +373,10 @@ class _Runner:
                 self.positions[node] = position
         self.mutated = [fragment.positions[name] for name in captured.mutated_buffers]
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
-        body: Any = program.body
-        self.body = (
-            torch.compile(body, fullgraph=True, dynamic=True) if fragment.options.backend == "inductor" else body
-        )
+        self.draws = any(n.target is dropout for n in program.body.graph.nodes)
+        self.body: Callable[..., Any] = program.body
+        if fragment.options.backend == "inductor":
+            self.body = compile_body(program)
 
     def __call__(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         values: dict[str, Any] = {**self.program.captured.constants}
