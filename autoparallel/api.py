@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import Captured, InputSpec, capture
-from autoparallel.groups import bind
+from autoparallel.groups import bind, whole_group
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError
 from autoparallel.planner.hardware import profile_for
@@ -24,6 +25,7 @@ from autoparallel.program import build_program, input_layouts, wanted_outputs
 from autoparallel.redistribution import Redistributor
 from autoparallel.report.predict import predict
 from autoparallel.runtime.agreement import Agreement
+from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.module import Call, Kind, ParallelModule, Runner, note_replaced
 from autoparallel.runtime.state import (
@@ -38,7 +40,7 @@ OUTPUTS = ("auto", "gather", "sharded")
 BACKENDS = ("eager", "inductor")
 
 
-def compile(  # noqa: A001 - named after torch.compile
+def compile(
     model: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
@@ -87,10 +89,10 @@ def compile(  # noqa: A001 - named after torch.compile
     _require_same_model(agreement, model, plan, memory_limit, outputs, backend)
     prefix = bind(mesh)
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
-    broadcast_from_first(tensors, mesh, _mesh_group(mesh))
+    broadcast_from_first(tensors, mesh, whole_group(prefix))
     note_replaced(make_dtensors(model, mesh))
     seed = int(agreement.from_first(lambda: str(torch.initial_seed())))
-    store = GradientStore(mesh, prefix, dict(model.named_parameters()))  # type: ignore[arg-type]
+    store = GradientStore(mesh, prefix, dict(model.named_parameters()))
     compiler = _Compiler(model, mesh, agreement, store, loss_fn, plan, memory_limit, outputs, backend)
     module = ParallelModule(
         model,
@@ -110,7 +112,7 @@ def usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
     """The mesh to train on; None means all ranks. Raises ValueError for one that cannot be used."""
     if mesh is None:
         if not dist.is_initialized() and "RANK" not in os.environ:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
         mesh = init_device_mesh(device, (world,), mesh_dim_names=("dp",))
@@ -130,10 +132,6 @@ def usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh; call compile() on the mesh's ranks only")
     return mesh
-
-
-def _mesh_group(mesh: DeviceMesh) -> Any:
-    return mesh.get_group() if mesh.ndim == 1 else None if mesh.mesh.numel() == dist.get_world_size() else None
 
 
 def _require_same_model(agreement: Agreement, model: nn.Module, plan: str | Plan, *options: object) -> None:
@@ -198,12 +196,11 @@ class _Compiler:
         self.agreement.require_same_text("the ranks have different programs:", f"{program.text()}\n{plan.to_json()}")
         if self.at_rest is None:
             self._settle(at_rest)
-        body = program.body
         runner = Runner(
             program,
             self.store,
             self.model,
-            torch.compile(body, fullgraph=True, dynamic=True) if self.backend == "inductor" else body,
+            compile_body(program) if self.backend == "inductor" else program.body,
         )
         return Kind(runner, plan.with_prediction(predict(program, plan, self.profile)))
 
@@ -256,7 +253,7 @@ class _Compiler:
         self.at_rest = at_rest
         layouts = {name: parse_layout(plan.at_rest) for name, plan in at_rest.items()}
         if any(_is_meta(p) for p in [*self.store.parameters.values(), *self.model.buffers()]):
-            materialize(self.model, layouts, self.mesh, _mesh_group(self.mesh))
+            materialize(self.model, layouts, self.mesh, whole_group(self.store.prefix))
         for name, parameter in self.store.parameters.items():
             lay_out(parameter, layouts[name], self.mesh)
 

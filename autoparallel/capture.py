@@ -159,7 +159,8 @@ def capture(
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-        leaves, dynamic = [], []
+        leaves: list[Any] = []
+        dynamic: list[dict[int, Any] | None] = []
         for spec in specs:
             if not isinstance(spec, InputSpec):
                 leaves.append(spec)
@@ -289,10 +290,10 @@ def _describe(
     mark_backward(graph)
     graph.lint()
     actual: dict[sympy.Symbol, int] = {}
-    for name, spec in zip(inputs, specs, strict=True):
-        if name is None or not isinstance(spec, InputSpec):
+    for placeholder, spec in zip(inputs, specs, strict=True):
+        if placeholder is None or not isinstance(spec, InputSpec):
             continue
-        for size, real in zip(nodes[name].meta["val"].shape, spec.shape, strict=True):
+        for size, real in zip(nodes[placeholder].meta["val"].shape, spec.shape, strict=True):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 actual[size.node.expr] = real
     module.recompile()

@@ -157,11 +157,21 @@ def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int
     if rows.shape[0] == 1 and size == dist.get_world_size():
         return dist.group.WORLD, size, index
     mine = None
+    part = mesh.mesh.numel() < dist.get_world_size()  # then the other ranks take no part in making groups
     for row in rows.tolist():
-        group = dist.new_group(row)
+        if part and dist.get_rank() not in row:
+            continue
+        group = dist.new_group(row, use_local_synchronization=part)
         if dist.get_rank() in row:
             mine = group
     return mine, size, index
+
+
+def whole_group(key: str) -> dist.ProcessGroup:
+    """The process group of all ranks of a bound mesh."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    return bound.groups["+".join(bound.mesh.mesh_dim_names or ())][0]
 
 
 def unbind_all() -> None:

@@ -58,7 +58,8 @@ def _run(rank: int, world: int, store: str, arguments: argparse.Namespace) -> No
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     table = Table(title=f"clip_grad_norm_ on (2, 2), {world} ranks of one thread; ms")
-    for column in ("parameters", "first: ours", "torch", "ratio", "warm: ours", "torch", "ratio", "floor", "collectives"):
+    columns = "parameters", "first: ours", "torch", "ratio", "warm: ours", "torch", "ratio", "floor", "collectives"
+    for column in columns:
         table.add_column(column, justify="right")
     for count in arguments.counts:
         torch.manual_seed(0)

@@ -51,7 +51,7 @@ def _check_redistribution(node: fx.Node) -> None:
 
 
 def _check_call(node: fx.Node) -> None:
-    operands = [o for o in tensor_operands(node)]
+    operands = tensor_operands(node)
     needs = node.meta["needs"]
     if len(operands) != len(needs):
         return  # the local call has other operands than the global one; its rule's proof covers it

@@ -93,7 +93,7 @@ def _by_pairs(space: SearchSpace, origin: str, memory_limit: float | None) -> tu
     axes = range(len(space.axis_sizes))
     held: dict[fx.Node, Option] = {}
     best = float("inf")
-    last: tuple[Problem, Sequence[int]] | None = None
+    chosen: tuple[Problem, Sequence[int]] = (problem, ())
     rounds = 0
     while True:
         before = best
@@ -101,12 +101,12 @@ def _by_pairs(space: SearchSpace, origin: str, memory_limit: float | None) -> tu
             problem = space.build(_holding(held, [axis for axis in axes if axis not in free]))
             choices = _solve(space, problem, origin, memory_limit if rounds else None)
             cost = evaluate(problem.factors, choices)
-            if last is None or cost < best or not rounds:
-                best, last = cost, (problem, choices)
+            if cost < best or not rounds:
+                best, chosen = cost, (problem, choices)
                 held = {n: v.options[choices[v.number]] for n, v in problem.variables.items()}
         rounds += 1
         if best >= before * (1 - 1e-9) and rounds > 1:
-            return last
+            return chosen
 
 
 def _holding(held: Mapping[fx.Node, Option], axes: Sequence[int]) -> Callable[[fx.Node, Option], bool]:

@@ -53,7 +53,13 @@ class Agreement:
         if not self.alone:
             key = tuple(self.ranks)
             if key not in _GROUPS:
-                _GROUPS[key] = dist.new_group(self.ranks, timeout=CONTROL_TIMEOUT, backend="gloo", group_desc=CONTROL)
+                _GROUPS[key] = dist.new_group(
+                    self.ranks,
+                    timeout=CONTROL_TIMEOUT,
+                    backend="gloo",
+                    use_local_synchronization=len(self.ranks) < dist.get_world_size(),
+                    group_desc=CONTROL,
+                )
             self.group = _GROUPS[key]
 
     def table(self, mine: bytes) -> torch.Tensor:

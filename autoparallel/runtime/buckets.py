@@ -97,7 +97,7 @@ class _Unshard(torch.autograd.Function):
         chains = bucket.bucket.chains
         uses = len(chains[0].uses)
         rows = [list(grads[i * uses : (i + 1) * uses]) for i in range(len(chains))]
-        bucket.store.receive(chains, [row if any(g is not None for g in row) else [] for row in rows])
+        bucket.store.receive(chains, rows)
         return (None,) * (1 + len(chains))
 
 
@@ -147,7 +147,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
             storage = value.untyped_storage()
             if storage.data_ptr() not in at_rest:
                 self._owners[storage.data_ptr()] = (
-                    _torch.StorageWeakRef(storage), bucket, i, value.storage_offset()
+                    _torch.StorageWeakRef(storage), bucket, i, int(value.storage_offset())
                 )  # fmt: skip
 
     def regathered(self) -> list[Bucket]:
@@ -161,7 +161,8 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
             return tensor
         _, bucket, value, base = owner
         self._notes[bucket] += 1
-        return _Note(bucket, value, tensor.size(), tensor.stride(), tensor.storage_offset() - base, bucket.versions())
+        offset = int(tensor.storage_offset()) - base
+        return _Note(bucket, value, tensor.size(), tensor.stride(), offset, bucket.versions())
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Note):

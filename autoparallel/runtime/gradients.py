@@ -67,9 +67,13 @@ class GradientStore:
 
     # -- from a backward --------------------------------------------------------------------------------------------
 
-    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Tensors]) -> None:
-        """Takes the gradients of a bucket's parameters: for each, one for every use that was reached."""
-        present = [(chain, self.sum_uses(chain, values)) for chain, values in zip(chains, grads, strict=True) if values]
+    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """Takes the gradients of a bucket's parameters: for each, one for every use; None where none was reached."""
+        present = [
+            (chain, self.sum_uses(chain, values))
+            for chain, values in zip(chains, grads, strict=True)
+            if any(value is not None for value in values)
+        ]
         if not present:
             return
         if not self.synchronise:
@@ -84,17 +88,13 @@ class GradientStore:
             _torch.after_backward(self.finish)
         self._running.append(lambda: self._hand_out(kept, finish()))
 
-    def sum_uses(self, chain: ParameterChain, values: list[torch.Tensor]) -> torch.Tensor:
+    def sum_uses(self, chain: ParameterChain, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """One gradient, in the accumulator's layout, from those of the parameter's uses."""
-        if len(values) == 1 and len(chain.uses) == 1:
-            return values[0]
         total: torch.Tensor | None = None
         for value, use in zip(values, chain.uses, strict=True):
             if value is None:
                 continue
-            for axis, (src, dst) in enumerate(zip(dual_layout(use), chain.accumulator, strict=True)):
-                if src != dst:
-                    value = transfer(value, src, dst, group_name(self.prefix, self.names, (axis,)))
+            value = self._along(value, dual_layout(use), chain.accumulator)
             total = value if total is None else total + value
         assert total is not None
         return total

@@ -79,9 +79,9 @@ class Runner:
         values: dict[str, Any] = {**self.fixed}
         for name, path in self.program.captured.buffers.items():
             values[name] = self.plain.get_buffer(path)
-        for name, leaf in zip(self.leaf_names, leaves, strict=True):
-            if name is not None:
-                values[name] = leaf
+        for leaf_name, leaf in zip(self.leaf_names, leaves, strict=True):
+            if leaf_name is not None:
+                values[leaf_name] = leaf
         for bucket in self.hoisted:
             results = iter(bucket())
             for chain in bucket.bucket.chains:

@@ -148,7 +148,7 @@ def materialize(model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMes
         finally:
             module._parameters.update(kept)
         whole = [v.detach() for v in values.values() if v is not None]
-        broadcast_from_first([*whole, *(module._buffers[n] for n in buffers)], mesh, group)  # type: ignore[list-item]
+        broadcast_from_first([*whole, *(module._buffers[n] for n in buffers)], mesh, group)
         for (_, p), value in zip(own.items(), whole, strict=True):
             layout = layouts.get(names[id(p)], (Invariant,) * mesh.ndim)
             spec = _torch.make_spec(mesh, to_dtensor_placements(layout), p.shape, p.dtype)
