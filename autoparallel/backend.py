@@ -420,7 +420,7 @@ class _Unshard(torch.autograd.Function):
         uses = len(chains[0].uses)
         rows = [list(grads[i * uses : (i + 1) * uses]) for i in range(len(chains))]
         reached = [i for i, row in enumerate(rows) if any(g is not None for g in row)]
-        totals = [store.sum_uses(chains[i], rows[i]) for i in reached]  # type: ignore[arg-type]
+        totals = [store.sum_uses(chains[i], rows[i]) for i in reached]
         finished = store.start(totals, [chains[i].sync for i in reached])() if reached else []
         complete = dict(zip(reached, finished, strict=True))
         return (None, None, *(complete.get(i) for i in range(len(chains))))
