@@ -250,12 +250,12 @@ class _Compiler:
 
     def _settle(self, at_rest: dict[str, ParameterPlan]) -> None:
         """Gives every parameter its layout at rest, in place."""
-        self.at_rest = at_rest
         layouts = {name: parse_layout(plan.at_rest) for name, plan in at_rest.items()}
         if any(_is_meta(p) for p in [*self.store.parameters.values(), *self.model.buffers()]):
             materialize(self.model, layouts, self.mesh, whole_group(self.store.prefix))
         for name, parameter in self.store.parameters.items():
             lay_out(parameter, layouts[name], self.mesh)
+        self.at_rest = at_rest
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

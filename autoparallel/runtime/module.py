@@ -410,6 +410,12 @@ class ParallelModule(nn.Module):
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
         own = dict(self.named_parameters(remove_duplicate=False))
+        meta = [n for n, t in [*own.items(), *self.named_buffers()] if _torch.local_of(t).is_meta]
+        if meta:
+            raise RuntimeError(
+                f"{meta[0]} is on the meta device until the first call is planned, so there is nowhere to load it to: "
+                "pass example_inputs to compile(), or call model.prepare(*inputs), and load then"
+            )
         converted = {}
         for name, value in state_dict.items():
             parameter = own.get(name)

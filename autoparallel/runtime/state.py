@@ -117,45 +117,59 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
 def materialize(model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, group: Any) -> None:
     """Gives meta parameters and buffers values, one module at a time, and keeps this rank's part of each.
 
-    The first rank's random numbers are used; no rank ever holds more than one module's whole parameters.
+    The first rank's random numbers are used, and drawn as when the modules are made; no rank ever holds more than one
+    module's whole parameters.  A tied weight keeps the values of the module that comes first.
 
     Raises:
-        RuntimeError: naming a module that has meta tensors but no ``reset_parameters()``.
+        RuntimeError: naming a module that has meta tensors but no ``reset_parameters()``; nothing is changed then.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    done: set[int] = set()
+    pending: list[tuple[nn.Module, list[str], list[str]]] = []
     for path, module in model.named_modules():
-        own = {n: p for n, p in module._parameters.items() if p is not None and _is_meta(p) and id(p) not in done}
-        buffers = {n: b for n, b in module._buffers.items() if b is not None and b.device.type == "meta"}
-        if not own and not buffers:
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
+        own = [n for n, p in module._parameters.items() if p is not None and _is_meta(p)]
+        buffers = [n for n, b in module._buffers.items() if b is not None and _is_meta(b)]
+        if (own or buffers) and not hasattr(module, "reset_parameters"):
             raise RuntimeError(
                 f"{path or type(model).__name__} ({type(module).__name__}) has tensors on the meta device "
                 f"({', '.join([*own, *buffers])}) but no reset_parameters(): add one, or load a state dict with "
                 "load_state_dict(..., assign=True) before compile()"
             )
-        kept = dict(module._parameters)
-        device = torch.device(mesh.device_type)
-        for n, p in own.items():
-            module._parameters[n] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
-        for n, b in buffers.items():
-            module._buffers[n] = torch.empty(b.shape, dtype=b.dtype, device=device)
-        try:
-            reset()
-            values = {n: module._parameters[n] for n in own}
-        finally:
-            module._parameters.update(kept)
-        whole = [v.detach() for v in values.values() if v is not None]
-        broadcast_from_first([*whole, *(module._buffers[n] for n in buffers)], mesh, group)
-        for (_, p), value in zip(own.items(), whole, strict=True):
+        if own or buffers:
+            pending.append((module, own, buffers))
+    for module, own, buffers in pending:
+        parameters, values = _reset(module, own, buffers, torch.device(mesh.device_type))
+        broadcast_from_first([*values, *(module._buffers[n] for n in buffers)], mesh, group)  # type: ignore[list-item]
+        for p, value in zip(parameters, values, strict=True):
+            if not _is_meta(p):
+                continue  # tied, and done already
             layout = layouts.get(names[id(p)], (Invariant,) * mesh.ndim)
             spec = _torch.make_spec(mesh, to_dtensor_placements(layout), p.shape, p.dtype)
-            local = local_slice(value, layout, mesh)
-            new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=p.requires_grad)
+            new = nn.Parameter(_torch.wrap_local(local_slice(value, layout, mesh), spec), requires_grad=p.requires_grad)
+            new.__dict__.update(p.__dict__)
             swap_tensors(p, new)
-            done.add(id(p))
+
+
+def _reset(
+    module: nn.Module, own: list[str], buffers: list[str], device: torch.device
+) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+    """Calls ``reset_parameters()`` on whole tensors in place of the module's; returns its parameters and their values.
+
+    The named buffers are left with their new values; tensors that have values already keep them.
+    """
+    kept, kept_buffers = dict(module._parameters), dict(module._buffers)
+    for n, p in kept.items():
+        if p is not None:
+            module._parameters[n] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
+    for n, b in kept_buffers.items():
+        if b is not None:
+            module._buffers[n] = torch.empty(b.shape, dtype=b.dtype, device=device) if n in buffers else b.clone()
+    try:
+        module.reset_parameters()  # type: ignore[operator]
+        values = {n: module._parameters[n] for n in own}
+    finally:
+        module._parameters.update(kept)
+        module._buffers.update({n: b for n, b in kept_buffers.items() if n not in buffers})
+    return [kept[n] for n in own], [v.detach() for v in values.values()]  # type: ignore[misc, union-attr]
 
 
 def _is_meta(parameter: torch.Tensor) -> bool:
