@@ -2,6 +2,8 @@
 
 The operators of a program communicate through ``groups.communicator_of``; here that seam leads to a rendezvous of
 threads.  Forward and backward both work, because eager autograd on a CPU runs the backward in the calling thread.
+
+The ranks take turns: one runs until it waits for the others.  Threads that compete for the interpreter are slower.
 """
 
 from __future__ import annotations
@@ -19,13 +21,21 @@ class _Rendezvous:
     def __init__(self, count: int, timeout: float) -> None:
         self.barrier = threading.Barrier(count, timeout=timeout)
         self.slots: list[Any] = [None] * count
+        self.turn = threading.Lock()
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self.slots[rank] = value
-        self.barrier.wait()
+        self._wait()
         values = list(self.slots)
-        self.barrier.wait()
+        self._wait()
         return values
+
+    def _wait(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
 
 class _ThreadCommunicator:
@@ -107,7 +117,8 @@ def simulate(
     def body(rank: int) -> None:
         use_communicator(_ThreadCommunicator(rank, names, shape, meeting))
         try:
-            results[rank] = function(rank)
+            with meeting.turn:
+                results[rank] = function(rank)
         except threading.BrokenBarrierError:
             pass
         except BaseException as error:  # noqa: BLE001 - handed to the caller

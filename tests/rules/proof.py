@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,14 +67,21 @@ class Example:
 
 @dataclass
 class Proof:
-    """What was proved: how often an operator ran in modes of each kind."""
+    """What was proved: how often modes of each kind were right, and how often each operator was right while sharded.
+
+    ``skipped`` counts the ways in which sizes do not divide.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
+    sharded: dict[Any, int] = field(default_factory=dict)
     skipped: int = 0
 
-    def add(self, modes: Sequence[Mode]) -> None:
+    def add(self, example: Example, modes: Sequence[Mode]) -> None:
+        """Counts one way of a call that was right."""
         for mode in modes:
             self.counts[mode.kind] = self.counts.get(mode.kind, 0) + 1
+            if mode.kind == "shard":
+                self.sharded[example.target] = self.sharded.get(example.target, 0) + 1
 
     @property
     def total(self) -> int:
@@ -183,23 +191,34 @@ def combine(values: Sequence[Tensor], layout: Layout, mesh: Sequence[int], what:
 
 
 def prove(example: Example, proof: Proof | None = None) -> Proof:
-    """Runs the example in every way its rule allows; raises ``Disproved`` at the first that is wrong."""
+    """Runs the example in every way its rule allows; raises ``Disproved`` with all ways that are wrong."""
     proof = proof if proof is not None else Proof()
+    wrong = prove_all([example], proof)
+    if wrong:
+        raise Disproved("\n".join(wrong))
+    return proof
+
+
+def prove_all(examples: Sequence[Example], proof: Proof) -> list[str]:
+    """Runs all examples in every way their rules allow, and returns what was wrong."""
     on_axis: list[Run] = []
     on_mesh: list[Run] = []
-    for i, flags in enumerate(_differentiable_sets(example)):
-        call = Call(example, flags, _flows(example, flags))
-        reference = Reference(call)
-        modes = [t.mode for t in _ways(call)]
-        on_axis += [Run(call, reference, (mode,), AXIS) for mode in modes]
-        if i == 0:
-            pairs = list(itertools.product(modes, repeat=2))
-            if len(pairs) > MOST_PAIRS:
-                pairs = random.Random(0).sample(pairs, MOST_PAIRS)
-            on_mesh += [Run(call, reference, pair, MESH) for pair in pairs]
-    execute(on_axis, AXIS, proof)
-    execute(on_mesh, MESH, proof)
-    return proof
+    for example in examples:
+        for i, flags in enumerate(_differentiable_sets(example)):
+            call = Call(example, flags, _flows(example, flags))
+            reference = Reference(call)
+            modes = [t.mode for t in _ways(call)]
+            on_axis += [Run(call, reference, (mode,), AXIS) for mode in modes]
+            if i == 0:
+                on_mesh += [Run(call, reference, pair, MESH) for pair in _pairs(modes)]
+    return execute(on_axis, AXIS, proof) + execute(on_mesh, MESH, proof)
+
+
+def _pairs(modes: Sequence[Mode]) -> list[tuple[Mode, ...]]:
+    """Pairs of modes for a mesh: every factor on both axes, and a sample of the others, always the same."""
+    twice: list[tuple[Mode, ...]] = [(m, m) for m in modes if m.kind == "shard"]
+    rest = [pair for pair in itertools.product(modes, repeat=2) if pair not in twice]
+    return twice + random.Random(0).sample(rest, min(len(rest), max(MOST_PAIRS - len(twice), 4)))
 
 
 def _ways(call: Call) -> list[Typed]:
@@ -316,32 +335,41 @@ class Run:
             _compare(what, found, whole if whole is not None else torch.zeros_like(found))
 
 
-def execute(runs: Sequence[Run], mesh: Sequence[int], proof: Proof) -> None:
-    """Executes all runs on one simulated mesh, one after another, and checks each."""
+def execute(runs: Sequence[Run], mesh: Sequence[int], proof: Proof) -> list[str]:
+    """Executes all runs on one simulated mesh, one after another; returns what was wrong."""
     possible = [run for run in runs if run.divisible]
     proof.skipped += len(runs) - len(possible)
-    at = [0] * len(coordinates(mesh))
+    wrong: dict[Run, str] = {}
+    for run in possible:
+        try:
+            run.localize()
+        except Exception as error:
+            wrong[run] = f"{run}: {error}"
+    ready = [run for run in possible if run not in wrong]
 
-    def rank_program(rank: int) -> list[tuple[Tensor, list[Tensor | None]]]:
-        results = []
-        for i, run in enumerate(possible):
-            at[rank] = i
-            results.append(run.run(rank))
+    def rank_program(rank: int) -> list[Any]:
+        results: list[Any] = []
+        for run in ready:
+            try:
+                results.append(run.run(rank))
+            except threading.BrokenBarrierError:
+                raise
+            except Exception as error:  # the other ranks fail alike, or wait for this one in vain, which is told, too
+                results.append(error)
         return results
 
-    here = None
-    try:
-        for run in possible:
-            here = run
-            run.localize()
-        here = None
-        ranks = simulate(rank_program, mesh, NAMES[-len(mesh) :])
-        for i, run in enumerate(possible):
-            here = run
-            run.check([results[i] for results in ranks])
-            proof.add(run.modes)
-    except Exception as error:
-        raise Disproved(f"{here if here is not None else possible[min(at)]}: {error}") from error
+    ranks = simulate(rank_program, mesh, NAMES[-len(mesh) :]) if ready else []
+    for i, run in enumerate(ready):
+        try:
+            results = [r[i] for r in ranks]
+            for result in results:
+                if isinstance(result, Exception):
+                    raise result
+            run.check(results)
+            proof.add(run.call.example, run.modes)
+        except Exception as error:
+            wrong[run] = f"{run}: {error}"
+    return [wrong[run] for run in possible if run in wrong]
 
 
 def _compare(what: str, found: Tensor, expected: Tensor) -> None:
@@ -363,5 +391,5 @@ def _redistributor(mesh: Sequence[int]) -> Redistributor:
 
 __all__ = [
     "AXIS", "MESH", "Call", "Disproved", "Example", "Proof", "Reference", "Run", "combine", "cut", "divides",
-    "execute", "prove",
+    "execute", "prove", "prove_all",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from autoparallel.rules import matmul, operator_name, ruled_targets
 from autoparallel.rules.core import _RULES, Rule, make_rule
 from autoparallel.rules.elementwise import elementwise
 from tests.rules.examples import FAMILIES, examples_of, real
-from tests.rules.proof import Disproved, Example, Proof, prove
+from tests.rules.proof import Disproved, Example, Proof, prove, prove_all
 
 aten = torch.ops.aten
 
@@ -28,19 +28,13 @@ def test_every_rule_has_an_example() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rules_of_a_family_are_proved(family: str, capsys: pytest.CaptureFixture[str]) -> None:
-    proof, wrong = Proof(), []
-    sharded: dict[Any, int] = {}
-    for example in FAMILIES[family]:
-        before = proof.counts.get("shard", 0)
-        try:
-            prove(example, proof)
-        except Disproved as error:
-            wrong.append(str(error))
-        sharded[example.target] = sharded.get(example.target, 0) + proof.counts.get("shard", 0) - before
+    proof = Proof()
+    examples = FAMILIES[family]
+    wrong = prove_all(examples, proof)
     with capsys.disabled():
-        print(f"\n{family}: {len(FAMILIES[family])} calls, ways proved: {proof.counts}, not divisible: {proof.skipped}")
+        print(f"\n{family}: {len(examples)} calls, ways proved: {proof.counts}, not divisible: {proof.skipped}")
     assert not wrong, "\n".join(wrong)
-    assert _names([t for t, count in sharded.items() if not count]) == [], "never ran sharded"
+    assert _names([e.target for e in examples if e.target not in proof.sharded]) == [], "never ran sharded"
     assert proof.counts["shard"] > proof.skipped
 
 
