@@ -109,7 +109,7 @@ def _elementwise() -> list[Example]:
         e(aten.masked_fill.Scalar, (real(6, 6), truth(6), 0), label="zero"),
         e(aten.masked_fill.Scalar, (real(6, 6), truth(6), -3.0)),
         e(aten.masked_fill.Tensor, (real(6, 6), truth(6, 1), real())),
-        e(aten.prelu.default, (real(6, 6, 2), real(6))),
+        e(aten.prelu.default, (real(6, 6, 3), real(6))),
         e(aten.prelu.default, (real(6, 6), real(1)), label="one slope"),
         e(ops.dropout, (real(6, 6, 2), 0.4, 3)),
     ]
@@ -146,7 +146,7 @@ def _matmul() -> list[Example]:
         e(aten.einsum.default, ("ii,i->i", [real(6, 6), real(6)]), label="diagonal"),
         e(aten.einsum.default, ("bi,ij,bj->b", [real(6, 6), real(6, 6), real(6, 6)]), label="three"),
         e(aten.einsum.default, ("...i->i", [real(6, 6)]), label="lost dims"),
-        e(aten.tensordot.default, (real(6, 6, 2), real(6, 2, 6), [0, 2], [2, 1])),
+        e(aten.tensordot.default, (real(6, 6, 3), real(6, 3, 6), [0, 2], [2, 1])),
         e(attention, (real(*q), real(*k), real(*v))),
         e(attention, (real(6, 4, 2), real(6, 3, 2), real(6, 3, 2)), label="three dims"),
         e(attention, (real(2, 6, 6, 2), real(2, 6, 6, 2), real(2, 6, 6, 2)), {"is_causal": True}, label="causal"),
@@ -266,7 +266,7 @@ def _reductions() -> list[Example]:
 
 def _losses() -> list[Example]:
     e = Example
-    target = whole(6, 6, 2)
+    target = whole(6, 6, 3)
     ignored = torch.where(truth(6, 6), whole(6, 6, high=12), -100)
     found: list[Example] = []
     for reduction in (0, 1, 2):
@@ -283,11 +283,11 @@ def _losses() -> list[Example]:
               constant=frozenset({2, 3})),
             e(aten.cross_entropy_loss.default, (a, inside(6, 6), None, reduction), label=f"soft {reduction}"),
             e(aten.cross_entropy_loss.default,
-              (real(6, 6, 6, 2), inside(6, 6, 6, 2), positive(6), reduction, -100, 0.1),
+              (real(6, 6, 6, 3), inside(6, 6, 6, 3), positive(6), reduction, -100, 0.1),
               constant=frozenset({2}), label=f"soft, weights, dims {reduction}"),
         ]  # fmt: skip
     for reduction in (0, 2, 1):
-        args = (real(6, 6, 6, 2).log_softmax(1), target, positive(6), reduction, 2)
+        args = (real(6, 6, 6, 3).log_softmax(1), target, positive(6), reduction, 2)
         found += [
             e(aten.nll_loss_nd.default, args, constant=frozenset({2}), label=str(reduction)),
             e(aten.nll_loss_nd.default, (real(6, 12), ignored[0], None, reduction, -100), label=f"rows {reduction}"),
@@ -362,10 +362,10 @@ def _shapes() -> list[Example]:
         e(aten.unsqueeze.default, (real(6, 6), 0), label="first"),
         e(aten.expand.default, (real(6, 1), [6, 6, -1])),
         e(aten.expand.default, (real(6, 1), [6, 6]), label="broadcast"),
-        e(aten.transpose.int, (real(6, 2, 6), 0, -1)),
+        e(aten.transpose.int, (real(6, 3, 6), 0, -1)),
         e(aten.t.default, (real(6, 6),)),
         e(aten.numpy_T.default, (real(6, 6),)),
-        e(aten.permute.default, (real(6, 2, 6), [2, 0, -2])),
+        e(aten.permute.default, (real(6, 3, 6), [2, 0, -2])),
         e(aten.select.int, (real(6, 3, 6), 1, -1)),
         e(aten.slice.Tensor, (real(6, 6), 1, 1, 4)),
         e(aten.slice.Tensor, (real(6, 6), -2, 0, 2**62, 2), label="steps"),

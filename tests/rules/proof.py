@@ -40,7 +40,7 @@ class Disproved(AssertionError):
     """A rule whose local programs do not compute what the operator computes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Example:
     """One call of an operator.
 
@@ -69,11 +69,13 @@ class Example:
 class Proof:
     """What was proved: how often modes of each kind were right, and how often each operator was right while sharded.
 
-    ``skipped`` counts the ways in which sizes do not divide.
+    ``factors`` are those that each example was right with while they were sharded; ``skipped`` counts the ways in
+    which sizes do not divide.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     sharded: dict[Any, int] = field(default_factory=dict)
+    factors: dict[Example, set[str]] = field(default_factory=dict)
     skipped: int = 0
 
     def add(self, example: Example, modes: Sequence[Mode]) -> None:
@@ -82,6 +84,7 @@ class Proof:
             self.counts[mode.kind] = self.counts.get(mode.kind, 0) + 1
             if mode.kind == "shard":
                 self.sharded[example.target] = self.sharded.get(example.target, 0) + 1
+                self.factors.setdefault(example, set()).add(mode.factor)
 
     @property
     def total(self) -> int:
@@ -335,6 +338,16 @@ class Run:
             _compare(what, found, whole if whole is not None else torch.zeros_like(found))
 
 
+def never_sharded(examples: Sequence[Example], proof: Proof) -> list[str]:
+    """The factors that a rule lets be sharded, but whose sizes divided on no mesh of the proof."""
+    found = []
+    for example in examples:
+        call = Call(example, [x.is_floating_point() for x in example.tensors], True)
+        declared = {t.mode.factor for t in _ways(call) if t.mode.kind == "shard"}
+        found += [f"{example}: {factor}" for factor in sorted(declared - proof.factors.get(example, set()))]
+    return found
+
+
 def execute(runs: Sequence[Run], mesh: Sequence[int], proof: Proof) -> list[str]:
     """Executes all runs on one simulated mesh, one after another; returns what was wrong."""
     possible = [run for run in runs if run.divisible]
@@ -391,5 +404,5 @@ def _redistributor(mesh: Sequence[int]) -> Redistributor:
 
 __all__ = [
     "AXIS", "MESH", "Call", "Disproved", "Example", "Proof", "Reference", "Run", "combine", "cut", "divides",
-    "execute", "prove", "prove_all",
+    "execute", "never_sharded", "prove", "prove_all",
 ]  # fmt: skip

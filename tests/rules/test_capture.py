@@ -135,10 +135,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rotary": lambda x, y, b: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, 2)))).flatten(2),
 }  # fmt: skip
 
-REPLICATED = {"mse_loss_broadcast": []}
-"""What these functions are known to leave without a rule."""
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_captured_functions_have_rules_and_the_same_numbers(name: str) -> None:
     model = _Case(FUNCTIONS[name])
@@ -167,4 +163,4 @@ def test_captured_functions_have_rules_and_the_same_numbers(name: str) -> None:
             assert (ours is None or not ours.any()) and (plain is None or not plain.any())
         else:
             torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
-    assert _without_rule(captured) == REPLICATED.get(name, [])
+    assert _without_rule(captured) == []
