@@ -146,7 +146,7 @@ class Plan:
                     parse_mode(mode)
         except PlanError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not a plan: {type(error).__name__}: {error}") from error
         return plan
 

@@ -1,0 +1,126 @@
+"""`canonicalize_operators`: what is left of an operator, as text; that the numbers stay is proved in tests/rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.passes.support import captured, show
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def lines_of(function: Callable[..., Any] | nn.Module, *args: Tensor, loss_fn: Any = None) -> list[str]:
+    model = function if isinstance(function, nn.Module) else Function(function)
+    return show(captured(model, *args, loss_fn=loss_fn).module)
+
+
+def operators(lines: list[str]) -> list[str]:
+    return [line.split(" = ")[1].split("(")[0] for line in lines if " = " in line]
+
+
+class TestTheExample:
+    def test_after(self) -> None:
+        logits, target = torch.rand(8, 4), torch.randint(0, 4, (8,))
+        assert lines_of(lambda x: F.dropout(x, 0.1, True), logits, target, loss_fn=F.cross_entropy) == [
+            "args_0",
+            "args_1",
+            "dropout = ops.dropout(args_0, 0.1, 0)",
+            "cross_entropy_sum = ops.cross_entropy_sum(dropout, args_1, None, -100, 0.0)",
+            "cross_entropy_weight = ops.cross_entropy_weight(args_1, None, -100, torch.float32)",
+            "div_tensor = aten.div.Tensor(cross_entropy_sum, cross_entropy_weight)",
+            "return [div_tensor]",
+        ]
+
+
+class TestRandomness:
+    def test_every_dropout_has_a_number_of_its_own(self) -> None:
+        lines = lines_of(lambda x: F.dropout(F.dropout(x, 0.5, True) + 1, 0.1, True), torch.rand(8, 4))
+        assert [line.split(", ")[-1] for line in lines if "ops.dropout" in line] == ["0)", "1)"]
+
+    @pytest.mark.parametrize("p, training", [(0.5, False), (0.0, True)])
+    def test_one_that_does_nothing_is_gone(self, p: float, training: bool) -> None:
+        found = operators(lines_of(lambda x: F.dropout(x, p, training) + 1, torch.rand(8, 4)))
+        assert not any("dropout" in name for name in found) and found[-1] == "aten.add.Tensor"
+
+    def test_attention_drops_its_weights_by_position(self) -> None:
+        def attend(q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True)
+
+        found = operators(lines_of(attend, torch.rand(8, 2, 3, 4)))
+        assert "ops.dropout" in found and "aten.scaled_dot_product_attention" not in found
+
+    def test_attention_without_dropout_stays_whole(self) -> None:
+        found = operators(lines_of(lambda q: F.scaled_dot_product_attention(q, q, q), torch.rand(8, 2, 3, 4)))
+        assert found == ["aten.scaled_dot_product_attention"]
+
+
+class TestBatchNorm:
+    def test_statistics_are_means_over_the_batch(self) -> None:
+        found = operators(lines_of(nn.BatchNorm1d(4), torch.rand(8, 4)))
+        assert found.count("aten.mean.dim") == 2, "mean and variance"
+        assert found.count("aten.detach") == 2, "no gradient flows into the running statistics"
+        assert not any("batch_norm" in name for name in found)
+
+    def test_the_unbiased_variance_divides_by_the_actual_batch(self) -> None:
+        lines = lines_of(nn.BatchNorm1d(4), torch.rand(8, 4))
+        assert any("aten.sym_size.int(args_0, 0)" in line for line in lines)
+        assert not any(re.search(r"\b8\b", line) for line in lines), "the size is not written down"
+
+    def test_evaluation_changes_no_buffer(self) -> None:
+        found = operators(lines_of(nn.BatchNorm1d(4).eval(), torch.rand(8, 4)))
+        assert "aten.mean.dim" not in found and "aten.rsqrt" in found
+
+
+class TestShapes:
+    def test_views_become_reshapes(self) -> None:
+        lines = lines_of(lambda x: x.view(x.shape[0], 2, 4), torch.rand(8, 8))
+        size = lines[1].split(" = ")[0]
+        assert lines[2:] == [f"reshape_default = aten.reshape(args_0, [{size}, 2, 4])", "return [reshape_default]"]
+
+    def test_several_results_become_several_operators(self) -> None:
+        def parts(x: Tensor) -> list[Tensor]:
+            a, b = x.split(4, -1)
+            c, d = x.unflatten(1, (2, 4)).unbind(1)
+            return [a, b, c, d]
+
+        found = operators(lines_of(parts, torch.rand(8, 8)))
+        assert "_operator.getitem" not in found
+        assert found.count("aten.slice.Tensor") == 2 and found.count("aten.select.int") == 2
+
+    def test_a_slice_of_everything_is_gone(self) -> None:
+        assert operators(lines_of(lambda x: x[:, 0:] + 1, torch.rand(8, 4))) == ["aten.add.Tensor"]
+
+
+def test_nothing_dead_is_left() -> None:
+    def wasteful(x: Tensor) -> Tensor:
+        x.relu() + 3
+        assert x.shape[1] == 4
+        return x * 2
+
+    assert operators(lines_of(wasteful, torch.rand(8, 4))) == ["aten.mul.Tensor"]
+
+
+def test_changes_in_place_are_gone() -> None:
+    def change(x: Tensor) -> Tensor:
+        y = x + 1
+        y.relu_()
+        y[:, 0] = 0
+        y += x
+        return y
+
+    for line in lines_of(change, torch.rand(8, 4)):
+        assert not re.search(r"aten\.\w+_[.(]", line), line

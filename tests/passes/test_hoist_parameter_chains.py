@@ -1,0 +1,139 @@
+"""`hoist_parameter_chains`: chains leave the body, with the way of the gradient back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autoparallel.passes.hoist_parameter_chains import GradientError, ParameterChain, hoist_parameter_chains
+from autoparallel.passes.insert_collectives import Sizes
+from autoparallel.placements import format_layout, parse_layout
+from autoparallel.redistribution import Step
+from tests.passes.support import captured, localized, redistributor, show
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w(x)
+
+
+def hoisted(
+    model: nn.Module, modes: dict[str, list[str]], parameters: dict[str, str], axes: Any = (("dp", 2),)
+) -> tuple[fx.GraphModule, list[ParameterChain]]:
+    graph = captured(model, torch.rand(8, 4))
+    module = localized(graph, modes, parameters, axes=axes, outputs=[None])
+    rows = redistributor(*(n for _, n in axes))
+    return module, hoist_parameter_chains(module, graph.parameters, rows, Sizes(graph.actual))
+
+
+class TestTheExample:
+    def test_before_and_after(self) -> None:
+        graph = captured(Linear(), torch.rand(8, 4))
+        module = localized(
+            graph, {"w/aten.linear#0": ["shard:...0"]}, {"w.weight": "S0"}, axes=[("dp", 2)], outputs=[None]
+        )
+        assert show(module) == [
+            "p_model_w_weight  S0",
+            "args_0  I",
+            "redistribute = collectives.redistribute(args_0, 'I', 'S0', 'mesh0/dp')  S0",
+            "redistribute_1 = collectives.redistribute(p_model_w_weight, 'S0', 'R', 'mesh0/dp')  R",
+            "linear = aten.linear(redistribute, redistribute_1)  S0",
+            "return [linear]",
+        ]
+        (chain,) = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual))
+        body = [line.replace(chain.placeholders[0], "w") for line in show(module)]
+        assert body == [
+            "w  R",
+            "args_0  I",
+            "redistribute = collectives.redistribute(args_0, 'I', 'S0', 'mesh0/dp')  S0",
+            "linear = aten.linear(redistribute, w)  S0",
+            "return [linear]",
+        ]
+        assert str(chain) == "w.weight: S0 -> R; gradient P"
+        assert [(str(s.src), str(s.dst)) for s in chain.paths[0]] == [("S0", "R")]
+        assert [(str(s.src), str(s.dst)) for s in chain.sync] == [("P", "S0")]
+        assert chain.trainable and chain.shape == (4, 4) and chain.at_rest == parse_layout("S0")
+
+    def test_data_parallel_reduces_whole_gradients(self) -> None:
+        _, (chain,) = hoisted(Linear(), {"w/aten.linear#0": ["shard:...0"]}, {})
+        assert str(chain) == "w.weight: I -> R; gradient P"
+        assert [(str(s.src), str(s.dst)) for s in chain.sync] == [("P", "I")]
+
+    def test_tensor_parallel_needs_no_steps(self) -> None:
+        _, (chain,) = hoisted(Linear(), {"w/aten.linear#0": ["shard:n"]}, {"w.weight": "S0"}, axes=[("tp", 2)])
+        assert chain.paths == ((),) and chain.sync == () and format_layout(chain.accumulator) == "S0"
+
+    def test_a_frozen_parameter_has_no_way_back(self) -> None:
+        model = Linear()
+        model.w.requires_grad_(False)
+        _, (chain,) = hoisted(model, {"w/aten.linear#0": ["shard:...0"]}, {"w.weight": "S0"})
+        assert not chain.trainable
+
+
+class TestSeveralUses:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4, bias=False)
+            self.b = nn.Linear(4, 4, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    def test_two_layouts_meet_in_a_summand(self) -> None:
+        modes = {"a/aten.linear#0": ["shard:n"], "b/aten.linear#0": ["shard:k"]}
+        module, (chain,) = hoisted(self.Twice(), modes, {"a.weight": "S0"}, axes=[("tp", 2)])
+        assert [format_layout(u) for u in chain.uses] == ["S0", "S1"] and len(chain.placeholders) == 2
+        assert format_layout(chain.accumulator) == "P"
+        assert [(str(s.src), str(s.dst)) for s in chain.sync] == [("P", "S0")]
+        assert not any("redistribute(p_model" in line for line in show(module))
+
+    def test_one_layout_is_one_use(self) -> None:
+        modes = {"a/aten.linear#0": ["shard:...0"], "b/aten.linear#0": ["shard:...0"]}
+        _, (chain,) = hoisted(self.Twice(), modes, {"a.weight": "S0"})
+        assert len(chain.uses) == 1 and len(chain.paths) == 1
+
+
+def chain_with(sync: tuple[Step, ...], at_rest: str, accumulator: str) -> ParameterChain:
+    return ParameterChain(
+        "w", (4, 4), torch.float32, parse_layout(at_rest), (parse_layout("R"),), ("w",), ((),),
+        parse_layout(accumulator), sync, True,
+    )  # fmt: skip
+
+
+class TestAnIncompleteChain:
+    def step(self, src: str, dst: str) -> Step:
+        return Step((0,), parse_layout(src)[0], parse_layout(dst)[0])
+
+    @pytest.mark.parametrize(
+        ("sync", "at_rest", "accumulator", "message"),
+        [
+            ([], "I", "P", "ends as P, the parameter lies as I: it would not be completed exactly once"),
+            ([("P", "I"), ("P", "I")], "I", "P", "is I before"),
+            ([("P", "S1")], "S0", "P", "ends as S1, the parameter lies as S0"),
+            ([("S0", "I")], "I", "P", "is P before"),
+            ([], "P", "P", "the parameter lies as P"),
+        ],
+    )
+    def test_is_refused(self, sync: list[tuple[str, str]], at_rest: str, accumulator: str, message: str) -> None:
+        from autoparallel.passes.hoist_parameter_chains import _require_complete
+
+        with pytest.raises(GradientError, match=message):
+            _require_complete(chain_with(tuple(self.step(*s) for s in sync), at_rest, accumulator))
+
+    def test_is_found_in_a_program(self) -> None:
+        """A collective of the chain that says it begins elsewhere, so that its transpose ends elsewhere."""
+        graph = captured(Linear(), torch.rand(8, 4))
+        modes = {"w/aten.linear#0": ["shard:...0"]}
+        module = localized(graph, modes, {"w.weight": "S0"}, axes=[("dp", 2)], outputs=[None])
+        next(n for n in module.graph.nodes if n.name == "p_model_w_weight").meta["placements"] = parse_layout("S1")
+        with pytest.raises(GradientError, match=r"the gradient of w\.weight ends as S0, the parameter lies as S1"):
+            hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual))
