@@ -30,7 +30,7 @@ from autoparallel.planner.elimination import Factor
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.presets import Constraints
 from autoparallel.redistribution import Redistributor, local_numel
-from autoparallel.rules import has_rule, operator_name, rule_for
+from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import INVARIANT_MODE, Mode, Typed
 
@@ -154,7 +154,7 @@ class SearchSpace:
             return self._whole_option(node)
         if node not in self.searched:
             return self._whole_option(node)
-        if not has_rule(node.target):
+        if rule_for(node) is None:
             self._count_unruled(node)
         return self._operator_options(node)
 
