@@ -109,8 +109,26 @@ def after_backward(callback: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def accumulated(ctx: Any, count: int) -> list[bool]:
+    """Which of the last ``count`` inputs of an autograd function, whose backward runs now, have ``.grad`` added to.
+
+    All that are trained under ``backward()``, the chosen ones under ``backward(inputs=...)``, and none under
+    ``torch.autograd.grad()``, which hands gradients out instead.
+    """
+    return [_accumulates(node) for node, _ in ctx.next_functions[-count:]]
+
+
+def _accumulates(node: Any) -> bool:
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf under torch.autograd.grad()
+        return False
+
+
 __all__ = [
-    "StorageWeakRef", "after_backward", "all_gather_single", "free_unbacked_symbols", "graph_break_of",
+    "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "free_unbacked_symbols", "graph_break_of",
     "is_compiled_call", "is_fake", "leave_open", "local_of", "make_fake_mode", "make_spec", "outside_of_dynamo",
     "process_group", "reduce_scatter_single", "source_of", "spec_of", "wrap_local",
 ]  # fmt: skip

@@ -192,10 +192,13 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
         ctx.spec = (src, dst, group)
+        ctx.set_materialize_grads(False)
         return _apply(x, src, dst, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if grads[0] is None:  # of an output that is not differentiated
+            return None, None, None, None
         src, dst, group = ctx.spec
         return redistribute(grads[0], _DUALS.get(dst, dst), _DUALS.get(src, src), group), None, None, None
 

@@ -173,6 +173,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:
         classes = 0 if x.ndim == 1 else 1
         ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
         if x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         valid = target != ignore_index
@@ -187,7 +188,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return (totals[0].log() - totals[1]).where(valid, 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is None:
+            return None, None, None, None
         softmax, local, mine, valid = ctx.saved_tensors
         classes = 0 if softmax.ndim == 1 else 1
         grad = softmax.scatter_add(classes, local, -mine.to(softmax.dtype).unsqueeze(classes))

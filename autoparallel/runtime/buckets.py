@@ -97,6 +97,13 @@ class _Unshard(torch.autograd.Function):
         chains = bucket.bucket.chains
         uses = len(chains[0].uses)
         rows = [list(grads[i * uses : (i + 1) * uses]) for i in range(len(chains))]
+        wanted = _torch.accumulated(ctx, len(chains))
+        if not any(wanted):
+            raise RuntimeError(
+                "torch.autograd.grad() with respect to parameters is not supported on a model compiled by "
+                "autoparallel: call backward() and read .grad"
+            )
+        rows = [row if w else [None] * uses for row, w in zip(rows, wanted, strict=True)]
         bucket.store.receive(chains, rows)
         return (None,) * (1 + len(chains))
 

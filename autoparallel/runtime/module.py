@@ -102,10 +102,11 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, store: GradientStore, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.store = store
+        ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
@@ -153,6 +154,7 @@ class ParallelModule(nn.Module):
         self._ready: dict[Any, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._calls, self._seed = 0, seed
         self._norm_programs: dict[Any, Any] = {}
+        self._parameter_ids = {id(p) for p in plain.parameters()}
         self._plan: Plan | None = None
         _watch_optimizers(self)
 
@@ -184,6 +186,12 @@ class ParallelModule(nn.Module):
         with_target = self._has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
         leaves, in_spec = pytree.tree_flatten((args, kwargs))
         problem: str | None = None
+        held = {id(p) for p in self._plain.parameters()}
+        if held != self._parameter_ids:
+            problem = (
+                "a parameter was added, removed or replaced after compile(), so that it would not be trained: change "
+                "the plain model, then compile it"
+            )
         if torch.is_autocast_enabled(self._mesh.device_type):
             problem = "the model is called under torch.autocast, which is not supported yet: call it outside"
         layouts: list[Layout | None] = []
@@ -237,7 +245,8 @@ class ParallelModule(nn.Module):
             key = (*key, call.batch)
             kind = self._kinds.get(key)
         if kind is None:
-            kind = self._make_kind(self, call)
+            with torch.inference_mode(False):  # what is made now is used for training, too
+                kind = self._make_kind(self, call)
             if not self._kinds or self._plan is None:
                 self._plan = kind.plan
             if not fits(kind.runner.program.captured, call.specs):
@@ -403,6 +412,22 @@ class ParallelModule(nn.Module):
         """Sets the training mode, as ``nn.Module.train``."""
         super().train(mode)
         self._plain.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
+        """What ``to()``, ``float()`` and the like call; the program is made for one dtype and device.
+
+        Raises:
+            RuntimeError: when a tensor would change.
+        """
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            probe = torch.empty(0, dtype=tensor.dtype, device=_torch.local_of(tensor).device)
+            changed = fn(probe)
+            if (changed.dtype, changed.device.type) != (probe.dtype, probe.device.type):
+                raise RuntimeError(
+                    f"{name} would become {changed.dtype} on {changed.device.type}: change the plain model "
+                    "(model.to(...)), then compile it"
+                )
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

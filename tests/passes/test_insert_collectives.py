@@ -111,15 +111,12 @@ class TestData:
         (reduced,) = {str(t.mode) for t in call_modes(mean) if t.mode.kind == "shard" and t.operands[0] == Shard(0)}
         modes = {"lin/aten.linear#0": ["shard:...0"], mean.meta["key"]: [reduced]}
         lines = show(localized(graph, modes, axes=[("dp", 2)]))
-        assert (
-            lines[-4:]
-            == [
-                "mean = aten.mean.dim(linear, [0])  P",
-                "div_tensor = aten.div.Tensor(mean, 2)  P",  # each rank's mean, divided by the number of ranks, is its summand
-                "redistribute_2 = collectives.redistribute(div_tensor, 'P', 'I', 'mesh0/dp')  I",
-                "return [redistribute_2]",
-            ]
-        )
+        assert lines[-4:] == [
+            "mean = aten.mean.dim(linear, [0])  P",
+            "div_tensor = aten.div.Tensor(mean, 2)  P",
+            "redistribute_2 = collectives.redistribute(div_tensor, 'P', 'I', 'mesh0/dp')  I",
+            "return [redistribute_2]",
+        ]
 
     def test_a_size_that_the_model_reads_stays_the_global_one(self) -> None:
         class ByRows(nn.Module):

@@ -434,6 +434,10 @@ def _train_badly() -> Results:
         "create_graph": lambda: model(x, y).backward(create_graph=True),
         "autograd.grad of a gradient": grads_twice,
         "backward twice": backward_twice,
+        "to another dtype": lambda: model.float(),
+        "to another device": lambda: model.to("meta"),
+        "a parameter replaced": lambda: _with(model.up, "weight", nn.Parameter(plain.up.weight.detach()), model, x, y),
+        "a parameter added": lambda: _with(model.up, "extra", nn.Parameter(torch.zeros(3)), model, x, y),
         "assign": lambda: model.load_state_dict(model.state_dict(), assign=True),
     }
     results: Results = {"plan before the first call": (raised(lambda: model.plan), 0.0)}
@@ -443,6 +447,20 @@ def _train_badly() -> Results:
         changed = parameters_off(model, plain)
         results[name] = (message, max(changed, correct_call(model, plain)))
     return results
+
+
+def _with(owner: Any, name: str, parameter: nn.Parameter, model: Any, x: Tensor, y: Tensor) -> None:
+    """Calls the model while a module has another parameter."""
+    before = owner._parameters.get(name)
+    setattr(owner, name, parameter)
+    try:
+        model(x, y)
+    finally:
+        delattr(owner, name)
+        if before is not None:
+            owner.register_parameter(name, before)
+            for later in [n for n in owner._parameters if n == "bias"]:  # back into its place
+                owner._parameters[later] = owner._parameters.pop(later)
 
 
 TRAIN = {
@@ -461,9 +479,13 @@ TRAIN = {
     "step inside no_sync": ("RuntimeError", r"step\(\) inside no_sync\(\)", "Leave no_sync"),
     "optimizer made before compile": ("RuntimeError", "before autoparallel.compile", "make the optimizer after"),
     "create_graph": ("RuntimeError", "create_graph=True", "plain model"),
-    "autograd.grad of a gradient": ("RuntimeError", r"autograd\.grad|create_graph", "not supported"),
+    "autograd.grad of a gradient": ("RuntimeError", r"create_graph=True", "not supported"),
     "backward twice": ("RuntimeError", "second time"),
     "plan before the first call": ("RuntimeError", "no plan yet", "example_inputs"),
+    "to another dtype": ("RuntimeError", r"up\.weight would become torch\.float32", "then compile it"),
+    "to another device": ("RuntimeError", r"up\.weight would become .* on meta", "then compile it"),
+    "a parameter replaced": ("ValueError", "added, removed or replaced after compile", "then compile it"),
+    "a parameter added": ("ValueError", "added, removed or replaced after compile", "then compile it"),
     "assign": ("ValueError", "assign=False"),
 }
 

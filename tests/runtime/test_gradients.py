@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.distributed import run_distributed
 from tests.runtime.support import (
@@ -378,24 +378,27 @@ def test_a_tied_weight_used_in_two_layouts(edit: str, at_rest: str) -> None:
         assert not wrong, wrong
 
 
-def _per_use() -> dict[str, Any]:
-    import autoparallel
+def gathered_per_use(build: Callable[[], nn.Module] = Net, *shape: int, layouts: Any = None, **options: Any) -> Any:
+    """A compiled model whose parameters are all gathered for each use, and a plain one."""
     from autoparallel.plan import Plan
 
-    searched, _ = compiled_pair(plan="fsdp", example_inputs=batch(0))
+    searched, _ = compiled_pair(build, *shape, plan="fsdp", example_inputs=options.pop("inputs", batch(0)), **options)
     data = json.loads(searched.plan.to_json())
-    for parameter in data["parameters"].values():
+    for name, parameter in data["parameters"].items():
         parameter["gather"] = "per_use"
-    model, plain = compiled_pair(plan=Plan.from_json(json.dumps(data)))
-    results = _played(
-        model, plain, {name: SCENARIOS[name] for name in ("windows of three", "backward twice without zero_grad")}
-    )
+        parameter["at_rest"] = (layouts or {}).get(name.partition(".")[0], parameter["at_rest"])
+    return compiled_pair(build, *shape, plan=Plan.from_json(json.dumps(data)), **options)
+
+
+def _per_use() -> dict[str, Any]:
+    model, plain = gathered_per_use()
+    names = ("windows of three", "backward twice without zero_grad")
+    results = _played(model, plain, {name: SCENARIOS[name] for name in names})
     (kind,) = (k for k in model._kinds.values() if k.runner.per_use)
     loss = model(*batch(0))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
-    del autoparallel
     return {"results": results, "regathered": kind.runner.regathered, "changed": raised(loss.backward)}
 
 
@@ -405,3 +408,105 @@ def test_gathered_per_use() -> None:
         for name, events in found["results"].items():
             assert all(far < 1e-9 for far in events.values()), (name, events)
         assert "modified in place between the forward and the backward" in found["changed"], found["changed"]
+
+
+# --------------------------------------------------------------------------------------------- other ways of backward
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        return torch.tanh(self.a(h)), torch.tanh(self.b(h))
+
+
+def _one_output() -> dict[str, Any]:
+    """Only the second output is differentiated: the first head, whose gather the backward starts ahead, is not
+    reached, and what was gathered ahead must not be there at the next step."""
+    x, _ = batch(0)
+    layouts = {"trunk": "S0,I", "a": "I,S0", "b": "S0,S0"}  # three buckets, used in this order
+    model, plain = gathered_per_use(Heads, 2, 2, layouts=layouts, loss_fn=None, inputs=(x,))
+    results: dict[str, Any] = {}
+    for step in range(3):
+        for m in (model, plain):
+            m.zero_grad()
+            (m(x)[1] ** 2).sum().backward()
+        results[f"gradients {step}"] = gradients_off(model, plain)
+        results[f"not reached {step}"] = 0.0 if model.a.weight.grad is None else 1.0
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(1.25)
+            results[f"outputs {step}"] = max(off(a, b) for a, b in zip(model(x), plain(x), strict=True))
+    (kind,) = model._kinds.values()
+    results["buckets"] = [[c.name for c in b.bucket.chains] for b in kind.runner.per_use]
+    return results
+
+
+def test_an_output_that_is_not_differentiated() -> None:
+    for results in run_distributed(_one_output, world_size=4):
+        assert len(results.pop("buckets")) == 3
+        assert all(far < 1e-9 for far in results.values()), results
+
+
+def _ways(per_use: bool) -> dict[str, Any]:
+    model, plain = gathered_per_use() if per_use else compiled_pair(plan="fsdp")
+    x, y = batch(0)
+    u, v = batch(1)
+    results: dict[str, Any] = {}
+
+    def note(name: str) -> None:
+        results[name] = gradients_off(model, plain)
+        model.zero_grad(), plain.zero_grad()
+
+    def plain_loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(plain(x), y)
+
+    for loss in (model(x, y), plain_loss(x, y)):
+        loss.backward(retain_graph=True)
+        loss.backward()
+    note("the same graph twice")
+    (model(x, y) + 2 * model(u, v)).backward(), (plain_loss(x, y) + 2 * plain_loss(u, v)).backward()
+    note("two calls, one backward")
+    first, second = model(x, y), model(u, v)
+    second.backward()
+    with model.no_sync():
+        first.backward()
+    (plain_loss(x, y) + plain_loss(u, v)).backward()
+    model.clip_grad_norm_(1e9)
+    note("two calls, then backwards in the other order")
+    model(x, y).backward(inputs=[model.up.weight, model.down.bias])
+    plain_loss(x, y).backward(inputs=[plain.up.weight, plain.down.bias])
+    note("chosen parameters")
+    model(x, y), model(u, v).backward(), plain_loss(u, v).backward()
+    note("a call without a backward")
+    gradients = []
+    for m, loss_of in ((model, model), (plain, plain_loss)):
+        z = x.clone().requires_grad_()
+        loss_of(z, y).backward()
+        gradients.append(z.grad)
+        del m
+    results["of the input"] = off(*gradients)
+    note("beside an input's")
+    (got,) = torch.autograd.grad(model(z, y), [z])
+    (expected,) = torch.autograd.grad(plain_loss(z, y), [z])
+    results["autograd.grad of an input"] = off(got, expected)
+    results["and no other"] = 0.0 if all(p.grad is None for p in model.parameters()) else 1.0
+    shards = DTensor.from_local(x.chunk(2)[dist.get_rank()], mesh_of(2), [Shard(0)], run_check=False).requires_grad_()
+    model(shards, y).backward(), plain_loss(x, y).backward()
+    results["of a DTensor input"] = off(shards.grad, gradients[1])
+    note("beside a DTensor's")
+    for options in ({}, {"allow_unused": True}):
+        message = raised(lambda o=options: torch.autograd.grad(model(x, y), list(model.parameters()), **o))
+        results["refused"] = 0.0 if "call backward()" in message else 1.0
+        results["nothing left behind"] = 0.0 if all(p.grad is None for p in model.parameters()) else 1.0
+    return results
+
+
+@pytest.mark.parametrize("per_use", [False, True], ids=["per microbatch", "per use"])
+def test_other_ways_of_backward(per_use: bool) -> None:
+    for results in run_distributed(_ways, per_use, world_size=2):
+        wrong = {name: far for name, far in results.items() if not far < 1e-9}
+        assert not wrong and len(results) > 12, wrong

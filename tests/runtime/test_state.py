@@ -511,6 +511,81 @@ def test_inputs_and_outputs(outputs: str, inputs_and_outputs) -> None:
         assert results[f"{outputs}, loss: detached"] and results[f"{outputs}, loss: plain loss"]
 
 
+class Odd(nn.Module):
+    """Returns what it computes twice, its input, a parameter, a buffer, nothing and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 4)
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Any:
+        y = self.lin(x) if factor is None else self.lin(x) * factor
+        return y, y, x, self.lin.bias, self.table, None, 3
+
+
+def two_losses(out: Tensor, y: Tensor) -> Any:
+    return F.mse_loss(out, y), {"l1": F.l1_loss(out, y), "worst": (out - y).abs().amax().detach(), "out": out}
+
+
+def _odd_outputs() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    x, y = batch(0)
+    model, plain = compiled_pair(Odd, 2, plan="fsdp", loss_fn=None)
+    factor = torch.tensor(2.0, dtype=torch.float64)
+    a, b = model(x, factor), plain(x, factor)
+    results["values"] = max(off(u, v) for u, v in zip(a[:5], b[:5], strict=True))
+    results["constants"] = 0.0 if a[5:] == (None, 3) else 1.0
+    for out in (a, b):
+        ((out[0] ** 2).sum() + (out[1] * out[3]).sum()).backward()
+    results["gradients"] = gradients_off(model, plain)
+    model, plain = compiled_pair(Net, 2, plan="fsdp", loss_fn=two_losses)
+    a, b = model(x, y), two_losses(plain(x), y)
+    results["losses"] = max(off(a[0], b[0]), *(off(a[1][k], b[1][k]) for k in b[1]))
+    results["beside a loss"] = 1.0 if a[1]["out"].requires_grad else 0.0
+    (a[0] + 2 * a[1]["l1"]).backward(), (b[0] + 2 * b[1]["l1"]).backward()
+    results["of two losses"] = gradients_off(model, plain)
+    model.zero_grad(), plain.zero_grad()
+    model(x, y)[1]["l1"].backward(), two_losses(plain(x), y)[1]["l1"].backward()
+    results["of one of two"] = gradients_off(model, plain)
+    return results
+
+
+def test_odd_outputs() -> None:
+    for results in run_distributed(_odd_outputs, world_size=2):
+        assert all(v < 1e-12 for v in results.values()), results
+
+
+def _without_gradients(how: str) -> dict[str, float]:
+    """What is captured without gradients is used with them."""
+    mode = torch.inference_mode if how == "inference_mode" else torch.no_grad
+    model, plain = compiled_pair(Normed, 2, plan="fsdp")
+    x, y = batch(0)
+    results: dict[str, float] = {}
+    with mode():
+        results["first"] = off(model(x, y), F.mse_loss(plain(x), y))
+        model.eval(), plain.eval()
+        results["eval"] = off(model(x), plain(x))
+    for m in (model, plain):
+        m.train()
+    loss = model(x, y)
+    loss.backward()
+    expected = F.mse_loss(plain(x), y)
+    expected.backward()
+    results["then"] = max(off(loss, expected), gradients_off(model, plain))
+    for m in (model, plain):
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+    results["step"] = parameters_off(model, plain)
+    results["buffers"] = max(off(dict(model.named_buffers())[n], b) for n, b in plain.named_buffers())
+    return results
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
+def test_a_first_call_without_gradients(how: str) -> None:
+    for results in run_distributed(_without_gradients, how, world_size=2):
+        assert all(v < 1e-12 for v in results.values()), results
+
+
 def _rows_of_each_rank(plan: str) -> dict[str, float]:
     """Each rank passes its own rows as a DTensor, sharded over the data axis only."""
     mesh = mesh_of(2, 2)
