@@ -59,7 +59,9 @@ def test_verify_of_a_file(factories: Path) -> None:
 def test_explain_of_a_module(factories: Path) -> None:
     done = run("explain", "cli_factories:mlp", "--mesh", "2", "--plan", "data_parallel")
     assert done.returncode == 0, done.stderr
-    assert "2.weight" in done.stdout and "data_parallel" in done.stdout
+    assert "the preset 'data_parallel', on the mesh (dp=2)" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert any(row[:2] == ["2", "weight"] for row in rows), done.stdout
 
 
 def test_failures_exit_with_one(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ the plans whose parameters change layout with the axis.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -311,19 +313,13 @@ def tied_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def _tied(edit: str, at_rest: str) -> dict[str, Any]:
-    import copy
-
     import autoparallel
     from autoparallel.plan import Plan
 
-    searched = autoparallel.compile(
-        make(Tied), mesh_of(2), loss_fn=tied_loss, plan="data_parallel", example_inputs=tied_batch(0)
-    )
-    data = json.loads(searched.plan.to_json())
-    embedding = next(k for k in data["operators"] if k.startswith("tok/"))
-    head = next(k for k in data["operators"] if k.startswith("head/"))
-    modes = _vocabulary_modes(searched, {"embedding": embedding, "head": head}[edit])
-    data["operators"][{"embedding": embedding, "head": head}[edit]] = [modes]
+    text, modes = _searched_for_tied()
+    data = json.loads(text)
+    key = next(k for k in data["operators"] if k.startswith({"embedding": "tok/", "head": "head/"}[edit]))
+    data["operators"][key] = [modes[key]]
     data["parameters"]["tok.weight"]["at_rest"] = at_rest
     plan = Plan.from_json(json.dumps(data))
     model = make(Tied)
@@ -347,25 +343,24 @@ def _tied(edit: str, at_rest: str) -> dict[str, Any]:
             optimizer.zero_grad()
     results["parameters"] = parameters_off(compiled, plain)
     (kind,) = compiled._kinds.values()
-    chain = (
-        next(c for b in kind.runner.program.buckets for c in b.bucket.chains if c.name == "tok.weight")
-        if hasattr(kind.runner.program.buckets[0], "bucket")
-        else next(c for b in kind.runner.program.buckets for c in b.chains if c.name == "tok.weight")
-    )
+    (chain,) = (c for b in kind.runner.program.buckets for c in b.chains if c.name == "tok.weight")
     return {"results": results, "uses": [str(u) for u in chain.uses], "layout": placements(compiled)["tok.weight"]}
 
 
-def _vocabulary_modes(model: Any, key: str) -> str:
-    """The mode in which the operator is sharded over the vocabulary: dim 0 of its weight."""
+@functools.cache
+def _searched_for_tied() -> tuple[str, dict[str, str]]:
+    """A plan's text, and for the embedding and the head the mode that cuts dim 0 of the weight: the vocabulary."""
     from autoparallel.passes.insert_collectives import call_modes
 
-    (kind,) = model._kinds.values()
-    nodes = {n.meta.get("key"): n for n in kind.runner.program.captured.graph.nodes}
-    node = nodes.get(key)
-    assert node is not None, key
-    ways = [t for t in call_modes(node) if any(str(p) == "S0" for p in t.operands) and t.mode.kind == "shard"]
-    weight = 0 if key.startswith("tok/") else 1
-    return next(str(t.mode) for t in ways if str(t.operands[weight]) == "S0")
+    searched, _ = compiled_pair(Tied, plan="data_parallel", loss_fn=tied_loss, example_inputs=tied_batch(0))
+    (kind,) = searched._kinds.values()
+    modes: dict[str, str] = {}
+    for node in kind.runner.program.captured.graph.nodes:
+        for prefix, weight in (("tok/", 0), ("head/", 1)):
+            if node.op == "call_function" and str(node.meta.get("key")).startswith(prefix):
+                cut = [t for t in call_modes(node) if t.mode.kind == "shard" and str(t.operands[weight]) == "S0"]
+                modes[node.meta["key"]] = str(cut[0].mode)
+    return searched.plan.to_json(), modes
 
 
 @pytest.mark.parametrize("at_rest", ["S0", "S1", "I"])

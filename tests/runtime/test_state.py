@@ -5,6 +5,7 @@ Layouts at rest are forced by plans edited from a searched one, so that every la
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -42,13 +43,24 @@ def laid_out(layouts: dict[str, str], *shape: int, build: Callable[[], nn.Module
     import autoparallel
     from autoparallel.plan import Plan
 
-    options = {"loss_fn": F.mse_loss, "example_inputs": batch(0), **options}
-    searched: Any = autoparallel.compile(make(build), mesh_of(*shape), plan="data_parallel", **options)
-    data = json.loads(searched.plan.to_json())
+    data = json.loads(_searched(build, *shape))
     for name, parameter in data["parameters"].items():
         parameter["at_rest"] = layouts.get(name, layouts.get("*", parameter["at_rest"]))
     plan = Plan.from_json(json.dumps(data))
+    options = {"loss_fn": F.mse_loss, "example_inputs": batch(0), **options}
     return autoparallel.compile(make(build), mesh_of(*shape), plan=plan, **options)
+
+
+@functools.cache
+def _searched(build: Callable[[], nn.Module], *shape: int) -> str:
+    """A plan's text; kept, because the same worker is asked for it many times."""
+    return compiled_pair(build, *shape, plan="data_parallel", example_inputs=batch(0))[0].plan.to_json()
+
+
+@functools.cache
+def _elsewhere(*shape: int) -> tuple[Any, nn.Module]:
+    """A model on another mesh, to load into."""
+    return compiled_pair(Net, *shape, plan="fsdp", example_inputs=batch(0))
 
 
 MIXES: dict[str, tuple[tuple[int, ...], dict[str, str]]] = {
@@ -101,7 +113,8 @@ def _state(mix: str, directory: str) -> dict[str, Any]:
     results["checkpoint"] = max(off(v, 2 * expected[n]) for n, v in model.state_dict().items())
     if dist.get_world_size() == 4:
         for elsewhere in ((4,), (2, 2)):
-            target, plain = compiled_pair(Net, *elsewhere, plan="fsdp", example_inputs=batch(0))
+            target, plain = _elsewhere(*elsewhere)
+            target.zero_grad(), plain.zero_grad()
             state = {"model": target.state_dict()}
             dcp.load(state, checkpoint_id=path)
             target.load_state_dict(state["model"])
