@@ -25,9 +25,11 @@ from autoparallel.program import build_program, input_layouts, wanted_outputs
 from autoparallel.redistribution import Redistributor
 from autoparallel.report.predict import predict
 from autoparallel.runtime.agreement import Agreement
+from autoparallel.runtime.calls import Call
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.module import Call, Kind, ParallelModule, Runner, note_replaced
+from autoparallel.runtime.module import Kind, ParallelModule, Runner
+from autoparallel.runtime.optimizers import note_replaced
 from autoparallel.runtime.state import (
     broadcast_from_first,
     lay_out,

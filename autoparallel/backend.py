@@ -36,9 +36,10 @@ from autoparallel.redistribution import Redistributor
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import tensor_operands
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
+from autoparallel.runtime.calls import fits, require_divides
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.module import CHECKED_CALLS, fits, require_divides
+from autoparallel.runtime.module import CHECKED_CALLS
 
 OPTIONS = ("mesh", "plan", "memory_limit", "backend")
 

@@ -200,6 +200,20 @@ class GradientStore:
                 self.parameters[chain.name].grad = None
             self._hand_out(chains, finish())
 
+    def whole_gradients(self, what: str) -> dict[str, torch.Tensor]:
+        """Every gradient there is, reduced, as it lies at rest; ``what`` asks, in messages.
+
+        Raises:
+            RuntimeError: inside ``no_sync()``, or before any backward.
+        """
+        if not self.synchronise:
+            raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
+        self.flush()
+        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        if not grads:
+            raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
+        return grads
+
     @property
     def has_pending(self) -> bool:
         """Whether some gradient is still a summand."""

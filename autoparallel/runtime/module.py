@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,45 +12,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture import Captured, InputSpec, _Constant, describe_inputs
+from autoparallel.capture import InputSpec, _Constant, describe_inputs
 from autoparallel.ops import RandomState, set_random_state
-from autoparallel.passes.reduce_gradient_norm import reduce_gradient_norm
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram
-from autoparallel.runtime import norm as norms
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
 from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks
+from autoparallel.runtime.calls import Call, fits, require_divides
+from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.state import distribute_like
 
 CHECKED_CALLS = 3
 """On so many first calls the values of plain inputs are compared between the ranks, too."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the model, flattened.
-
-    Attributes:
-        leaves: tensors (local ones, for a ``DTensor``) and other values.
-        specs: the tensors' global shapes, and the other values themselves.
-        layouts: the layouts of ``DTensor`` inputs; None for plain ones.
-        in_spec: how the leaves nest in ``(args, kwargs)``.
-        batch: the batch size.
-        with_target: whether the last positional argument is the target of the loss function.
-    """
-
-    leaves: tuple[Any, ...]
-    specs: tuple[Any, ...]
-    layouts: tuple[Layout | None, ...]
-    in_spec: pytree.TreeSpec
-    batch: int
-    with_target: bool
 
 
 class Runner:
@@ -153,10 +130,10 @@ class ParallelModule(nn.Module):
         self._kinds: dict[Any, Kind] = {}
         self._ready: dict[Any, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._calls, self._seed = 0, seed
-        self._norm_programs: dict[Any, Any] = {}
+        self._clipper = Clipper(store)
         self._parameter_ids = {id(p) for p in plain.parameters()}
         self._plan: Plan | None = None
-        _watch_optimizers(self)
+        watch_optimizers(store)
 
     # -- calling ----------------------------------------------------------------------------------------------------
 
@@ -354,50 +331,11 @@ class ParallelModule(nn.Module):
         Raises:
             RuntimeError: before any backward, inside ``no_sync()``, or for a non-finite norm when asked.
         """
-        if math.isnan(max_norm) or max_norm < 0:
-            raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        grads = self._whole_gradients("clip_grad_norm_()")
-        norm = self._norm(grads, float(norm_type))
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"the global norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
-                "pass error_if_nonfinite=False to scale them anyway"
-            )
-        coefficient = norms.clip_coefficient(norm, float(max_norm))
-        locals_ = [_torch.local_of(g) for g in grads.values()]
-        for dtype in {g.dtype: None for g in locals_}:
-            torch._foreach_mul_([g for g in locals_ if g.dtype == dtype], coefficient.to(dtype))
-        wide = {torch.float32, *(g.dtype for g in locals_)}
-        return norm if torch.float64 in wide else norm.float()
+        return self._clipper.clip_norm(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, value: float) -> None:
         """Clamps every element of every gradient to ``[-value, value]``; no communication."""
-        if not value >= 0:
-            raise ValueError(f"value must not be negative, got {value}")
-        grads = self._whole_gradients("clip_grad_value_()")
-        locals_ = [_torch.local_of(g) for g in grads.values()]
-        torch._foreach_clamp_min_(locals_, -float(value))
-        torch._foreach_clamp_max_(locals_, float(value))
-
-    def _whole_gradients(self, what: str) -> dict[str, torch.Tensor]:
-        if not self._store.synchronise:
-            raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
-        self._store.flush()
-        grads = {name: p.grad for name, p in self._store.parameters.items() if p.grad is not None}
-        if not grads:
-            raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
-        return grads
-
-    def _norm(self, grads: Mapping[str, torch.Tensor], norm_type: float) -> torch.Tensor:
-        key = (tuple(grads), norm_type)
-        if key not in self._norm_programs:
-            layouts = {n: from_dtensor_placements(g.placements) for n, g in grads.items()}  # type: ignore[attr-defined]
-            sizes = tuple(self._mesh.size(i) for i in range(self._mesh.ndim))
-            self._norm_programs[key] = reduce_gradient_norm(
-                layouts, norm_type, self._mesh.mesh_dim_names or (), sizes, self._store.prefix
-            )
-        with torch.no_grad():
-            return self._norm_programs[key](*(_torch.local_of(g) for g in grads.values()))
+        self._clipper.clip_value(value)
 
     # -- the face of nn.Module --------------------------------------------------------------------------------------
 
@@ -462,83 +400,3 @@ class ParallelModule(nn.Module):
     def extra_repr(self) -> str:
         axes = ", ".join(f"{n}={s}" for n, s in zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True))
         return f"parallel over ({axes})"
-
-
-def fits(captured: Captured, specs: Sequence[Any]) -> bool:
-    """Whether the sizes that a trace fixed are those of a call."""
-    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
-    for name, spec in zip(captured.inputs, specs, strict=True):
-        node = nodes.get(name) if name is not None else None
-        if node is None or not isinstance(spec, InputSpec):
-            continue
-        for traced, real in zip(node.meta["val"].shape, spec.shape, strict=True):
-            if isinstance(traced, int) and traced != real:
-                return False
-    return True
-
-
-def require_divides(program: LocalProgram, specs: Sequence[Any], batch: int) -> None:
-    """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""
-    actual = sizes_of(program.captured, specs)
-    for expression, pieces in program.divisors:
-        size = int(expression.subs(actual))  # type: ignore[attr-defined]
-        if size % pieces:
-            raise ValueError(
-                f"a batch of {batch} rows does not divide over the mesh: the plan cuts {size} rows into "
-                f"{pieces} parts. Use a batch that divides by {pieces} (drop_last=True in the data loader), or "
-                "compile for batches of this size"
-            )
-
-
-def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
-    """The traced symbols' sizes in a call."""
-    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
-    actual: dict[Any, int] = dict(captured.actual)
-    for name, spec in zip(captured.inputs, specs, strict=True):
-        if name in nodes and isinstance(spec, InputSpec):
-            for size, real in zip(nodes[name].meta["val"].shape, spec.shape, strict=True):
-                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    actual[size.node.expr] = real
-    return actual
-
-
-# -- optimizers -----------------------------------------------------------------------------------------------------
-
-_MODULES: weakref.WeakSet[ParallelModule] = weakref.WeakSet()
-_REPLACED: dict[int, weakref.ref[torch.Tensor]] = {}
-_HOOKED = False
-
-
-def note_replaced(parameters: Sequence[torch.Tensor]) -> None:
-    """Remembers plain parameters that compile() has replaced, to recognise an optimizer that holds them."""
-    for parameter in parameters:
-        key = id(parameter)
-        _REPLACED[key] = weakref.ref(parameter, lambda _, key=key: _REPLACED.pop(key, None))  # type: ignore[misc]
-
-
-def _watch_optimizers(module: ParallelModule) -> None:
-    global _HOOKED
-    _MODULES.add(module)
-    if not _HOOKED:
-        register_optimizer_step_pre_hook(_before_step)
-        _HOOKED = True
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    for key, parameter in held.items():
-        known = _REPLACED.get(key)
-        if known is not None and known() is parameter:
-            raise RuntimeError(
-                "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
-                "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
-            )
-    for module in list(_MODULES):
-        store = module._store
-        if any(id(p) in held for p in store.parameters.values()):
-            if not store.synchronise:
-                raise RuntimeError(
-                    "optimizer.step() inside no_sync(): gradients are not reduced yet. Leave no_sync() for the last "
-                    "backward of the window, then step"
-                )
-            store.flush()

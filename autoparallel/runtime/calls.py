@@ -1,0 +1,73 @@
+"""One call of the model: what it is given, and whether a program fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoparallel.capture import Captured, InputSpec
+from autoparallel.placements import Layout
+from autoparallel.program import LocalProgram
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model, flattened.
+
+    Attributes:
+        leaves: tensors (local ones, for a ``DTensor``) and other values.
+        specs: the tensors' global shapes, and the other values themselves.
+        layouts: the layouts of ``DTensor`` inputs; None for plain ones.
+        in_spec: how the leaves nest in ``(args, kwargs)``.
+        batch: the batch size.
+        with_target: whether the last positional argument is the target of the loss function.
+    """
+
+    leaves: tuple[Any, ...]
+    specs: tuple[Any, ...]
+    layouts: tuple[Layout | None, ...]
+    in_spec: pytree.TreeSpec
+    batch: int
+    with_target: bool
+
+
+def fits(captured: Captured, specs: Sequence[Any]) -> bool:
+    """Whether the sizes that a trace fixed are those of a call."""
+    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    for name, spec in zip(captured.inputs, specs, strict=True):
+        node = nodes.get(name) if name is not None else None
+        if node is None or not isinstance(spec, InputSpec):
+            continue
+        for traced, real in zip(node.meta["val"].shape, spec.shape, strict=True):
+            if isinstance(traced, int) and traced != real:
+                return False
+    return True
+
+
+def require_divides(program: LocalProgram, specs: Sequence[Any], batch: int) -> None:
+    """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""
+    actual = sizes_of(program.captured, specs)
+    for expression, pieces in program.divisors:
+        size = int(expression.subs(actual))  # type: ignore[attr-defined]
+        if size % pieces:
+            raise ValueError(
+                f"a batch of {batch} rows does not divide over the mesh: the plan cuts {size} rows into "
+                f"{pieces} parts. Use a batch that divides by {pieces} (drop_last=True in the data loader), or "
+                "compile for batches of this size"
+            )
+
+
+def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
+    """The traced symbols' sizes in a call."""
+    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    actual: dict[Any, int] = dict(captured.actual)
+    for name, spec in zip(captured.inputs, specs, strict=True):
+        if name in nodes and isinstance(spec, InputSpec):
+            for size, real in zip(nodes[name].meta["val"].shape, spec.shape, strict=True):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    actual[size.node.expr] = real
+    return actual
