@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from autoparallel.capture import Captured, InputSpec, capture
 from autoparallel.groups import bind, whole_group
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError
+from autoparallel.planner.accumulation import choose_reductions, with_reductions
 from autoparallel.planner.hardware import profile_for
 from autoparallel.planner.presets import PRESETS, constraints_for
 from autoparallel.planner.search import search
@@ -172,6 +173,10 @@ class _Compiler:
             sizes, lambda kind, axes, size: self.profile.step_seconds(sizes, kind, axes, size)
         )
         self.at_rest: dict[str, ParameterPlan] | None = None
+        # With a limit, when gradients are reduced is chosen on the first program that trains, for all kinds.
+        self.reductions: Mapping[str, str] | None = None
+        if memory_limit is None or isinstance(plan, Plan):
+            self.reductions = {n: p.reduce for n, p in plan.parameters.items()} if isinstance(plan, Plan) else {}
 
     def make_kind(self, module: ParallelModule, call: Call) -> Kind:
         """Captures, plans and builds; every rank alike, before any collective of the model."""
@@ -184,6 +189,7 @@ class _Compiler:
         plan = self._plan(captured, call, at_rest)
         if at_rest is None:
             at_rest = self._resting(plan)
+        plan = with_reductions(plan, self.reductions or {})
         wanted = wanted_outputs(captured, self.outputs, self.mesh.ndim)
         program = build_program(
             captured,
@@ -195,6 +201,14 @@ class _Compiler:
             device=torch.device(self.mesh.device_type),
             hoist_all=self.backend == "inductor",
         )
+        prediction = predict(program, plan, self.profile)
+        if self.reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
+            assert self.memory_limit is not None
+            left = self.memory_limit - prediction.total_memory
+            self.reductions = choose_reductions(program.buckets, tuple(self.mesh.shape), self.profile, left)
+            plan = with_reductions(plan, self.reductions)
+            program.reducing(plan)
+            prediction = predict(program, plan, self.profile)
         self.agreement.require_same_text("the ranks have different programs:", f"{program.text()}\n{plan.to_json()}")
         if self.at_rest is None:
             self._settle(at_rest)
@@ -204,7 +218,7 @@ class _Compiler:
             self.model,
             compile_body(program) if self.backend == "inductor" else program.body,
         )
-        return Kind(runner, plan.with_prediction(predict(program, plan, self.profile)))
+        return Kind(runner, plan.with_prediction(prediction))
 
     def _capture(self, call: Call, training: bool | None = None) -> Captured:
         return capture(

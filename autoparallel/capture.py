@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch import free_unbacked_symbols, make_fake_mode
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
 
@@ -47,6 +48,8 @@ class Captured:
         output_spec: how the outputs nest.
         scalars: the indices (among the graph's outputs) of the scalar outputs that are differentiated.
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
+        weight: what the loss weighs among the microbatches of a step; None where there is no loss.
+        rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
     """
 
     module: fx.GraphModule
@@ -59,6 +62,8 @@ class Captured:
     output_spec: pytree.TreeSpec
     scalars: list[int]
     actual: dict[sympy.Symbol, int] = field(default_factory=dict)
+    weight: LossWeight | None = None
+    rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -83,12 +88,17 @@ class _Training(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.counted = False  # whether the loss function returned a sum and a count
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.loss_fn is None:
             return self.model(*args, **kwargs)
         *inputs, target = args
-        return self.loss_fn(self.model(*inputs, **kwargs), target)
+        loss = self.loss_fn(self.model(*inputs, **kwargs), target)
+        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], torch.Tensor) and loss[0].ndim == 0:
+            self.counted = True
+            return loss[0] / loss[1]
+        return loss
 
 
 @dataclass(frozen=True)
@@ -183,7 +193,7 @@ def capture(
     wrapper = _Training(plain, loss_fn)
     wrapper.training = plain.training
     program = _export(wrapper, (args, kwargs), shapes, model)
-    return _describe(program, model, owners, specs, detach_beside_loss)
+    return _describe(program, model, owners, specs, detach_beside_loss, wrapper.counted)
 
 
 def _export(wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module) -> ExportedProgram:
@@ -223,6 +233,7 @@ def _describe(
     owners: Mapping[str, str],
     specs: Sequence[InputSpec | Any],
     detach_beside_loss: bool,
+    counted: bool,
 ) -> Captured:
     module = fx.GraphModule(torch.nn.Module(), program.graph)
     graph = module.graph
@@ -279,13 +290,14 @@ def _describe(
     output = graph.output_node()
     output.args = (tuple(results),)
     canonicalize_operators(module)
-    _name_modules(graph)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     differentiable = {node for node, name in parameters.items() if name in trainable}
     differentiable |= {
         n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
     }
     mark_differentiable(graph, differentiable)
+    weight = _weigh(module, len(mutated), counted)
+    _name_modules(graph)
     scalars = _scalars(graph, len(mutated), detach_beside_loss)
     mark_backward(graph)
     graph.lint()
@@ -298,8 +310,24 @@ def _describe(
                 actual[size.node.expr] = real
     module.recompile()
     return Captured(
-        module, parameters, buffers, constants, inputs, mutated, outputs, program.call_spec.out_spec, scalars, actual
-    )
+        module, parameters, buffers, constants, inputs, mutated, outputs, program.call_spec.out_spec, scalars, actual,
+        weight,
+    )  # fmt: skip
+
+
+def _weigh(module: fx.GraphModule, first: int, counted: bool) -> LossWeight | None:
+    """What the loss weighs, where one scalar output is differentiated."""
+    results = module.graph.output_node().args[0]
+    losses = [
+        i
+        for i, n in enumerate(results)  # type: ignore[arg-type]
+        if i >= first and n.meta["differentiable"] and n.meta["val"].ndim == 0
+    ]
+    if not losses:
+        return None
+    if len(losses) > 1:
+        return LossWeight("unknown", reason=f"the model returns {len(losses)} scalars that are differentiated")
+    return weigh_loss(module, losses[0], counted)
 
 
 def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:

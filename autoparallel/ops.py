@@ -160,6 +160,26 @@ def cross_entropy_weight(target: Tensor, weight: Tensor | None, ignore_index: in
     return (weight[target.where(valid, 0)] * valid).sum().to(dtype)
 
 
+def weighted_mean(total: Tensor, weight: Tensor) -> Tensor:
+    """``total / weight`` of two scalars, with a gradient that stays finite where ``weight`` is 0: that of ``total``."""
+    return _WeightedMean.apply(total, weight)
+
+
+class _WeightedMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(weight)
+        return total / weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is None:
+            return None, None
+        (weight,) = ctx.saved_tensors
+        return grads[0] / torch.where(weight == 0, 1, weight), None
+
+
 def cross_entropy_sum_sharded(x: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:
     """``cross_entropy_sum`` of logits whose classes (dim 1, or dim 0 of a vector) are sharded over ``group``.
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from autoparallel.report.explain import Prediction
 
 FORMAT = 1
-GATHERS = ("per_use", "per_microbatch")
+GATHERS = ("per_use", "per_microbatch", "per_step")
+REDUCTIONS = ("per_step", "per_microbatch", "across_replicas_per_step")
 
 
 class PlanError(ValueError):
@@ -32,16 +33,21 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """How a parameter lies at rest, and when it is gathered.
+    """How a parameter lies at rest, when it is gathered, and when its gradient is reduced.
 
     Attributes:
         at_rest: its layout between steps, as ``placements.format_layout`` writes it.
-        gather: ``"per_use"`` gathers before each use and again in the backward, keeping nothing; ``"per_microbatch"``
-            gathers once a call and keeps the result for the backward.
+        gather: ``"per_use"`` gathers before each use and again in the backward, keeping nothing (ZeRO-3);
+            ``"per_microbatch"`` gathers once a call and keeps the result for the backward; ``"per_step"`` keeps it for
+            the calls that follow under ``no_sync()``, too (ZeRO-1 and -2).
+        reduce: of several microbatches, ``"per_step"`` reduces the sum of their gradients, ``"per_microbatch"`` each
+            gradient, so that the sum lies as the parameter does, and ``"across_replicas_per_step"`` each over the
+            axes that shard the parameter and the sum across the others.
     """
 
     at_rest: str
-    gather: str = "per_microbatch"
+    gather: str = "per_step"
+    reduce: str = "per_step"
 
     def require_valid(self, name: str, axes: int) -> None:
         """Raises PlanError for what no parameter can be; ``axes`` is the number of mesh axes."""
@@ -52,6 +58,8 @@ class ParameterPlan:
             )
         if self.gather not in GATHERS:
             raise PlanError(f"{name} cannot be gathered {self.gather!r}: expected one of {', '.join(GATHERS)}")
+        if self.reduce not in REDUCTIONS:
+            raise PlanError(f"{name} cannot be reduced {self.reduce!r}: expected one of {', '.join(REDUCTIONS)}")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -39,8 +39,15 @@ class LocalProgram:
 
     def text(self) -> str:
         """The program in words, the same on every rank: what ranks compare before they run it."""
-        chains = [f"{b.name} per_use={b.per_use}: {c}" for b in self.buckets for c in b.chains]
+        chains = [f"{b.name} {b.gather or 'in place'}: {c}" for b in self.buckets for c in b.chains]
         return "\n".join([*chains, str(self.body.graph)])
+
+
+    def reducing(self, plan: Plan) -> None:
+        """Reduces gradients when ``plan`` says; a bucket's parameters must agree."""
+        for i, bucket in enumerate(self.buckets):
+            chains = tuple(c.reducing(plan.parameters[c.name].reduce) for c in bucket.chains)
+            self.buckets[i] = replace(bucket, chains=chains)
 
 
 def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | None]:
@@ -80,6 +87,7 @@ def build_program(
     inputs: Mapping[str, Layout],
     device: torch.device,
     hoist_all: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> LocalProgram:
     """Runs the passes on ``captured`` (whose graph becomes the body).
 
@@ -88,6 +96,7 @@ def build_program(
         outputs, inputs: the layouts in which outputs leave and ``DTensor`` inputs come.
         device: where the program creates tensors.
         hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
+        reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
     """
     module = captured.module
     sizes = Sizes(captured.actual)
@@ -105,8 +114,11 @@ def build_program(
     )
     verify_placements(module)
     output_layouts = [n.meta["placements"] for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
-    chains = hoist_parameter_chains(module, captured.parameters, redistributor, sizes)
-    gather = {} if hoist_all else {name: p.gather for name, p in plan.parameters.items()}
+    chains = hoist_parameter_chains(
+        module, captured.parameters, redistributor, sizes, captured.rest_dtypes, reduce_dtype
+    )
+    chains = [chain.reducing(plan.parameters[chain.name].reduce) for chain in chains]
+    gather = {name: "per_step" if hoist_all else p.gather for name, p in plan.parameters.items()}
     buckets = bucket_collectives(module, chains, gather)
     set_device(module.graph, device)
     divisors = _divisors(module, plan.axis_sizes)

@@ -33,24 +33,30 @@ class Bucket:
     Attributes:
         number: its place in the order of first uses.
         chains: the parameters, alike in steps, dtype and trainability.
-        per_use: whether it is gathered in the body, before each use, and again in the backward.
+        gather: ``"per_use"`` in the body, before its first use, and again in the backward; ``"per_microbatch"`` before
+            the body; ``"per_step"`` before the body of a step's first microbatch; empty where nothing is gathered.
     """
 
     number: int
     chains: tuple[ParameterChain, ...]
-    per_use: bool
+    gather: str
 
     @property
     def name(self) -> str:
         return f"unshard_{self.number}"
 
+    @property
+    def per_use(self) -> bool:
+        return self.gather == "per_use"
 
-def _kind(chain: ParameterChain, per_use: bool) -> Hashable:
+
+def _kind(chain: ParameterChain, gather: str) -> Hashable:
     def signature(steps: Sequence[object]) -> Hashable:
         return tuple((s.axes, s.src.kind, s.dst.kind) for s in steps)  # type: ignore[attr-defined]
 
     paths = tuple(signature(path) for path in chain.paths)
-    return per_use, chain.trainable, chain.dtype, paths, signature(chain.sync)
+    dtypes = chain.dtype, chain.rest_dtype, chain.reduce_dtype
+    return gather, chain.trainable, dtypes, paths, signature(chain.each), signature(chain.sync)
 
 
 def _bytes(chain: ParameterChain) -> int:
@@ -71,13 +77,17 @@ def bucket_collectives(
 
     Args:
         chains: in the order of first uses.
-        gather: parameter name to ``"per_use"`` or ``"per_microbatch"``.
+        gather: parameter name to when it is gathered, as ``plan.ParameterPlan`` says.
         bucket_bytes: the size of a bucket's whole parameters at which a new one is begun.
     """
+
+    def when(chain: ParameterChain) -> str:
+        return gather.get(chain.name, "per_microbatch") if chain.gathered else ""
+
     groups: list[tuple[Hashable, list[ParameterChain]]] = []
     open_groups: dict[Hashable, tuple[list[ParameterChain], int]] = {}
     for chain in chains:
-        kind = _kind(chain, gather.get(chain.name) == "per_use" and any(chain.paths))
+        kind = _kind(chain, when(chain))
         members, size = open_groups.get(kind, ([], 0))
         if members and size + _bytes(chain) > bucket_bytes:
             members, size = [], 0
@@ -85,10 +95,7 @@ def bucket_collectives(
             groups.append((kind, members))
         members.append(chain)
         open_groups[kind] = (members, size + _bytes(chain))
-    buckets = [
-        Bucket(i, tuple(members), gather.get(members[0].name) == "per_use" and any(members[0].paths))
-        for i, (_, members) in enumerate(groups)
-    ]
+    buckets = [Bucket(i, tuple(members), when(members[0])) for i, (_, members) in enumerate(groups)]
     for bucket in buckets:
         if bucket.per_use:
             _call_in_body(module.graph, bucket)

@@ -16,15 +16,15 @@ After:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from autoparallel.collectives import redistribute
 from autoparallel.passes.insert_collectives import Redistribution, Sizes
-from autoparallel.placements import Layout, Partial, Placement, dual_layout, format_layout
+from autoparallel.placements import Layout, Partial, Placement, action, dual_layout, format_layout
 from autoparallel.redistribution import Redistributor, Step
 
 
@@ -38,38 +38,89 @@ class ParameterChain:
 
     Attributes:
         name: the parameter's name in the model.
-        shape, dtype: of the whole parameter.
+        shape, dtype: of the whole parameter as it is used.
+        rest_dtype: its dtype at rest; it is cast before it is gathered.
+        reduce_dtype: the dtype in which its gradient travels.
         at_rest: its layout between steps.
         uses: the layouts it is used in, one or more; ``placeholders`` are the body's names for them.
         paths: the steps from rest to each use.
-        accumulator: the layout in which gradients of several microbatches are summed before any communication.
-        sync: the steps from there to the gradient at rest.
+        made: the layout in which the gradients of the uses are added up.
+        each: the steps that every microbatch's gradient takes from there (see ``reducing``).
+        accumulator: the layout in which gradients of several microbatches are added up.
+        sync: the steps from there to the gradient at rest, once for all microbatches.
+        ways: for each way of ``reducing``, the steps before and after microbatches are added up.
         trainable: whether a gradient comes back.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rest_dtype: torch.dtype
+    reduce_dtype: torch.dtype
     at_rest: Layout
     uses: tuple[Layout, ...]
     placeholders: tuple[str, ...]
     paths: tuple[tuple[Step, ...], ...]
+    made: Layout
+    each: tuple[Step, ...]
     accumulator: Layout
     sync: tuple[Step, ...]
+    ways: Mapping[str, tuple[tuple[Step, ...], tuple[Step, ...]]]
     trainable: bool
+
+    @property
+    def accumulator_dtype(self) -> torch.dtype:
+        """The dtype in which gradients of several microbatches are added up: the parameter's, float32 or wider."""
+        return torch.float32 if self.rest_dtype.itemsize < 4 else self.rest_dtype
+
+    @property
+    def gathered(self) -> bool:
+        """Whether some use reads memory of its own, not the parameter at rest or a view of it."""
+        return self.dtype != self.rest_dtype or any(makes_tensor(path) for path in self.paths)
+
+    def reducing(self, when: str) -> ParameterChain:
+        """The same chain with its gradient reduced at other times.
+
+        Args:
+            when: ``"per_step"`` adds up full-size summands and reduces their sum, once; ``"per_microbatch"`` reduces
+                every microbatch's gradient and adds up what lies at rest; ``"across_replicas_per_step"`` scatters
+                every microbatch's gradient over the axes that shard the parameter at rest, and reduces the sum across
+                the others, once (hybrid sharding; Zhao et al. 2023, PyTorch FSDP).
+        """
+        each, sync = self.ways[when]
+        layout = self.made
+        for step in each:
+            layout = step.apply(layout)
+        return replace(self, each=each, accumulator=layout, sync=sync)
 
     def __str__(self) -> str:
         uses = ", ".join(format_layout(u) for u in self.uses)
-        return f"{self.name}: {format_layout(self.at_rest)} -> {uses}; gradient {format_layout(self.accumulator)}"
+        made, kept = format_layout(self.made), format_layout(self.accumulator)
+        gradient = made if self.made == self.accumulator else f"{made}, added up as {kept}"
+        cast = f" as {self.dtype}" if self.dtype != self.rest_dtype else ""
+        made += f" in {self.reduce_dtype}" if self.reduce_dtype != self.rest_dtype else ""
+        return f"{self.name}: {format_layout(self.at_rest)} -> {uses}{cast}; gradient {gradient}"
+
+
+def makes_tensor(path: Sequence[Step]) -> bool:
+    """Whether a parameter's way to a use ends in memory of its own, not in the parameter or a view of it."""
+    return any(action(step.src, step.dst) not in ("nothing", "slice") for step in path)
 
 
 def hoist_parameter_chains(
-    module: fx.GraphModule, parameters: Mapping[str, str], redistributor: Redistributor, sizes: Sizes
+    module: fx.GraphModule,
+    parameters: Mapping[str, str],
+    redistributor: Redistributor,
+    sizes: Sizes,
+    rest_dtypes: Mapping[str, torch.dtype] | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> list[ParameterChain]:
     """Rewrites ``module`` in place and returns the chains, in the order of the parameters' first uses.
 
     Args:
         parameters: placeholder name to parameter name.
+        rest_dtypes: parameter name to its dtype at rest, where that is not the placeholder's.
+        reduce_dtype: the dtype in which gradients travel; None is that of their use.
 
     Raises:
         GradientError: when a trainable parameter's gradient would not be completed exactly once.
@@ -78,7 +129,10 @@ def hoist_parameter_chains(
     chains: list[tuple[int, ParameterChain]] = []
     for node in list(module.graph.nodes):
         if node.op == "placeholder" and node.name in parameters:
-            chain, first = _hoist(module.graph, node, parameters[node.name], redistributor, sizes, order)
+            name = parameters[node.name]
+            rest_dtype = (rest_dtypes or {}).get(name, node.meta["val"].dtype)
+            dtypes = rest_dtype, reduce_dtype or node.meta["val"].dtype
+            chain, first = _hoist(module.graph, node, name, dtypes, redistributor, sizes, order)
             if chain is not None:
                 chains.append((first, chain))
     module.graph.lint()
@@ -91,6 +145,7 @@ def _hoist(
     graph: fx.Graph,
     node: fx.Node,
     name: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
     redistributor: Redistributor,
     sizes: Sizes,
     order: Mapping[fx.Node, int],
@@ -129,28 +184,38 @@ def _hoist(
             raise GradientError(f"{name} reaches a use on two ways")
         graph.erase_node(link)
     trainable = bool(node.meta["differentiable"])
-    accumulator = _join([dual_layout(u) for u in uses])
+    made = _join([dual_layout(u) for u in uses])
     if len(uses) == 1:
         sync = tuple(step.transposed() for step in reversed(paths[0]))
     else:
         value = node.meta["val"]
         sync = tuple(
-            redistributor.path(accumulator, at_rest, sizes.shape(node), value.element_size(), True, False)
+            redistributor.path(made, at_rest, sizes.shape(node), value.element_size(), True, False)
         )
+    scattered = tuple(rest if rest.kind == "S" else p for p, rest in zip(made, at_rest, strict=True))
+    hybrid = tuple(
+        tuple(redistributor.path(src, dst, sizes.shape(node), dtypes[1].itemsize, True, False))
+        for src, dst in ((made, scattered), (scattered, at_rest))
+    )
     chain = ParameterChain(
         name,
         sizes.shape(node),
         node.meta["val"].dtype,
+        *dtypes,
         at_rest,
         tuple(uses),
         tuple(p.name for p in placeholders),
         tuple(paths),
-        accumulator,
+        made,
+        (),
+        made,
         sync,
+        {"per_step": ((), sync), "per_microbatch": (sync, ()), "across_replicas_per_step": hybrid},  # type: ignore[dict-item]
         trainable,
     )
     if trainable:
-        _require_complete(chain)
+        for when in chain.ways:
+            _require_complete(chain.reducing(when))
     return chain, first
 
 
@@ -165,8 +230,8 @@ def _join(layouts: list[Layout]) -> Layout:
 
 def _require_complete(chain: ParameterChain) -> None:
     """Following the steps, a gradient must end as the parameter lies at rest: whole where that is Invariant."""
-    layout = chain.accumulator
-    for step in chain.sync:
+    layout = chain.made
+    for step in (*chain.each, *chain.sync):
         if any(layout[axis] != step.src for axis in step.axes):
             raise GradientError(f"the gradient of {chain.name} is {format_layout(layout)} before {step}")
         layout = step.apply(layout)

@@ -208,7 +208,7 @@ def _train(name: str, shape: tuple[int, ...], plan: str) -> Observed:
     counted["forward"] = traffic.result()
     p = model.plan.prediction
     assert p is not None
-    predicted = {"step": p.step(), "clip": p.clip, "window": p.step(3), "forward": p.forward}
+    predicted = {"step": p.step(), "clip": p.clip, "window": p.step(3), "forward": p.unshard + p.forward}
     assert p.total_memory > 0 and p.seconds(2) > p.seconds() > 0
     return Observed(predicted, counted, p.regathered)
 

@@ -258,14 +258,14 @@ class SearchSpace:
     def _parameter_options(self, node: fx.Node) -> list[Option]:
         name = self.captured.parameters[node.name]
         shape = self.size.shape(node)
-        itemsize = node.meta["val"].element_size()
+        itemsize = self.captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
         if name in self.pinned:
             plan = self.pinned[name]
             layouts = [parse_layout(plan.at_rest)]
             gathers = [plan.gather]
         else:
             layouts = self._layouts_at_rest(shape)
-            gathers = ["per_microbatch", "per_use"]
+            gathers = ["per_step", "per_use"]
             if self.constraints.gather_per_use:
                 gathers = ["per_use"]
         options = []
@@ -274,7 +274,7 @@ class SearchSpace:
             at_rest = itemsize * local_numel(shape, layout, self.axis_sizes)
             kept = bytes_kept(at_rest, bool(node.meta["differentiable"]))
             update = update_seconds(self.profile, kept)
-            for gather in gathers if sharded else ["per_microbatch"]:
+            for gather in gathers if sharded else ["per_step"]:
                 options.append(Option((), (), layout, update, float(kept), gather))
         return options
 
@@ -348,7 +348,7 @@ class SearchSpace:
             for j, column in enumerate(columns):
                 held = local_numel(shape, column, self.axis_sizes)
                 if held > local_numel(shape, option.result, self.axis_sizes):
-                    copies = int(option.gather == "per_microbatch") + int(node.meta["backward"])
+                    copies = int(option.gather != "per_use") + int(node.meta["backward"])
                     usage[i, j] = copies * held * itemsize
         return usage
 

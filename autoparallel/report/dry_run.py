@@ -22,7 +22,7 @@ from autoparallel import _torch
 from autoparallel.collectives import redistribute
 from autoparallel.groups import active_axes, use_communicator
 from autoparallel.passes.bucket_collectives import Bucket
-from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.insert_collectives import Redistribution, Sizes
 from autoparallel.placements import COLLECTIVES, Layout, action
 from autoparallel.plan import Plan
@@ -33,9 +33,9 @@ from autoparallel.redistribution import Step, local_numel, step_bytes
 from autoparallel.rules.calls import is_tensor
 from autoparallel.traffic import CountingMode, Traffic, TrafficCounter
 
-FORWARD, BACKWARD, GRADIENTS = "forward", "backward", "gradients"
-PHASES = (FORWARD, BACKWARD, GRADIENTS)
-"""Forward and backward of one microbatch, and the reduction of gradients, once a step."""
+UNSHARD, FORWARD, BACKWARD, GRADIENTS = "unshard", "forward", "backward", "gradients"
+PHASES = (UNSHARD, FORWARD, BACKWARD, GRADIENTS)
+"""Forward and backward of one microbatch; once a step, what is gathered before them and the gradients' reduction."""
 
 
 @dataclass
@@ -167,7 +167,11 @@ class _Player:
         self.found.seconds[phase or self.phase] += seconds
 
     def travel(
-        self, chains: Sequence[ParameterChain], paths: Sequence[Sequence[Step]], start: Sequence[Layout]
+        self,
+        chains: Sequence[ParameterChain],
+        paths: Sequence[Sequence[Step]],
+        start: Sequence[Layout],
+        itemsize: int,
     ) -> None:
         """Takes the tensors of many chains along their paths: each step is one collective for all of them."""
         layouts = list(start)
@@ -175,7 +179,7 @@ class _Player:
         for steps in zip(*paths, strict=True):
             full = 0
             for i, (chain, step) in enumerate(zip(chains, steps, strict=True)):
-                full += step_bytes(step, layouts[i], chain.shape, chain.dtype.itemsize, sizes)
+                full += step_bytes(step, layouts[i], chain.shape, itemsize, sizes)
                 layouts[i] = step.apply(layouts[i])
             self.step(steps[0], full)
 
@@ -205,13 +209,18 @@ class _Player:
     def gather(self, bucket: Bucket) -> None:
         """Counts what gathering a bucket costs."""
         chains = bucket.chains
+        before, self.phase = self.phase, UNSHARD if bucket.gather == "per_step" else self.phase
         for use in range(len(chains[0].uses)):
-            self.travel(chains, [c.paths[use] for c in chains], [c.at_rest for c in chains])
+            at_rest = [c.at_rest for c in chains]
+            self.travel(chains, [c.paths[use] for c in chains], at_rest, chains[0].dtype.itemsize)
+        self.phase = before
 
     def receive(self, chains: Sequence[ParameterChain]) -> None:
         """Counts the reduction of the gradients of some chains of a bucket."""
+        itemsize = chains[0].reduce_dtype.itemsize
+        self.travel(chains, [c.each for c in chains], [c.made for c in chains], itemsize)
         before, self.phase = self.phase, GRADIENTS
-        self.travel(chains, [c.sync for c in chains], [c.accumulator for c in chains])
+        self.travel(chains, [c.sync for c in chains], [c.accumulator for c in chains], itemsize)
         self.phase = before
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -257,7 +266,7 @@ class _Player:
         total = 0
         for chain in bucket.chains:
             for use, path in zip(chain.uses, chain.paths, strict=True):
-                if makes_tensor(path):
+                if makes_tensor(path) or chain.dtype != chain.rest_dtype:
                     total += local_numel(chain.shape, use, self.plan.axis_sizes) * chain.dtype.itemsize
         return total
 
@@ -333,11 +342,6 @@ class _Body(fx.Interpreter):
         player.spend(forward_seconds, FORWARD)
         if backward:
             player.spend(backward_seconds, BACKWARD)
-
-
-def makes_tensor(path: Sequence[Step]) -> bool:
-    """Whether a parameter's way to a use ends in memory of its own, not in the parameter or a view of it."""
-    return any(action(step.src, step.dst) not in ("nothing", "slice") for step in path)
 
 
 def _bytes(value: Any) -> int:

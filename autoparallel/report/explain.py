@@ -27,7 +27,7 @@ def explain(plan: Plan) -> str:
     origin = "chosen by the search" if plan.origin == "auto" else f"the preset {plan.origin!r}"
     parts: list[Table | str] = [f"Plan: {origin}, on the mesh ({mesh})"]
     if plan.prediction is not None:
-        parts += [_modules_table(plan.prediction.modules, plan), *_predicted(plan.prediction)]
+        parts += [_modules_table(plan.prediction.modules, plan), *_predicted(plan.prediction, plan)]
     else:
         parts += [
             _modules_table(_rows_of(plan), plan),
@@ -163,7 +163,7 @@ def _operators_table(plan: Plan) -> Table:
     return table
 
 
-def _predicted(prediction: Prediction) -> list[Table | str]:
+def _predicted(prediction: Prediction, plan: Plan) -> list[Table | str]:
     p = prediction
     step = p.step()
     parts: list[Table | str] = []
@@ -176,7 +176,8 @@ def _predicted(prediction: Prediction) -> list[Table | str]:
         parts.append(f"clip_grad_norm_() adds 1 all_reduce over {axis}, {units(p.clip.total_bytes)}.")
     parts.append(
         f"\nPredicted time of a step on the profile {p.profile!r}: {duration(p.seconds())} "
-        f"(forward {duration(p.forward_seconds)}, backward {duration(p.backward_seconds)}, "
+        f"({f'unshard {duration(p.unshard_seconds)}, ' if p.unshard_seconds else ''}"
+        f"forward {duration(p.forward_seconds)}, backward {duration(p.backward_seconds)}, "
         f"gradients {duration(p.gradient_seconds)}, update {duration(p.update_seconds)}), nothing overlapped."
     )
     parts.append(f"Predicted memory per device: {units(p.total_memory)}, with two states of Adam:")
@@ -185,16 +186,39 @@ def _predicted(prediction: Prediction) -> list[Table | str]:
         if what != ACCUMULATORS:
             memory.add_row(what, units(size))
     parts.append(memory)
-    more = p.memory.get(ACCUMULATORS, 0.0)
-    if more > p.memory.get("gradients", 0.0):
-        parts.append(f"Under no_sync(), gradients are summed before they are reduced and take {units(more)}.")
+    if any(cost.seconds or cost.accumulators for cost in p.reductions.values()):
+        parts += ["A step of several microbatches adds up gradients:", _reductions(p, plan)]
     return parts
+
+
+_WHEN = {
+    "per_step": "reduced once a step",
+    "across_replicas_per_step": "scattered each microbatch, reduced across replicas once a step",
+    "per_microbatch": "reduced each microbatch",
+}
+
+
+def _reductions(p: Prediction, plan: Plan) -> Table:
+    """The ways to add up gradients: which parameters take each, and what each would cost."""
+    table = _table("gradients are", "parameters", "more memory", "time per microbatch", right=["more memory"])
+    taken = [parameter.reduce for parameter in plan.parameters.values()]
+    shown: set[tuple[float, float]] = set()
+    for when, cost in p.reductions.items():
+        count = taken.count(when)
+        if not count and (cost.accumulators, cost.seconds) in shown:
+            continue
+        shown.add((cost.accumulators, cost.seconds))
+        chosen = f"{'all' if count == len(taken) else count} (chosen)" if count else "none"
+        table.add_row(_WHEN[when], chosen, units(cost.accumulators), duration(cost.seconds))
+    return table
 
 
 def _traffic(p: Prediction) -> Table:
     columns: dict[str, Traffic] = {
-        "forward": p.forward, "backward": p.backward, "gradients": p.gradients, "step": p.step()
+        "unshard": p.unshard, "forward": p.forward, "backward": p.backward, "gradients": p.gradients, "step": p.step()
     }  # fmt: skip
+    if not p.unshard.total_collectives:
+        del columns["unshard"]
     table = _table("collective", "mesh axis", *columns, right=list(columns))
 
     each = list(columns.values())

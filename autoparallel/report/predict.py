@@ -13,11 +13,12 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import Sizes
 from autoparallel.placements import Layout
 from autoparallel.plan import Plan
+from autoparallel.planner.accumulation import ReductionCost, accumulator_bytes, total_costs
 from autoparallel.planner.cost import OPTIMIZER_STATES, bytes_kept, update_seconds
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
 from autoparallel.redistribution import local_numel
-from autoparallel.report.dry_run import BACKWARD, FORWARD, GRADIENTS, dry_run, makes_tensor
+from autoparallel.report.dry_run import BACKWARD, FORWARD, GRADIENTS, UNSHARD, dry_run
 from autoparallel.rules.calls import is_tensor
 from autoparallel.traffic import Traffic
 
@@ -31,7 +32,7 @@ class ParameterRow:
         shape: of the whole parameter; None where it is not known.
         at_rest: its layout between steps.
         uses: the layouts it is used in; empty where they are not known.
-        gather: ``"per_use"``, ``"per_microbatch"``, or empty where it is used as it lies.
+        gather: when it is gathered; empty where it is used as it lies.
         trainable: whether it gets a gradient.
     """
 
@@ -66,38 +67,44 @@ class Prediction:
     Counts and bytes are exact: ``count_traffic()`` around the same calls counts the same.
 
     Attributes:
-        forward, backward: traffic of one microbatch; the backward's is without the reduction of gradients.
-        gradients: traffic of that reduction, once a step.
+        unshard: traffic of the gathers of parameters once a step.
+        forward, backward: traffic of one microbatch; gradients that are reduced once a step are not in it.
+        gradients: traffic of that reduction.
         clip: traffic of ``clip_grad_norm_`` with a finite p or inf: one all-reduce; in no other number.
+        unshard_seconds: of the gathers once a step.
         forward_seconds, backward_seconds: of one microbatch, nothing overlapped.
         gradient_seconds, update_seconds: of one reduction of gradients, and one step of Adam.
         memory: what of, to bytes per device; ``accumulators`` come on top where ``no_sync()`` is used.
+        reductions: what each time of reducing gradients would cost, were it that of every parameter.
         regathered: how many buckets of parameters the backward gathers again.
         modules: how the model's modules lie, in the model's order.
         profile: the name of the hardware profile.
     """
 
+    unshard: Traffic = field(default_factory=Traffic)
     forward: Traffic = field(default_factory=Traffic)
     backward: Traffic = field(default_factory=Traffic)
     gradients: Traffic = field(default_factory=Traffic)
     clip: Traffic = field(default_factory=Traffic)
+    unshard_seconds: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     gradient_seconds: float = 0.0
     update_seconds: float = 0.0
     memory: Mapping[str, float] = field(default_factory=dict)
+    reductions: Mapping[str, ReductionCost] = field(default_factory=dict)
     regathered: int = 0
     modules: tuple[ModuleRow, ...] = ()
     profile: str = ""
 
     def step(self, microbatches: int = 1) -> Traffic:
         """The traffic of a step: so many forwards and backwards, all but the last under ``no_sync()``."""
-        return (self.forward + self.backward) * microbatches + self.gradients
+        return self.unshard + (self.forward + self.backward) * microbatches + self.gradients
 
     def seconds(self, microbatches: int = 1) -> float:
         """The predicted time of a step, clipping aside."""
         return (self.forward_seconds + self.backward_seconds) * microbatches + (
-            self.gradient_seconds + self.update_seconds
+            self.unshard_seconds + self.gradient_seconds + self.update_seconds
         )
 
     @property
@@ -115,17 +122,17 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     chains = [chain for bucket in program.buckets for chain in bucket.chains]
     sizes = plan.axis_sizes
 
-    def total(layouts: Mapping[str, Layout]) -> int:
-        return sum(local_numel(c.shape, layouts[c.name], sizes) * c.dtype.itemsize for c in chains if c.name in layouts)
-
-    at_rest = total({c.name: c.at_rest for c in chains})
-    gradients = total({c.name: c.at_rest for c in chains if c.trainable})
+    trained = [c for c in chains if c.trainable]
+    at_rest = sum(local_numel(c.shape, c.at_rest, sizes) * c.rest_dtype.itemsize for c in chains)
+    gradients = sum(local_numel(c.shape, c.at_rest, sizes) * c.rest_dtype.itemsize for c in trained)
     kept = bytes_kept(gradients, True) + bytes_kept(at_rest - gradients, False)
     return Prediction(
+        unshard=run.traffic[UNSHARD],
         forward=run.traffic[FORWARD],
         backward=run.traffic[BACKWARD],
         gradients=run.traffic[GRADIENTS],
         clip=_clip_traffic(plan) if gradients else Traffic(),
+        unshard_seconds=run.seconds[UNSHARD],
         forward_seconds=run.seconds[FORWARD],
         backward_seconds=run.seconds[BACKWARD],
         gradient_seconds=run.seconds[GRADIENTS],
@@ -137,8 +144,9 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
             "activations": run.activations,
             "gathered parameters": run.gathered,
             "inputs and buffers": run.inputs,
-            ACCUMULATORS: total({c.name: c.accumulator for c in chains if c.trainable}),
+            ACCUMULATORS: sum(accumulator_bytes(c, sizes) for c in trained),
         },
+        reductions=total_costs(program.buckets, sizes, profile),
         regathered=len(run.regathered),
         modules=_modules(program, plan),
         profile=profile.name,
@@ -162,7 +170,7 @@ def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:
             continue
         chain = chains[name]
         path, _, own = name.rpartition(".")
-        gather = plan.parameters[name].gather if any(map(makes_tensor, chain.paths)) else ""
+        gather = plan.parameters[name].gather if chain.gathered else ""
         parameters.setdefault(path, []).append(
             ParameterRow(own, chain.shape, chain.at_rest, chain.uses, gather, chain.trainable)
         )

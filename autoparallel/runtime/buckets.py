@@ -34,6 +34,7 @@ class ParameterBucket(nn.Module):
         self.hooks: RegatherHooks | None = None
         self.following: ParameterBucket | None = None
         self._started: Callable[[], Tensors] | None = None
+        self._kept: tuple[tuple[int, ...], Tensors] | None = None
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The bucket's parameters in the layouts of their uses, parameter by parameter."""
@@ -66,12 +67,21 @@ class ParameterBucket(nn.Module):
 
     def gather(self) -> Tensors:
         """This rank's values for every use."""
+        if self.bucket.gather == "per_step":
+            return self._once_per_step()
         finish, self._started = self._started or self._start(), None
         return finish()
 
+    def _once_per_step(self) -> Tensors:
+        """Keeps what is gathered under ``no_sync()`` for the calls that follow, while the parameters stay the same."""
+        versions = self.versions()
+        values = self._kept[1] if self._kept is not None and self._kept[0] == versions else self._start()()
+        self._kept = None if self.store.synchronise else (versions, values)
+        return values
+
     def _start(self) -> Callable[[], Tensors]:
         chains = self.bucket.chains
-        values = self.local_parameters()
+        values = [value.to(c.dtype) for value, c in zip(self.local_parameters(), chains, strict=True)]
         uses = range(len(chains[0].uses))
         columns = [self.store.start(values, [c.paths[use] for c in chains]) for use in uses]
 

@@ -41,7 +41,12 @@ class GradientStore:
         self.parameters = parameters
         self.synchronise = True
         self.backwards = 0
-        self._specs: dict[tuple[str, Layout], Any] = {}
+        self.window: Any = None  # of accumulate(), while its gradients are not divided
+        self._held: dict[str, None] = {}  # parameters that got a gradient in the window
+        for parameter in parameters.values():
+            if parameter.requires_grad and parameter.dtype.itemsize < 4:
+                parameter.grad_dtype = None  # accumulators are float32
+        self._specs: dict[tuple[str, Layout, torch.dtype], Any] = {}
         self._pending: dict[str, ParameterChain] = {}
         self._running: list[Callable[[], None]] = []
 
@@ -76,67 +81,87 @@ class GradientStore:
         ]
         if not present:
             return
-        if not self.synchronise:
-            self._accumulate(present)
-            return
-        totals = [self._with_pending(chain, grad) for chain, grad in present]
-        if not present[0][0].sync:  # no collective makes a new tensor: what the engine shares must not become .grad
-            totals = [t.clone() for t in totals]
         kept = [chain for chain, _ in present]
-        finish = self.start(totals, [chain.sync for chain in kept])
+        values = [value for _, value in present]
+        each = [chain.each for chain in kept]
+        if self.window is not None:
+            self._held |= dict.fromkeys(chain.name for chain in kept)
+        if not self.synchronise:
+            if not each[0]:
+                self._accumulate(kept, values)
+                return
+            reduced = self.start([_cast(v, c.reduce_dtype) for c, v in zip(kept, values, strict=True)], each)
+            self._later(lambda: self._accumulate(kept, reduced()))
+            return
+        if each[0] and any(chain.name in self._pending for chain in kept):
+            values, each = self.start([_cast(v, c.reduce_dtype) for c, v in zip(kept, values, strict=True)], each)(), []
+        values = [self._with_pending(chain, value) for chain, value in zip(kept, values, strict=True)]
+        paths = [(*first, *chain.sync) for first, chain in zip(each or [()] * len(kept), kept, strict=True)]
+        if not paths[0]:  # no collective makes a new tensor: what the engine shares must not become .grad
+            values = [v.clone() for v in values]
+        finish = self.start([_cast(v, c.reduce_dtype) for c, v in zip(kept, values, strict=True)], paths)
+        self._later(lambda: self._hand_out(kept, finish()))
+
+    def _later(self, hand_out: Callable[[], None]) -> None:
+        """Has ``hand_out`` called when the running backward ends, with its collectives under way until then."""
         if not self._running:
-            _torch.after_backward(self.finish)
-        self._running.append(lambda: self._hand_out(kept, finish()))
+            _torch.after_backward(self._finish_backward)
+        self._running.append(hand_out)
+
+    def _finish_backward(self) -> None:
+        self.finish()
+        if self.synchronise:
+            self.flush()
 
     def sum_uses(self, chain: ParameterChain, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """One gradient, in the accumulator's layout, from those of the parameter's uses."""
+        """One gradient, in the layout in which they add up, from those of the parameter's uses."""
         total: torch.Tensor | None = None
         for value, use in zip(values, chain.uses, strict=True):
             if value is None:
                 continue
-            value = self._along(value, dual_layout(use), chain.accumulator)
+            value = self._along(value, dual_layout(use), chain.made)
             total = value if total is None else total + value
         assert total is not None
         return total
 
-    def _accumulate(self, present: Sequence[tuple[ParameterChain, torch.Tensor]]) -> None:
+    def _accumulate(self, chains: Sequence[ParameterChain], grads: Tensors) -> None:
         sums: Tensors = []
         addends: Tensors = []
-        for chain, grad in present:
+        for chain, grad in zip(chains, grads, strict=True):
             known = self._take_accumulator(chain)
             if known is None:
                 # The engine may hand the same tensor to others, and a view may keep a larger one alive.
-                known = grad.clone()
+                known = grad.to(chain.accumulator_dtype, copy=True)
             else:
                 sums.append(known)
-                addends.append(grad)
+                addends.append(_cast(grad, known.dtype))
             self._keep(chain, known)
         if sums:
             torch._foreach_add_(sums, addends)
 
     def _keep(self, chain: ParameterChain, accumulator: torch.Tensor) -> None:
+        """Makes a local sum the parameter's gradient, until it is reduced."""
         parameter = self.parameters[chain.name]
-        if chain.name not in self._pending or parameter.grad is None:
+        if parameter.grad is None or _torch.local_of(parameter.grad) is not accumulator:
             parameter.grad = self.wrap(chain.name, accumulator, chain.accumulator)
-        self._pending[chain.name] = chain
+        if chain.sync or accumulator.dtype != parameter.dtype:
+            self._pending[chain.name] = chain
 
     def _take_accumulator(self, chain: ParameterChain) -> torch.Tensor | None:
-        """The local sum of what has been accumulated so far, in the accumulator's layout."""
+        """The local sum of what has been accumulated so far, in the accumulator's layout and dtype."""
         grad = self.parameters[chain.name].grad
         if grad is None:  # zero_grad() has cleared it
             self._pending.pop(chain.name, None)
             return None
-        if chain.name in self._pending:
-            known = self._pending[chain.name]
-            local = _torch.local_of(grad)
-            if known.accumulator == chain.accumulator:
-                return local
-            del self._pending[chain.name]
-            value = self._along(local, known.accumulator, chain.accumulator)
-        else:  # a whole gradient: it becomes a summand again, without communication
-            value = self._along(_torch.local_of(grad).clone(), chain.at_rest, chain.accumulator)
+        local = _torch.local_of(grad)
+        known = self._pending.pop(chain.name, None)
+        layout = known.accumulator if known is not None else chain.at_rest
+        if layout == chain.accumulator and local.dtype == chain.accumulator_dtype:
+            return local
+        if known is None:  # a whole gradient: it becomes a summand again, without communication
+            local = local.to(chain.accumulator_dtype, copy=True)
         self.parameters[chain.name].grad = None
-        return value
+        return self._along(local, layout, chain.accumulator)
 
     def _along(self, value: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
         order = sorted(range(len(src)), key=lambda i: -i)  # the innermost axis of a dim comes last in the mesh
@@ -146,12 +171,11 @@ class GradientStore:
         return value
 
     def _with_pending(self, chain: ParameterChain, grad: torch.Tensor) -> torch.Tensor:
-        parameter = self.parameters[chain.name]
         if chain.name not in self._pending:
             return grad
         known = self._take_accumulator(chain)
         self._pending.pop(chain.name, None)
-        parameter.grad = None
+        self.parameters[chain.name].grad = None
         return grad if known is None else known.add_(grad)
 
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
@@ -159,6 +183,7 @@ class GradientStore:
         addends: Tensors = []
         for chain, value in zip(chains, values, strict=True):
             parameter = self.parameters[chain.name]
+            value = _cast(value, parameter.dtype)
             if parameter.grad is None:
                 parameter.grad = self.wrap(chain.name, value, chain.at_rest)
             else:
@@ -177,11 +202,11 @@ class GradientStore:
 
     def wrap(self, name: str, local: torch.Tensor, layout: Layout) -> DTensor:
         """A gradient as the ``DTensor`` that ``.grad`` is."""
-        spec = self._specs.get((name, layout))
+        spec = self._specs.get((name, layout, local.dtype))
         if spec is None:
             parameter = self.parameters[name]
-            spec = _torch.make_spec(self.mesh, to_dtensor_placements(layout), parameter.shape, parameter.dtype)
-            self._specs[name, layout] = spec
+            spec = _torch.make_spec(self.mesh, to_dtensor_placements(layout), parameter.shape, local.dtype)
+            self._specs[name, layout, local.dtype] = spec
         return _torch.wrap_local(local, spec)
 
     def flush(self) -> None:
@@ -191,14 +216,53 @@ class GradientStore:
         for name, chain in sorted(self._pending.items()):
             if self.parameters[name].grad is not None:
                 kinds = tuple((s.axes, s.src.kind, s.dst.kind) for s in chain.sync)
-                groups.setdefault((kinds, chain.dtype), []).append(chain)
+                groups.setdefault((kinds, chain.reduce_dtype, chain.accumulator_dtype), []).append(chain)
         self._pending.clear()
         for chains in groups.values():
-            locals_ = [_torch.local_of(self.parameters[c.name].grad) for c in chains]  # type: ignore[arg-type]
+            locals_ = [_cast(_torch.local_of(self.parameters[c.name].grad), c.reduce_dtype) for c in chains]  # type: ignore[arg-type]
             finish = self.start(locals_, [c.sync for c in chains])
             for chain in chains:
                 self.parameters[chain.name].grad = None
             self._hand_out(chains, finish())
+
+    def settle(self) -> None:
+        """Reduces every summand and ends a window of ``accumulate()``: divides the gradients by its weight."""
+        self.flush()
+        window, self.window = self.window, None
+        self._held = {}
+        divisor = None if window is None else window.divisor()
+        if divisor is not None:
+            by_dtype: dict[torch.dtype, Tensors] = {}
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    by_dtype.setdefault(parameter.dtype, []).append(_torch.local_of(parameter.grad))
+            for grads in by_dtype.values():
+                torch._foreach_div_(grads, divisor)
+
+    def begin_window(self, window: Any) -> None:
+        """Starts a window of ``accumulate()``.
+
+        Raises:
+            RuntimeError: inside ``no_sync()``, or where a parameter has a gradient already.
+        """
+        if not self.synchronise:
+            raise RuntimeError("accumulate() inside no_sync(): it decides by itself when gradients are reduced")
+        name = next((n for n, p in self.parameters.items() if p.grad is not None), None)
+        if name is not None:
+            raise RuntimeError(
+                f"accumulate() starts a window, but {name} has a gradient already: call optimizer.zero_grad() after "
+                "every optimizer.step()"
+            )
+        self.window, self._held = window, {}
+
+    def require_kept(self) -> None:
+        """Raises RuntimeError where a gradient of an earlier microbatch of the window is gone."""
+        lost = next((name for name in self._held if self.parameters[name].grad is None), None)
+        if lost is not None:
+            raise RuntimeError(
+                f"the gradient of {lost} was cleared in the middle of a window of accumulate(), so that earlier "
+                "microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in between"
+            )
 
     def whole_gradients(self, what: str) -> dict[str, torch.Tensor]:
         """Every gradient there is, reduced, as it lies at rest; ``what`` asks, in messages.
@@ -208,7 +272,7 @@ class GradientStore:
         """
         if not self.synchronise:
             raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
-        self.flush()
+        self.settle()
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         if not grads:
             raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
@@ -218,3 +282,7 @@ class GradientStore:
     def has_pending(self) -> bool:
         """Whether some gradient is still a summand."""
         return any(self.parameters[name].grad is not None for name in self._pending)
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return value if value.dtype == dtype else value.to(dtype)

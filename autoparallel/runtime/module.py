@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture import InputSpec, _Constant, describe_inputs
+from autoparallel.capture import Captured, InputSpec, _Constant, describe_inputs
 from autoparallel.ops import RandomState, set_random_state
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram
+from autoparallel.runtime.accumulation import T, Weight, Window, windows
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
 from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks
-from autoparallel.runtime.calls import Call, fits, require_divides
+from autoparallel.runtime.calls import Call, fits, require_divides, sizes_of
 from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.optimizers import watch_optimizers
@@ -77,8 +79,8 @@ class _Outputs(torch.autograd.Function):
     """The boundary between the program and what the user does with its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, store: GradientStore, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.store = store
+    def forward(ctx: Any, store: GradientStore, weight: Weight, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.store, ctx.window, ctx.weight = store, store.window, weight
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in outputs)
 
@@ -90,7 +92,15 @@ class _Outputs(torch.autograd.Function):
                 "derivative would be taken of one rank's part only. Compute it on the plain model."
             )
         ctx.store.backwards += 1
-        return None, *grads
+        if ctx.window is not None:
+            if ctx.window is not ctx.store.window:
+                raise RuntimeError(
+                    "backward() of a microbatch after its window of accumulate() has ended: call backward() inside "
+                    "the loop over the window"
+                )
+            factor = ctx.window.factor(ctx.weight)
+            grads = tuple(None if g is None else (g * factor).to(g.dtype) for g in grads)
+        return None, None, *grads
 
 
 @dataclass
@@ -151,8 +161,19 @@ class ParallelModule(nn.Module):
         kind = self._agree(call, problem)
         if self.training:
             self._calls += 1
+        if self._store.window is not None and torch.is_grad_enabled():
+            self._require_weight(kind)
         set_random_state(RandomState(self._seed, self._calls if self.training else 0))
-        return self._finish(kind, kind.runner(call.leaves))
+        return self._finish(kind, kind.runner(call.leaves), call)
+
+    def _require_weight(self, kind: Kind) -> None:
+        weight = kind.runner.program.captured.weight
+        if self._store.window.weights == "loss" and (weight is None or weight.kind == "unknown"):
+            raise ValueError(
+                "accumulate() cannot tell what the loss is a mean over: "
+                f"{weight.reason if weight else 'it is computed outside of the compiled model'}. Pass a loss_fn that "
+                'returns (sum, count) to compile(), or weights="equal" to count every microbatch alike'
+            )
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Traces and plans for a kind of call without running it."""
@@ -275,7 +296,7 @@ class ParallelModule(nn.Module):
         ]
         return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
 
-    def _finish(self, kind: Kind, results: tuple[torch.Tensor, ...]) -> Any:
+    def _finish(self, kind: Kind, results: tuple[torch.Tensor, ...], call: Call) -> Any:
         """Writes mutated buffers back and gives the outputs their outer form."""
         captured = kind.runner.program.captured
         count = len(captured.mutated_buffers)
@@ -283,9 +304,11 @@ class ParallelModule(nn.Module):
             for path, value in zip(captured.mutated_buffers, results[:count], strict=True):
                 self._plain.get_buffer(path).copy_(value)
         values: list[Any] = list(results)
+        weight = self._weight(captured, values, call)
         flowing = [i for i in range(count, len(values)) if values[i].requires_grad]
         if flowing:
-            for i, value in zip(flowing, _Outputs.apply(self._store, *(values[i] for i in flowing)), strict=True):
+            outer = _Outputs.apply(self._store, weight, *(values[i] for i in flowing))
+            for i, value in zip(flowing, outer, strict=True):
                 values[i] = value
         for i in range(count, len(values)):
             placements, layout = kind.runner.specs[i]
@@ -293,6 +316,21 @@ class ParallelModule(nn.Module):
                 values[i] = self._as_dtensor(values[i], layout, placements)
         leaves = [o.value if isinstance(o, _Constant) else values[o] for o in captured.outputs]
         return pytree.tree_unflatten(leaves, captured.output_spec)
+
+    def _weight(self, captured: Captured, values: Sequence[Any], call: Call) -> Weight:
+        """What a microbatch weighs in a window of ``accumulate()``."""
+        weight, window = captured.weight, self._store.window
+        if window is None or weight is None or window.weights == "equal":
+            return Weight()
+        if weight.kind == "sum":
+            return Weight(None)
+        if weight.output is not None:
+            counts = [s.shape for s in call.specs if isinstance(s, InputSpec) and not s.dtype.is_floating_point]
+            expected = max(map(math.prod, counts), default=call.batch) or 1
+            return Weight(values[weight.output].detach().double(), float(expected))
+        size = weight.size
+        value = float(size if isinstance(size, int) else size.node.expr.subs(sizes_of(captured, call.specs)))
+        return Weight(value, value or 1.0)
 
     def _as_dtensor(self, local: torch.Tensor, layout: Layout, placements: Any) -> DTensor:
         if local.requires_grad:
@@ -314,6 +352,33 @@ class ParallelModule(nn.Module):
             yield
         finally:
             self._store.synchronise = before
+
+    def accumulate(self, steps: int, batches: Iterable[T], *, weights: str = "loss") -> Iterator[Window[T]]:
+        """Cuts ``batches`` into windows of ``steps`` microbatches, each one step of the optimizer::
+
+            for window in model.accumulate(4, loader):
+                for x, y in window:
+                    model(x, y).backward()          # no division: the window divides
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Gradients are reduced once, in the window's last backward (or as ``model.plan`` says). They are those of the
+        mean loss over the whole window: of a mean over valid tokens, every token counts alike, however they are spread
+        over microbatches and ranks. The last window may be shorter.
+
+        Args:
+            steps: microbatches in a window.
+            batches: any iterable; it is read one batch ahead.
+            weights: "loss" weighs a microbatch by what its loss is a mean over: found in the traced loss (a mean, a
+                cross-entropy with ignored targets, a sum divided by a count), or returned by a ``loss_fn`` that returns
+                ``(sum, count)``. A loss that is a sum is just added up. "equal" takes the mean of the losses.
+
+        Raises:
+            ValueError: when the weight of the loss cannot be told; before anything is sent.
+            RuntimeError: when gradients were left over before, or are cleared in the middle of, a window.
+        """
+        return windows(self._store, steps, batches, weights)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

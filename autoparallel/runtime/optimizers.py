@@ -48,4 +48,4 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                     "optimizer.step() inside no_sync(): gradients are not reduced yet. Leave no_sync() for the last "
                     "backward of the window, then step"
                 )
-            store.flush()
+            store.settle()

@@ -104,8 +104,8 @@ class TestSeveralUses:
 
 def chain_with(sync: tuple[Step, ...], at_rest: str, accumulator: str) -> ParameterChain:
     return ParameterChain(
-        "w", (4, 4), torch.float32, parse_layout(at_rest), (parse_layout("R"),), ("w",), ((),),
-        parse_layout(accumulator), sync, True,
+        "w", (4, 4), torch.float32, torch.float32, torch.float32, parse_layout(at_rest), (parse_layout("R"),), ("w",),
+        ((),), parse_layout(accumulator), (), parse_layout(accumulator), sync, {}, True,
     )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ class TestAuto:
         captured = _captured(1024, 1024, 65536)
         space = _space(captured, ONE)
         free = search(space, "auto")
-        assert {p.gather for p in free.parameters.values()} == {"per_microbatch"}
+        assert {p.gather for p in free.parameters.values()} == {"per_step"}
         problem = space.build()
         choices = minimise(problem.sizes, problem.factors).choices
         usage = evaluate(problem.usage, choices)

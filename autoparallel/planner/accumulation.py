@@ -1,0 +1,99 @@
+"""When gradients are reduced, where a step is several microbatches.
+
+Adding up full-size summands costs memory and one reduction a step; reducing every microbatch's gradient costs a
+reduction each time and no memory beside the gradient at rest; hybrid sharding lies between (see
+``ParameterChain.reducing``).  What is fastest within the memory that is left is chosen bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoparallel.passes.bucket_collectives import Bucket
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.placements import COLLECTIVES, action
+from autoparallel.plan import REDUCTIONS, Plan
+from autoparallel.planner.hardware import Profile
+from autoparallel.redistribution import local_numel, step_bytes
+
+
+@dataclass(frozen=True)
+class ReductionCost:
+    """What one time of reducing costs each rank, for some parameters.
+
+    Attributes:
+        accumulators: bytes beside the gradients at rest.
+        seconds: communication of every microbatch but the last.
+    """
+
+    accumulators: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: ReductionCost) -> ReductionCost:
+        return ReductionCost(self.accumulators + other.accumulators, self.seconds + other.seconds)
+
+
+def accumulator_bytes(chain: ParameterChain, axis_sizes: Sequence[int]) -> int:
+    """What adding up the gradients of several microbatches takes beside the gradient at rest."""
+    if not chain.sync and chain.accumulator_dtype == chain.rest_dtype:
+        return 0
+    return local_numel(chain.shape, chain.accumulator, axis_sizes) * chain.accumulator_dtype.itemsize
+
+
+def reduction_cost(bucket: Bucket, when: str, axis_sizes: Sequence[int], profile: Profile) -> ReductionCost:
+    """What it costs to reduce a bucket's gradients ``when``."""
+    chains = [chain.reducing(when) for chain in bucket.chains]
+    layouts = [chain.made for chain in chains]
+    seconds = 0.0
+    for steps in zip(*(chain.each for chain in chains), strict=True):
+        size = 0
+        for i, (chain, step) in enumerate(zip(chains, steps, strict=True)):
+            size += step_bytes(step, layouts[i], chain.shape, chain.reduce_dtype.itemsize, axis_sizes)
+            layouts[i] = step.apply(layouts[i])
+        kind = action(steps[0].src, steps[0].dst)
+        if kind in COLLECTIVES:
+            seconds += profile.step_seconds(tuple(axis_sizes), kind, steps[0].axes, size)
+    return ReductionCost(sum(accumulator_bytes(chain, axis_sizes) for chain in chains), seconds)
+
+
+def total_costs(buckets: Sequence[Bucket], axis_sizes: Sequence[int], profile: Profile) -> dict[str, ReductionCost]:
+    """What each time of reducing would cost, were it that of every parameter."""
+    trained = [b for b in buckets if b.chains[0].trainable]
+    return {
+        when: sum((reduction_cost(b, when, axis_sizes, profile) for b in trained), ReductionCost())
+        for when in REDUCTIONS
+    }
+
+
+def choose_reductions(
+    buckets: Sequence[Bucket], axis_sizes: Sequence[int], profile: Profile, memory: float
+) -> Mapping[str, str]:
+    """When each trained parameter's gradient is reduced, so that all accumulators fit into ``memory`` bytes.
+
+    Starts from the least memory and takes, as long as one fits, the change that saves the most time for its bytes.
+    """
+    trained = [b for b in buckets if b.chains[0].trainable]
+    costs = [{when: reduction_cost(b, when, axis_sizes, profile) for when in REDUCTIONS} for b in trained]
+    chosen = [min(REDUCTIONS, key=lambda w, c=c: (c[w].accumulators, c[w].seconds)) for c in costs]  # type: ignore[misc]
+    left = memory - sum(c[w].accumulators for c, w in zip(costs, chosen, strict=True))
+    while True:
+        best: tuple[float, int, str] | None = None
+        for i, (cost, now) in enumerate(zip(costs, chosen, strict=True)):
+            for when in REDUCTIONS:
+                more = cost[when].accumulators - cost[now].accumulators
+                saved = cost[now].seconds - cost[when].seconds
+                if saved > 0 and more <= left and (best is None or saved / max(more, 1.0) > best[0]):
+                    best = saved / max(more, 1.0), i, when
+        if best is None:
+            break
+        _, i, when = best
+        left -= costs[i][when].accumulators - costs[i][chosen[i]].accumulators
+        chosen[i] = when
+    return {c.name: when for b, when in zip(trained, chosen, strict=True) for c in b.chains}
+
+
+def with_reductions(plan: Plan, when: Mapping[str, str]) -> Plan:
+    """The plan with other times of reducing."""
+    parameters = {n: replace(p, reduce=when.get(n, p.reduce)) for n, p in plan.parameters.items()}
+    return replace(plan, parameters=parameters)

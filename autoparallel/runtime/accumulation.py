@@ -1,0 +1,114 @@
+"""Gradient accumulation: windows of microbatches, each a step of the optimizer.
+
+With weights w_m, the gradient of a window is sum(w_m * g_m) / sum(w_m), where g_m is the gradient of the microbatch's
+mean loss: the gradient of the mean over all of them, as one batch would give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from autoparallel.runtime.gradients import GradientStore
+
+T = TypeVar("T")
+WEIGHTS = ("loss", "equal")
+_END: Any = object()
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What the loss of a microbatch weighs.
+
+    Attributes:
+        value: what it is a mean over, a number or a scalar tensor on the device; None for a sum, which is added up.
+        expected: about what the value is, known without looking at the device: gradients are multiplied by numbers
+            near 1, which neither overflow nor vanish in half precision.
+    """
+
+    value: float | torch.Tensor | None = 1.0
+    expected: float = 1.0
+
+
+class Window(Generic[T]):
+    """The microbatches of one optimizer step; iterate over it once.
+
+    Attributes:
+        steps: how many microbatches it has at most.
+        done: how many it has given out.
+        last: whether the one given out is the last.
+    """
+
+    def __init__(self, store: GradientStore, source: _Ahead[T], steps: int, weights: str) -> None:
+        self.steps, self.done, self.last = steps, 0, False
+        self.weights = weights
+        self._store, self._source = store, source
+        self._total: Any = None
+        self._reference: float | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        if self.done:
+            raise RuntimeError("a window of accumulate() can be gone through only once")
+        store = self._store
+        store.begin_window(self)
+        try:
+            while not self.last:
+                store.require_kept()
+                self.done += 1
+                batch = self._source.take()
+                self.last = self.done == self.steps or self._source.ended
+                store.synchronise = self.last
+                yield batch
+        finally:
+            store.synchronise = True
+        store.settle()
+
+    def factor(self, weight: Weight) -> Any:
+        """What the gradient of a microbatch's loss is multiplied by; called once for every backward."""
+        if weight.value is None:
+            return 1.0
+        if self._reference is None:
+            self._reference = weight.expected
+        self._total = weight.value if self._total is None else self._total + weight.value
+        return weight.value / self._reference
+
+    def divisor(self) -> Any:
+        """What the summed gradients are divided by; None before any backward."""
+        return None if self._total is None else self._total / self._reference
+
+
+class _Ahead(Generic[T]):
+    """An iterator that knows whether it has ended."""
+
+    def __init__(self, batches: Iterable[T]) -> None:
+        self._iterator = iter(batches)
+        self._next = next(self._iterator, _END)
+
+    @property
+    def ended(self) -> bool:
+        return self._next is _END
+
+    def take(self) -> T:
+        """The next batch."""
+        batch, self._next = self._next, next(self._iterator, _END)
+        return batch
+
+
+def windows(store: GradientStore, steps: int, batches: Iterable[T], weights: str) -> Iterator[Window[T]]:
+    """See ``ParallelModule.accumulate``."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"steps must be a positive number of microbatches, got {steps!r}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"unknown weights {weights!r}: expected one of {', '.join(WEIGHTS)}")
+    return _windows(store, steps, _Ahead(batches), weights)
+
+
+def _windows(store: GradientStore, steps: int, source: _Ahead[T], weights: str) -> Iterator[Window[T]]:
+    while not source.ended:
+        window = Window(store, source, steps, weights)
+        yield window
+        if not window.done:
+            raise RuntimeError("a window of accumulate() was not gone through: iterate over its microbatches")

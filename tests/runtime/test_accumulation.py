@@ -1,0 +1,376 @@
+"""`accumulate()`: windows give the gradient of one big batch, whatever the microbatches weigh; strategies; traffic."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoparallel
+from autoparallel.plan import REDUCTIONS, Plan
+from tests.distributed import WorkerError, run_distributed
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Tagger(nn.Module):
+    """A token classifier with a frozen layer, a part that only some batches use, and odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.up = nn.Linear(16, 24)
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.head = nn.Linear(24, 32)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        x = self.embedding(x)
+        return self.head(torch.tanh(self.frozen(self.up(x if not skip else x.detach()))))
+
+
+def token_mean(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), target.flatten(), ignore_index=-1)
+
+
+def sum_and_count(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    losses = F.cross_entropy(out.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum")
+    return losses, (target != -1).sum()
+
+
+def squared(out: Tensor, target: Tensor) -> Tensor:
+    return 0.5 * F.mse_loss(out, F.one_hot(target.clamp(min=0), 32).to(out.dtype))
+
+
+def summed(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="sum") / 4
+
+
+def regularised(out: Tensor, target: Tensor) -> Tensor:
+    return token_mean(out, target) + 0.1 * out.square().mean()
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    f.__name__: f for f in (token_mean, sum_and_count, squared, summed, regularised)
+}
+KEPT = (0.9, 0.1, 0.5, 0.0, 0.7, 0.3, 0.05)  # of each microbatch's targets; the fourth has none at all
+
+
+def batches(rows: tuple[int, ...] = (4,) * 7) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for count, kept in zip(rows, KEPT, strict=True):
+        x, target = (torch.randint(0, 32, (count, 5), generator=generator) for _ in range(2))
+        keep = torch.rand((count, 5), generator=generator) < kept
+        made.append((x, torch.where(keep, target, -1)))
+    return made
+
+
+def pair(plan: Any, shape: tuple[int, ...], loss: str = "token_mean", **options: Any) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    plain = Tagger().double()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=LOSSES[loss], plan=plan, **options)
+    return model, plain
+
+
+def reference(plain: nn.Module, loss: str, window: list[Batch]) -> None:
+    x, target = (torch.cat(parts) for parts in zip(*window, strict=True))
+    value = LOSSES[loss](plain(x), target)
+    (value[0] / value[1] if isinstance(value, tuple) else value).backward()
+
+
+def difference(model: Any, plain: nn.Module, of: Callable[[nn.Parameter], Any]) -> float:
+    worst = 0.0
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        a, b = of(mine), of(theirs)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            a = a.full_tensor() if hasattr(a, "full_tensor") else a
+            worst = max(worst, (a - b).abs().max().item())
+    return worst
+
+
+def _train(plan: str, shape: tuple[int, ...], loss: str, rows: tuple[int, ...]) -> dict[str, Any]:
+    model, plain = pair(plan, shape, loss)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
+    found: dict[str, Any] = {"sizes": [], "clipped": True}
+    worst: dict[str, float] = dict.fromkeys(("gradients", "norm", "parameters"), 0.0)
+    for window in model.accumulate(3, batches(rows)):
+        seen = []
+        for x, target in window:
+            model(x, target).backward()
+            seen.append((x, target))
+        reference(plain, loss, seen)
+        worst["gradients"] = max(worst["gradients"], difference(model, plain, lambda p: p.grad))
+        norm, expected = model.clip_grad_norm_(0.05), nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        worst["norm"] = max(worst["norm"], abs(norm.item() - expected.item()))
+        found["clipped"] &= norm.item() > 0.05
+        found["sizes"].append(len(seen))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    worst["parameters"] = difference(model, plain, lambda p: p.detach())
+    return found | {"worst": worst}
+
+
+CASES = [
+    ((2,), "data_parallel", "token_mean"),
+    ((2,), "fsdp", "sum_and_count"),
+    ((2, 2), "fsdp", "token_mean"),
+    ((2, 2), "tensor_parallel", "sum_and_count"),
+    ((2,), "data_parallel", "squared"),
+    ((2,), "fsdp", "summed"),
+]
+
+
+@pytest.mark.parametrize(("shape", "plan", "loss"), CASES, ids=str)
+def test_a_window_equals_one_batch(shape: tuple[int, ...], plan: str, loss: str) -> None:
+    """The pitfall "mean of means", with a window that ends early and a microbatch that counts nothing."""
+    for found in run_distributed(_train, plan, shape, loss, (4,) * 7, world_size=torch.Size(shape).numel()):
+        assert found["sizes"] == [3, 3, 1] and found["clipped"]
+        assert max(found["worst"].values()) < 1e-9, found["worst"]
+
+
+def test_microbatches_of_different_sizes() -> None:
+    for found in run_distributed(_train, "fsdp", (2,), "squared", (4, 2, 6, 4, 8, 4, 2), world_size=2):
+        assert max(found["worst"].values()) < 1e-9, found["worst"]
+
+
+def _equal(loss: str) -> float:
+    model, plain = pair("fsdp", (2,), loss)
+    data = batches()[:3]
+    for window in model.accumulate(3, data, weights="equal"):
+        for x, target in window:
+            model(x, target).backward()
+    for x, target in data:
+        (LOSSES[loss](plain(x), target) / 3).backward()
+    return difference(model, plain, lambda p: p.grad)
+
+
+def test_equal_weights_take_the_mean_of_the_losses() -> None:
+    assert max(run_distributed(_equal, "regularised", world_size=2)) < 1e-9
+
+
+# ------------------------------------------------------------------------------------------------------- strategies
+
+
+def _edited(plan: Plan, **changes: str) -> Plan:
+    data = json.loads(plan.to_json())
+    for parameter in data["parameters"].values():
+        parameter.update(changes)
+    return Plan.from_json(json.dumps(data))
+
+
+def _searched(shape: tuple[int, ...], at_rest: str | None) -> Plan:
+    model, _ = pair("fsdp", shape, example_inputs=batches()[0])
+    plan: Plan = model.plan
+    return plan if at_rest is None else _edited(plan, at_rest=at_rest)
+
+
+def _strategies(shape: tuple[int, ...], at_rest: str | None) -> dict[str, Any]:
+    """Three microbatches and a step under every strategy: what differs from one process, and what was sent."""
+    base, found = _searched(shape, at_rest), {}
+    for reduce, gather in itertools.product(REDUCTIONS, ("per_step", "per_microbatch", "per_use")):
+        model, plain = pair(_edited(base, reduce=reduce, gather=gather), shape)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worst, counts = 0.0, None
+        for step in range(2):
+            data = batches()[:3]
+            with autoparallel.count_traffic() as traffic:
+                for i, (x, target) in enumerate(data):
+                    with torch.enable_grad() if i == 2 else model.no_sync():
+                        model(x, target).backward()
+                        token_mean(plain(x), target).backward()
+            model._store.flush()  # synchronising twice changes nothing
+            worst = max(worst, difference(model, plain, lambda p: p.grad))
+            counts = traffic.result()
+            assert step == 0 or counts == model.plan.prediction.step(3), "predicted, not counted"
+            optimizer.step()
+            with torch.no_grad():
+                for p in plain.parameters():
+                    if p.grad is not None:
+                        p -= 0.1 * p.grad
+            model.zero_grad(), plain.zero_grad()
+        assert counts is not None
+        sent = {kind: 0.0 for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+        for (kind, _), size in counts.bytes.items():
+            sent[kind] += size
+        found[reduce, gather] = {"worst": worst, "sent": sent}
+    return found
+
+
+def _parameters(trained: bool) -> int:
+    return 8 * sum(p.numel() for p in Tagger().parameters() if p.requires_grad or not trained)
+
+
+def test_sharded_parameters_reduce_and_gather_as_planned() -> None:
+    """In units of P (n-1)/n bytes, P of the parameters: gathers once a step, once or twice a microbatch; reductions
+    once a step or once a microbatch."""
+    n = 2
+    share = (n - 1) / n
+    for found in run_distributed(_strategies, (n,), "S0", world_size=n):
+        for (reduce, gather), case in found.items():
+            assert case["worst"] < 1e-9, (reduce, gather)
+            gathers = case["sent"]["all_gather"] / (_parameters(trained=False) * share)
+            reductions = case["sent"]["reduce_scatter"] / (_parameters(trained=True) * share)
+            assert reductions == pytest.approx(1 if reduce == "per_step" else 3), (reduce, gather)
+            if gather == "per_use":
+                assert 3 < gathers <= 6
+            else:
+                assert gathers == pytest.approx(1 if gather == "per_step" else 3), (reduce, gather)
+
+
+def test_hybrid_sharding_scatters_within_and_reduces_across_once() -> None:
+    """HSDP: sharded over the second axis, replicated over the first."""
+    whole = _parameters(trained=True)
+    for found in run_distributed(_strategies, (2, 2), "I,S0", world_size=4):
+        for (reduce, gather), case in found.items():
+            assert case["worst"] < 1e-9, (reduce, gather)
+            scattered = case["sent"]["reduce_scatter"] / (whole / 2)
+            if reduce == "across_replicas_per_step":
+                across = case["sent"]["all_reduce"] / (whole / 2)  # 2 (n-1)/n of a half
+                assert scattered == pytest.approx(3) and across == pytest.approx(1, rel=0.05)
+            else:  # one all-reduce over all ranks, of which each keeps its part: fewer messages, for so few bytes
+                reduced = case["sent"]["all_reduce"] / (whole * 2 * 3 / 4)
+                assert scattered == 0 and reduced == pytest.approx(1 if reduce == "per_step" else 3, rel=0.05)
+
+
+def _limited(factor: float) -> tuple[str, float, set[str], str]:
+    free, _ = pair("fsdp", (2,), example_inputs=batches()[0])
+    prediction = free.plan.prediction
+    limit = prediction.total_memory + factor * prediction.memory["accumulators"]
+    model, _ = pair("fsdp", (2,), example_inputs=batches()[0], memory_limit=limit)
+    reductions = {p.reduce for p in model.plan.parameters.values()}
+    return model.plan.explain(), limit, reductions, str(model.plan.prediction.memory["accumulators"])
+
+
+def test_a_memory_limit_moves_reductions_into_the_microbatches() -> None:
+    roomy, tight = (run_distributed(_limited, factor, world_size=2)[0] for factor in (1.5, 0.1))
+    assert roomy[2] == {"per_step"} and float(roomy[3]) > 0
+    assert "per_microbatch" in tight[2] and float(tight[3]) < float(roomy[3])
+    assert "reduced once a step" in roomy[0] and "all (chosen)" in roomy[0]
+    assert "reduced each microbatch" in tight[0]
+
+
+def _half() -> dict[str, Any]:
+    """64 microbatches of a bfloat16 model: the accumulated gradient against that of float64."""
+    torch.manual_seed(0)
+    plain = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, plan="data_parallel")
+    exact, naive = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    generator = torch.Generator().manual_seed(0)
+    dtypes = set()
+    for i in range(64):
+        x, y = (torch.randn(8, 16, generator=generator).bfloat16() for _ in range(2))
+        with torch.enable_grad() if i == 63 else model.no_sync():
+            model(x, y).backward()
+            dtypes.add(model.weight.grad.dtype)
+        F.mse_loss(exact(x.double()), y.double()).backward()
+        F.mse_loss(naive(x), y).backward()
+    true = exact.weight.grad
+    assert true is not None and naive.weight.grad is not None
+    found = (model.weight.grad.full_tensor(), naive.weight.grad)
+    off = [((g.double() - true).norm() / true.norm()).item() for g in found]
+    torch.optim.AdamW(model.parameters()).step()
+    return {"ours": off[0], "naive": off[1], "dtypes": dtypes, "at the end": model.weight.grad.dtype}
+
+
+def test_accumulators_are_float32_or_wider() -> None:
+    """The pitfall "accumulating in the parameter's dtype"."""
+    for found in run_distributed(_half, world_size=2):
+        assert found["dtypes"] == {torch.float32, torch.bfloat16} and found["at the end"] == torch.bfloat16
+        assert found["ours"] < 0.5 * found["naive"], found
+
+
+def _some_microbatches() -> float:
+    model, plain = pair("fsdp", (2,))
+    for window in model.accumulate(3, batches()[:3]):
+        for i, (x, target) in enumerate(window):
+            model(x, i > 0, target).backward() if i else model(x, False, target).backward()
+    data = batches()[:3]
+    total = sum(int((t != -1).sum()) for _, t in data)
+    for i, (x, target) in enumerate(data):
+        (token_mean(plain(x, i > 0), target) * int((target != -1).sum()) / total).backward()
+    return difference(model, plain, lambda p: p.grad)
+
+
+def test_a_parameter_used_in_the_first_microbatch_only_is_reduced() -> None:
+    assert max(run_distributed(_some_microbatches, world_size=2)) < 1e-9
+
+
+# ----------------------------------------------------------------------------------------------------------- misuse
+
+
+def _misuse(case: str) -> None:
+    model, _ = pair("fsdp", (2,), "regularised" if case == "unknown loss" else "token_mean")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = batches()[:3]
+    if case == "steps":
+        model.accumulate(0, data)
+    if case == "weights":
+        model.accumulate(2, data, weights="rows")
+    if case == "left over":
+        model(*data[0]).backward()
+    for window in model.accumulate(3, data):
+        if case == "skipped":
+            continue
+        for i, (x, target) in enumerate(window):
+            loss = model(x, target)
+            loss.backward()
+            if i == 1 and case == "clip":
+                model.clip_grad_norm_(1.0)
+            if i == 1 and case == "step":
+                optimizer.step()
+            if i == 1 and case == "zero_grad":
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("steps", "steps must be a positive number of microbatches, got 0"),
+        ("weights", "unknown weights 'rows': expected one of loss, equal"),
+        ("left over", "has a gradient already: call optimizer.zero_grad"),
+        ("skipped", "was not gone through"),
+        ("clip", "clip_grad_norm_() inside no_sync()"),
+        ("step", "optimizer.step() inside no_sync()"),
+        ("zero_grad", "was cleared in the middle of a window of accumulate()"),
+        ("unknown loss", "cannot tell what the loss is a mean over: it is neither a mean nor a sum"),
+    ],
+)
+def test_misuse_is_an_error_on_every_rank(case: str, message: str) -> None:
+    with pytest.raises(WorkerError) as raised:
+        run_distributed(_misuse, case, world_size=2, keep_after_error=True)
+    assert set(raised.value.errors) == {0, 1}
+    assert all(message in error.message for error in raised.value.errors.values())
+
+
+def _left_open() -> tuple[float, bool]:
+    """A window that the loop leaves early: what it accumulated is reduced and divided when it is clipped."""
+    model, plain = pair("fsdp", (2,))
+    data = batches()[:2]
+    for window in model.accumulate(4, data + batches()[:1]):
+        for i, (x, target) in enumerate(window):
+            model(x, target).backward()
+            if i == 1:
+                break
+        reference(plain, "token_mean", data)
+        norm = model.clip_grad_norm_(0.05)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        off = max(difference(model, plain, lambda p: p.grad), abs(norm.item() - expected.item()))
+        return off, norm.item() > 0.05
+    raise AssertionError
+
+
+def test_a_window_left_open_loses_nothing() -> None:
+    for off, clipped in run_distributed(_left_open, world_size=2):
+        assert off < 1e-9 and clipped
