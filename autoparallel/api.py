@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ from autoparallel.runtime.state import (
     require_on_device,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 OUTPUTS = ("auto", "gather", "sharded")
 BACKENDS = ("eager", "inductor")
 
@@ -53,6 +56,7 @@ def compile(
     memory_limit: float | None = None,
     outputs: str = "auto",
     backend: str = "eager",
+    precision: MixedPrecisionPolicy | None = None,
 ) -> ParallelModule:
     """Makes a plain single-device model train on a whole mesh.
 
@@ -66,6 +70,10 @@ def compile(
         memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations.
         outputs: "auto" returns outputs whole, or sharded and detached beside a loss; "gather" and "sharded" always do
             the one or the other.
+        precision: torch's own ``MixedPrecisionPolicy``: the dtype parameters are cast to, then gathered and used in
+            (``param_dtype``), the dtype gradients are reduced in (``reduce_dtype``; None: that of their use), and the
+            dtype of the model's outputs before ``loss_fn`` (``output_dtype``). Parameters at rest, gradients and
+            accumulators keep the model's dtype. Give an ``output_dtype`` of float32 for the loss to be computed in it.
         backend: "eager" runs the program in plain autograd, "inductor" compiles its body with ``torch.compile``.
 
     Raises:
@@ -84,19 +92,20 @@ def compile(
         raise ValueError(f"unknown outputs {outputs!r}: expected one of {', '.join(OUTPUTS)}")
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}")
+    _require_policy(precision)
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     mesh = usable_mesh(mesh, model)
     require_on_device(model, mesh)
     agreement = Agreement(mesh)
-    _require_same_model(agreement, model, plan, memory_limit, outputs, backend)
+    _require_same_model(agreement, model, plan, memory_limit, outputs, backend, precision)
     prefix = bind(mesh)
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
     broadcast_from_first(tensors, mesh, whole_group(prefix))
     note_replaced(make_dtensors(model, mesh))
     seed = int(agreement.from_first(lambda: str(torch.initial_seed())))
     store = GradientStore(mesh, prefix, dict(model.named_parameters()))
-    compiler = _Compiler(model, mesh, agreement, store, loss_fn, plan, memory_limit, outputs, backend)
+    compiler = _Compiler(model, mesh, agreement, store, loss_fn, plan, memory_limit, outputs, backend, precision)
     module = ParallelModule(
         model,
         mesh,
@@ -109,6 +118,18 @@ def compile(
     if example_inputs is not None:
         module.prepare(*example_inputs)
     return module
+
+
+def _require_policy(precision: object) -> None:
+    if precision is None:
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if not isinstance(precision, MixedPrecisionPolicy):
+        raise TypeError(
+            "precision must be a torch.distributed.fsdp.MixedPrecisionPolicy, not a "
+            f"{precision if isinstance(precision, torch.dtype) else type(precision).__name__}"
+        )
 
 
 def usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
@@ -162,10 +183,11 @@ class _Compiler:
         memory_limit: float | None,
         outputs: str,
         backend: str,
+        precision: MixedPrecisionPolicy | None,
     ) -> None:
         self.model, self.mesh, self.agreement, self.store = model, mesh, agreement, store
         self.loss_fn, self.requested, self.memory_limit = loss_fn, plan, memory_limit
-        self.outputs, self.backend = outputs, backend
+        self.outputs, self.backend, self.precision = outputs, backend, precision
         self.axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         self.profile = profile_for(mesh.device_type)
         sizes = tuple(mesh.shape)
@@ -200,6 +222,7 @@ class _Compiler:
             inputs=input_layouts(captured, call.specs, call.layouts),
             device=torch.device(self.mesh.device_type),
             hoist_all=self.backend == "inductor",
+            reduce_dtype=self.precision.reduce_dtype if self.precision is not None else None,
         )
         prediction = predict(program, plan, self.profile)
         if self.reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
@@ -229,6 +252,7 @@ class _Compiler:
             least_batch=2 * self.mesh.size(),
             batch=call.batch,
             training=training,
+            precision=self.precision,
         )
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -27,6 +27,9 @@ from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class CaptureError(RuntimeError):
@@ -82,23 +85,42 @@ class _Constant:
 
 
 class _Training(nn.Module):
-    """The model with its loss: what is captured when a target is given."""
+    """The model with its loss: what is captured when a target is given.
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    Inputs and outputs are cast as ``fully_shard`` casts those of the outermost module.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, precision: MixedPrecisionPolicy | None
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        cast = precision is not None and precision.cast_forward_inputs
+        self.input_dtype = precision.param_dtype if precision is not None and cast else None
+        self.output_dtype = precision.output_dtype if precision is not None else None
         self.counted = False  # whether the loss function returned a sum and a count
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.loss_fn is None:
-            return self.model(*args, **kwargs)
+            return self._run(args, kwargs)
         *inputs, target = args
-        loss = self.loss_fn(self.model(*inputs, **kwargs), target)
+        loss = self.loss_fn(self._run(tuple(inputs), kwargs), target)
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], torch.Tensor) and loss[0].ndim == 0:
             self.counted = True
             return loss[0] / loss[1]
         return loss
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = _cast((args, kwargs), self.input_dtype)
+        return _cast(self.model(*args, **kwargs), self.output_dtype)
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Nested values with their floating tensors in another dtype."""
+    if dtype is None:
+        return values
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
 
 
 @dataclass(frozen=True)
@@ -141,6 +163,7 @@ def capture(
     training: bool | None = None,
     symbolic: bool = True,
     detach_beside_loss: bool = True,
+    precision: MixedPrecisionPolicy | None = None,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
@@ -153,6 +176,7 @@ def capture(
         training: captures in this mode instead of the model's own.
         symbolic: leaves the batch size open.
         detach_beside_loss: where there is a scalar loss, detaches the other outputs.
+        precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
 
     Raises:
         CaptureError: when the model cannot be captured.
@@ -166,8 +190,10 @@ def capture(
     owners |= {name: buffer_names[id(b)] for name, b in model.named_buffers(remove_duplicate=False)}
     with mode:
         for tensor in (*model.parameters(), *model.buffers()):
-            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
+            used = precision.param_dtype if precision is not None and is_parameter else None
+            dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
+            fake = torch.empty(tensor.shape, dtype=dtype, device="cpu")
             memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
         leaves: list[Any] = []
         dynamic: list[dict[int, Any] | None] = []
@@ -190,10 +216,12 @@ def capture(
         plain.train(training)
     args, kwargs = pytree.tree_unflatten(leaves, in_spec)
     shapes = pytree.tree_unflatten(dynamic, in_spec)
-    wrapper = _Training(plain, loss_fn)
+    wrapper = _Training(plain, loss_fn, precision)
     wrapper.training = plain.training
     program = _export(wrapper, (args, kwargs), shapes, model)
-    return _describe(program, model, owners, specs, detach_beside_loss, wrapper.counted)
+    captured = _describe(program, model, owners, specs, detach_beside_loss, wrapper.counted)
+    captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
+    return captured
 
 
 def _export(wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module) -> ExportedProgram:

@@ -347,7 +347,8 @@ class SearchSpace:
         for i, option in enumerate(producer.options):
             for j, column in enumerate(columns):
                 held = local_numel(shape, column, self.axis_sizes)
-                if held > local_numel(shape, option.result, self.axis_sizes):
+                cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
+                if cast or held > local_numel(shape, option.result, self.axis_sizes):
                     copies = int(option.gather != "per_use") + int(node.meta["backward"])
                     usage[i, j] = copies * held * itemsize
         return usage
