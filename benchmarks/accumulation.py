@@ -1,0 +1,120 @@
+"""Time of a step of eight microbatches: autoparallel against what a user would write instead.
+
+A 4-layer GPT on two processes of one thread each.  Ours is ``model.accumulate(8, batches)``; theirs is DDP with
+``no_sync()`` and FSDP2 with ``set_requires_gradient_sync``, resharding after each forward and not.  All alternate in
+the same processes; the table gives medians, with what one step sends beside the times.
+
+    python benchmarks/accumulation.py [--rounds 6] [--microbatches 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from side_by_side import GPT, LAYERS, WIDTH, Contender, launch, loss_fn, medians, tokens, updates
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import autoparallel
+from autoparallel.plan import Plan
+
+ROWS = 2
+WANTED = 1.0
+
+
+def _ours(mesh: DeviceMesh, plan: str | Plan, count: int) -> tuple[Any, Callable[[], None]]:
+    torch.manual_seed(0)
+    batch = tokens(ROWS * mesh.size())
+    model = autoparallel.compile(GPT(), mesh, loss_fn=loss_fn, plan=plan, example_inputs=batch)
+    update = updates(list(model.parameters()))
+
+    def step() -> None:
+        for window in model.accumulate(count, [batch] * count):
+            for ids, target in window:
+                model(ids, target).backward()
+            update()
+
+    return model, step
+
+
+def _sharded(mesh: DeviceMesh, gather: str) -> Plan:
+    """The plan "fsdp" with its parameters gathered at other times."""
+    model, _ = _ours(mesh, "fsdp", 1)
+    data = json.loads(model.plan.to_json())
+    for parameter in data["parameters"].values():
+        parameter["gather"] = gather
+    return Plan.from_json(json.dumps(data))
+
+
+def _theirs(mesh: DeviceMesh, kind: str, count: int) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model: Any = GPT()
+    rank = dist.get_rank()
+    ids, target = (t[rank * ROWS : (rank + 1) * ROWS] for t in tokens(ROWS * mesh.size()))
+    if kind == "DDP":
+        model = DistributedDataParallel(model)
+    else:
+        keep = kind.endswith("kept")
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
+        fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
+    update = updates(list(model.parameters()))
+
+    def step() -> None:
+        for i in range(count):
+            last = i == count - 1
+            if kind != "DDP":
+                model.set_requires_gradient_sync(last)
+                if kind.endswith("kept"):
+                    model.set_reshard_after_backward(last)
+            with nullcontext() if last or kind != "DDP" else model.no_sync():
+                (loss_fn(model(ids), target) / count).backward()
+        update()
+
+    return step
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    count, world = arguments.microbatches, dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    pairs = {
+        "replicated": ("data_parallel", "DDP"),
+        "sharded, gathered per use": ("fsdp", "FSDP2"),
+        "sharded, gathered per step": (_sharded(mesh, "per_step"), "FSDP2 kept"),
+    }
+    title = f"GPT {LAYERS} x {WIDTH}, {count} microbatches of {ROWS} rows a rank, {world} ranks; ms per step"
+    table = Table(title=title)
+    for column in ("parameters", "autoparallel", "instead", "ms", "ratio", "wanted", "ours sends", "theirs sends"):
+        table.add_column(column, justify="left" if column in ("parameters", "instead") else "right")
+    for what, (plan, kind) in pairs.items():
+        pair = [
+            Contender("autoparallel", _ours(mesh, plan, count)[1]),
+            Contender(kind, _theirs(mesh, kind, count)),
+        ]
+        sent = [contender.sends() for contender in pair]
+        ours, theirs = medians(pair, arguments.rounds, 1)
+        verdict = f"{ours / theirs:.2f}x" + (" (lost)" if ours / theirs > WANTED else "")
+        table.add_row(what, f"{ours:.0f}", kind, f"{theirs:.0f}", verdict, f"{WANTED:.2f}x", *sent)
+    if dist.get_rank() == 0:
+        Console(width=140).print(table)
+
+
+def main() -> None:
+    """Runs the benchmark and prints its table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--microbatches", type=int, default=8)
+    launch(_run, parser.parse_args(), ranks=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What the benchmarks share: a GPT, and running several ways to train it side by side, in the same processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoparallel
+
+WIDTH, HEADS, LAYERS, SEQUENCE, VOCABULARY = 256, 8, 4, 128, 2048
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the number of local heads follows from the projections, so that DTensor can cut it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (f(x).view(rows, length, -1, WIDTH // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(rows, length, -1))
+
+
+class Block(nn.Module):
+    """Attention and a GELU MLP, each behind a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """The benchmark's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy over all tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def tokens(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A global batch of so many rows: token ids and targets, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    ids, target = torch.randint(0, VOCABULARY, (2, rows, SEQUENCE), generator=generator)
+    return ids, target
+
+
+@dataclass
+class Contender:
+    """One way to train the model: a function that runs a step on the global batch."""
+
+    name: str
+    step: Callable[[], None]
+
+    def sends(self) -> str:
+        """Collectives and bytes of a step, after one that is not counted."""
+        self.step()
+        with autoparallel.count_traffic() as traffic:
+            self.step()
+        return f"{traffic.total_collectives} / {traffic.total_bytes / 1e6:.1f} MB"
+
+
+def updates(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """A step of AdamW on the gradients of some parameters."""
+    # Hand-written tensor parallelism leaves plain parameters beside DTensors, which torch cannot update in one call.
+    kinds = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (True, False)]
+    optimizers = [torch.optim.AdamW(kind, lr=1e-3, fused=True) for kind in kinds if kind]
+
+    def update() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return update
+
+
+def medians(contenders: Sequence[Contender], rounds: int, steps: int) -> list[float]:
+    """Milliseconds of a step of each: medians over rounds in which they alternate."""
+    times: dict[str, list[float]] = {c.name: [] for c in contenders}
+    for _ in range(rounds):
+        for contender in contenders:
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                contender.step()
+            times[contender.name].append((time.perf_counter() - begin) / steps * 1e3)
+    return [statistics.median(times[c.name]) for c in contenders]
+
+
+def launch(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace, ranks: int) -> None:
+    """Calls ``run`` in so many processes of one thread, joined by gloo."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_start, (ranks, os.path.join(folder, "store"), run, arguments), nprocs=ranks)
+
+
+def _start(rank: int, world: int, store: str, run: Callable[..., None], arguments: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    run(arguments)
+    dist.barrier()
+    dist.destroy_process_group()
