@@ -84,6 +84,13 @@ class _Constant:
     value: Any
 
 
+@dataclass
+class _Found:
+    """What tracing found; an object of its own, because export resets the attributes of what it traces."""
+
+    counted: bool = False  # whether the loss function returned a sum and a count
+
+
 class _Training(nn.Module):
     """The model with its loss: what is captured when a target is given.
 
@@ -99,7 +106,7 @@ class _Training(nn.Module):
         cast = precision is not None and precision.cast_forward_inputs
         self.input_dtype = precision.param_dtype if precision is not None and cast else None
         self.output_dtype = precision.output_dtype if precision is not None else None
-        self.counted = False  # whether the loss function returned a sum and a count
+        self.found = _Found()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.loss_fn is None:
@@ -107,7 +114,7 @@ class _Training(nn.Module):
         *inputs, target = args
         loss = self.loss_fn(self._run(tuple(inputs), kwargs), target)
         if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], torch.Tensor) and loss[0].ndim == 0:
-            self.counted = True
+            self.found.counted = True
             return loss[0] / loss[1]
         return loss
 
@@ -219,7 +226,7 @@ def capture(
     wrapper = _Training(plain, loss_fn, precision)
     wrapper.training = plain.training
     program = _export(wrapper, (args, kwargs), shapes, model)
-    captured = _describe(program, model, owners, specs, detach_beside_loss, wrapper.counted)
+    captured = _describe(program, model, owners, specs, detach_beside_loss, wrapper.found.counted)
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
     return captured
 

@@ -1,0 +1,108 @@
+"""`weigh_loss`: what the loss is a mean over, and the division that survives an empty count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
+from autoparallel.ops import weighted_mean
+from tests.passes.support import show
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w(x)
+
+
+def captured(loss_fn: Callable[..., Any], target: Any) -> Captured:
+    leaves, spec = pytree.tree_flatten(((torch.rand(8, 4), target), {}))
+    specs, batch = describe_inputs(leaves)
+    assert all(isinstance(s, InputSpec) for s in specs)
+    return capture(Linear(), specs, spec, loss_fn=loss_fn, least_batch=4, batch=batch)
+
+
+LABELS = torch.zeros(8, dtype=torch.int64)
+VALUES = torch.zeros(8, 3)
+
+
+def test_before_and_after() -> None:
+    graph = captured(F.cross_entropy, LABELS)
+    assert [line.rstrip() for line in show(graph.module)] == [
+        "p_model_w_weight",
+        "args_0",
+        "args_1",
+        "linear = aten.linear(args_0, p_model_w_weight)",
+        "cross_entropy_sum = ops.cross_entropy_sum(linear, args_1, None, -100, 0.0)",
+        "cross_entropy_weight = ops.cross_entropy_weight(args_1, None, -100, torch.float32)",
+        "weighted_mean = ops.weighted_mean(cross_entropy_sum, cross_entropy_weight)",
+        "return [weighted_mean, cross_entropy_weight]",
+    ]
+    assert graph.weight is not None and (graph.weight.kind, graph.weight.output) == ("mean", 1)
+
+
+def counted(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(out, y, reduction="sum"), (y >= 0).sum()
+
+
+def counted_by_input(out: Tensor, y: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(out, y["labels"], reduction="sum"), y["count"]
+
+
+def divided_by_input(out: Tensor, y: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(out, y["labels"], reduction="sum") / y["count"]
+
+
+WITH_COUNT = {"labels": LABELS, "count": torch.tensor(5)}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target", "kind", "size"),
+    [
+        (lambda o, y: 0.5 * F.mse_loss(o, y), VALUES, "mean", 24),
+        (lambda o, y: -(o * y).mean() / 3, VALUES, "mean", 24),
+        (lambda o, y: (o - y).abs().sum() / o.shape[0], VALUES, "mean", 8),
+        (lambda o, y: F.binary_cross_entropy_with_logits(o, y), VALUES, "mean", 24),
+        (lambda o, y: F.mse_loss(o, y, reduction="sum"), VALUES, "sum", None),
+        (lambda o, y: (o * y).sum() / 7, VALUES, "sum", None),
+        (divided_by_input, WITH_COUNT, "sum", None),
+        (counted, LABELS, "mean", "output"),
+        (counted_by_input, WITH_COUNT, "mean", "output"),
+        (lambda o, y: F.nll_loss(F.log_softmax(o, 1), y), LABELS, "mean", "output"),
+        (lambda o, y: F.cross_entropy(o, y) + o.square().mean(), LABELS, "unknown", None),
+        (lambda o, y: F.cross_entropy(o, y) / o.exp().sum(), LABELS, "unknown", None),
+    ],
+)
+def test_what_a_loss_weighs(loss_fn: Callable[..., Any], target: Any, kind: str, size: Any) -> None:
+    graph = captured(loss_fn, target)
+    assert graph.weight is not None and graph.weight.kind == kind, graph.weight
+    assert bool(graph.weight.reason) == (kind == "unknown")
+    assert (graph.weight.output is not None) == (size == "output")
+    if isinstance(size, int):
+        found = graph.weight.size
+        assert (found if isinstance(found, int) else found.node.expr.subs(graph.actual)) == size
+
+
+def test_no_loss_weighs_nothing() -> None:
+    leaves, spec = pytree.tree_flatten(((torch.rand(8, 4),), {}))
+    specs, batch = describe_inputs(leaves)
+    assert capture(Linear(), specs, spec, loss_fn=None, least_batch=4, batch=batch).weight is None
+
+
+@pytest.mark.parametrize("weight", [2.0, 0.0])
+def test_the_gradient_of_a_mean_over_nothing_is_finite(weight: float) -> None:
+    total = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    mean = weighted_mean(total, torch.tensor(weight, dtype=torch.float64))
+    mean.backward()
+    assert mean.isfinite() == bool(weight)
+    assert total.grad is not None and total.grad.item() == (0.5 if weight else 1.0)
