@@ -29,6 +29,7 @@ from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.calls import Call
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.limits import Limit, require_limits
 from autoparallel.runtime.module import Kind, ParallelModule, Runner
 from autoparallel.runtime.optimizers import note_replaced
 from autoparallel.runtime.state import (
@@ -57,6 +58,7 @@ def compile(
     outputs: str = "auto",
     backend: str = "eager",
     precision: MixedPrecisionPolicy | None = None,
+    clip_grad_norm: Limit | None = None,
 ) -> ParallelModule:
     """Makes a plain single-device model train on a whole mesh.
 
@@ -75,6 +77,9 @@ def compile(
             dtype of the model's outputs before ``loss_fn`` (``output_dtype``). Parameters at rest, gradients and
             accumulators keep the model's dtype. Give an ``output_dtype`` of float32 for the loss to be computed in it.
         backend: "eager" runs the program in plain autograd, "inductor" compiles its body with ``torch.compile``.
+        clip_grad_norm: every step of an optimizer first clips the gradients to this global norm, as
+            :meth:`ParallelModule.clip_grad_norm_` does; a number, or limits by pattern of parameter names.
+            ``model.last_grad_norm`` is the norm of the last step.
 
     Raises:
         TypeError, ValueError: for a mesh, a model or an option that cannot be used.
@@ -93,12 +98,14 @@ def compile(
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}")
     _require_policy(precision)
+    if clip_grad_norm is not None:
+        require_limits(clip_grad_norm)
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     mesh = usable_mesh(mesh, model)
     require_on_device(model, mesh)
     agreement = Agreement(mesh)
-    _require_same_model(agreement, model, plan, memory_limit, outputs, backend, precision)
+    _require_same_model(agreement, model, plan, memory_limit, outputs, backend, precision, clip_grad_norm)
     prefix = bind(mesh)
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
     broadcast_from_first(tensors, mesh, whole_group(prefix))
@@ -114,6 +121,7 @@ def compile(
         make_kind=compiler.make_kind,
         has_loss_fn=loss_fn is not None,
         seed=seed,
+        clip_grad_norm=clip_grad_norm,
     )
     if example_inputs is not None:
         module.prepare(*example_inputs)

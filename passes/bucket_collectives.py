@@ -59,6 +59,11 @@ def _kind(chain: ParameterChain, gather: str) -> Hashable:
     return gather, chain.trainable, dtypes, paths, signature(chain.each), signature(chain.sync)
 
 
+def _replicated(chain: ParameterChain) -> tuple[bool, ...]:
+    """Parameters that are sharded over the same axes lie side by side, so that one kernel serves their norm."""
+    return tuple(p.kind != "S" for p in chain.at_rest)
+
+
 def _bytes(chain: ParameterChain) -> int:
     total = chain.dtype.itemsize
     for size in chain.shape:
@@ -95,7 +100,7 @@ def bucket_collectives(
             groups.append((kind, members))
         members.append(chain)
         open_groups[kind] = (members, size + _bytes(chain))
-    buckets = [Bucket(i, tuple(members), when(members[0])) for i, (_, members) in enumerate(groups)]
+    buckets = [Bucket(i, tuple(sorted(m, key=_replicated)), when(m[0])) for i, (_, m) in enumerate(groups)]
     for bucket in buckets:
         if bucket.per_use:
             _call_in_body(module.graph, bucket)

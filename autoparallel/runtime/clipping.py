@@ -1,18 +1,30 @@
-"""Clipping: the global norm of the gradients as they lie, and what is done with it."""
+"""Norms of the gradients as they lie, and clipping by them.
+
+[Note: skipping a step] With ``nonfinite="skip"``, gradients whose norm is not finite become zero, decided on the
+device, so that nothing non-finite reaches whatever reads them.  An optimizer that steps on them next changes nothing
+at all: no parameter (neither by weight decay nor by momentum), no state, no count of steps.  Fused optimizers are
+told so on the device, through the ``found_inf`` that gradient scalers use; for the others the decision is looked at
+when they step, which waits for the device, as ``torch.amp.GradScaler`` does.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.passes.reduce_gradient_norm import reduce_gradient_norm
-from autoparallel.placements import from_dtensor_placements
-from autoparallel.runtime import norm as norms
+from autoparallel.passes.reduce_gradient_norm import NormProgram, reduce_gradient_norm, require_norm_type
+from autoparallel.placements import from_dtensor_placements, to_dtensor_placements
+from autoparallel.runtime import norm as arithmetic
 from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.limits import Groups, Limit, Limits, ParameterNames
+
+Nonfinite = Literal["propagate", "skip", "raise"]
+NONFINITE = get_args(Nonfinite)
 
 
 class Clipper:
@@ -20,45 +32,201 @@ class Clipper:
 
     Args:
         store: where the gradients are.
+        model: the model, for the names of its parameters.
+        max_norm: what an optimizer's step clips to by itself, if anything.
+
+    Attributes:
+        last_norm: the norm of the last clipping, before it, as :meth:`clip_norm` returned it.
     """
 
-    def __init__(self, store: GradientStore) -> None:
-        self._store = store
-        self._programs: dict[Any, Any] = {}
+    def __init__(self, store: GradientStore, model: nn.Module, max_norm: Limit | None = None) -> None:
+        self.store = store
+        self.names = ParameterNames(model, store.parameters)
+        self.limits = None if max_norm is None else self.names.limits(max_norm)
+        self.last_norm: Any = None
+        self._programs: dict[Any, NormProgram] = {}
+        self._known: dict[str, Any] = {}  # name to the description of its last gradient, found to be right
+        self._skipped: tuple[int, torch.Tensor] | None = None
+        self._done: tuple[int, dict[str, tuple[int, int]]] | None = None
 
-    def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    # -- what ParallelModule offers ---------------------------------------------------------------------------------
+
+    def norm(self, norm_type: float, groups: Groups | None) -> Any:
+        """See ``ParallelModule.grad_norm``."""
+        p = require_norm_type(norm_type)
+        wanted = None if groups is None else self.names.groups(groups)
+        grads = self.gradients("grad_norm()")
+        names = (frozenset(grads),) if wanted is None else tuple(wanted.values())
+        norms = self._visible(self._measure(grads, names, p)[0], grads)
+        return norms[0] if wanted is None else dict(zip(wanted, norms.unbind(0), strict=True))
+
+    def clip_norm(self, max_norm: Limit, norm_type: float, error_if_nonfinite: bool, nonfinite: str) -> Any:
         """See ``ParallelModule.clip_grad_norm_``."""
-        if math.isnan(max_norm) or max_norm < 0:
-            raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        grads = self._store.whole_gradients("clip_grad_norm_()")
-        norm = self._norm(grads, float(norm_type))
-        if error_if_nonfinite and not bool(norm.isfinite()):
+        p = require_norm_type(norm_type)
+        if nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, got {nonfinite!r}")
+        limits = self.names.limits(max_norm)
+        grads = self.gradients("clip_grad_norm_()")
+        norms, runs = self._measure(grads, limits.names, p)
+        if (error_if_nonfinite or nonfinite == "raise") and not bool(norms.isfinite().all()):
             raise RuntimeError(
-                f"the global norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
-                "pass error_if_nonfinite=False to scale them anyway"
+                f"the global norm of order {norm_type} of the gradients is {_text(norms)}, so they cannot be clipped; "
+                "pass error_if_nonfinite=False to scale them anyway, or nonfinite='skip' to leave the step out"
             )
-        coefficient = norms.clip_coefficient(norm, float(max_norm))
-        locals_ = [_torch.local_of(g) for g in grads.values()]
-        for dtype in {g.dtype: None for g in locals_}:
-            torch._foreach_mul_([g for g in locals_ if g.dtype == dtype], coefficient.to(dtype))
-        wide = {torch.float32, *(g.dtype for g in locals_)}
-        return norm if torch.float64 in wide else norm.float()
+        self._scale(runs, norms, limits)
+        if nonfinite == "skip":
+            bad = ~norms.isfinite().all()
+            for run in arithmetic.join([_torch.local_of(g) for g in grads.values()]):
+                run.masked_fill_(bad, 0)
+            self._skipped = (self.store.backwards, bad)
+        self.last_norm = limits.result(self._visible(norms, grads))
+        return self.last_norm
 
     def clip_value(self, value: float) -> None:
         """See ``ParallelModule.clip_grad_value_``."""
         if not value >= 0:
             raise ValueError(f"value must not be negative, got {value}")
-        locals_ = [_torch.local_of(g) for g in self._store.whole_gradients("clip_grad_value_()").values()]
-        torch._foreach_clamp_min_(locals_, -float(value))
-        torch._foreach_clamp_max_(locals_, float(value))
+        runs = arithmetic.join([_torch.local_of(g) for g in self.gradients("clip_grad_value_()").values()])
+        torch._foreach_clamp_min_(runs, -float(value))
+        torch._foreach_clamp_max_(runs, float(value))
 
-    def _norm(self, grads: Mapping[str, torch.Tensor], norm_type: float) -> torch.Tensor:
-        key = (tuple(grads), norm_type)
-        if key not in self._programs:
+    # -- what an optimizer's step asks for --------------------------------------------------------------------------
+
+    def skipped(self) -> torch.Tensor | None:
+        """Whether the gradients that are there now are to be left out (see [Note: skipping a step]); bool scalar."""
+        if self._skipped is None or self._skipped[0] != self.store.backwards:
+            return None
+        return self._skipped[1]
+
+    def clip_for_step(self, optimizer: torch.optim.Optimizer | None) -> torch.Tensor | None:
+        """Clips to the model's own limits, unless the gradients that ``optimizer`` holds have been clipped already.
+
+        Args:
+            optimizer: the one that steps next; None: nothing is left to it.
+
+        Returns:
+            Where the optimizer takes it over: what it must divide the gradients by, a float32 scalar.
+        """
+        assert self.limits is not None
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
+        grads = {n: p.grad for n, p in self.store.parameters.items() if p.grad is not None}
+        mine = [n for n in grads if id(self.store.parameters[n]) in held]
+        if optimizer is not None and (not mine or self._is_done(grads, mine)):
+            return None
+        grads = self.gradients("optimizer.step()")
+        norms, runs = self._measure(grads, self.limits.names, 2.0)
+        scale = getattr(optimizer, "grad_scale", None)  # the gradients still bear it, as a gradient scaler's do
+        if scale is not None:
+            norms = norms / scale.to(norms)
+        self.last_norm = self.limits.result(self._visible(norms, grads))
+        if len(norms) == 1 and optimizer is not None and self._can_fold(optimizer, grads, len(mine)):
+            inverse = 1.0 / arithmetic.clip_coefficient(norms[0], self.limits.values[0])
+            return (inverse if scale is None else inverse * scale.to(inverse)).float()
+        self._scale(runs, norms, self.limits)
+        self._done = self.store.backwards, {n: _mark(g) for n, g in grads.items()}
+        return None
+
+    def _is_done(self, grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> bool:
+        """Whether these gradients are those that were clipped for the step of another optimizer."""
+        if self._done is None or self._done[0] != self.store.backwards:
+            return False
+        return all(self._done[1].get(n) == _mark(grads[n]) for n in names)
+
+    def _can_fold(self, optimizer: torch.optim.Optimizer, grads: Mapping[str, torch.Tensor], mine: int) -> bool:
+        """Whether the optimizer may divide the gradients in its own pass over them: it must hold these and no others,
+        and its scale is a float32 number."""
+        own = {id(p) for p in self.store.parameters.values()}
+        return (
+            bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+            and mine == len(grads)
+            and all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            and all(g.dtype != torch.float64 for g in grads.values())
+        )
+
+    # -- how --------------------------------------------------------------------------------------------------------
+
+    def gradients(self, what: str) -> dict[str, torch.Tensor]:
+        """Every gradient there is, reduced, as it lies at rest; ``what`` asks, in messages.
+
+        Raises:
+            RuntimeError: on every rank that has it, before any collective: inside ``no_sync()``, before any backward,
+                or for a gradient that the user has replaced by one that lies otherwise.
+        """
+        if self.store.synchronise:
+            self._require_ours(what)
+        return self.store.whole_gradients(what)
+
+    def _require_ours(self, what: str) -> None:
+        for name, parameter in self.store.parameters.items():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            pending = self.store.pending_layout(name)
+            if isinstance(grad, DTensor):
+                spec = _torch.spec_of(grad)
+                if pending is None and spec is self._known.get(name):
+                    continue
+                at_rest = parameter.placements  # type: ignore[attr-defined]
+                expected = at_rest if pending is None else to_dtensor_placements(pending)
+                if grad.device_mesh == self.store.mesh and tuple(grad.placements) == tuple(expected):
+                    if pending is None:
+                        self._known[name] = spec
+                    continue
+                found = f"a DTensor of placements {tuple(grad.placements)}, where {tuple(expected)} is expected"
+                if grad.device_mesh != self.store.mesh:
+                    found = "a DTensor on another mesh"
+                mend = "p.grad = grad.redistribute(p.device_mesh, p.placements)"
+            else:
+                found = "a plain tensor, where a DTensor is expected"
+                mend = "p.grad = distribute_tensor(grad, p.device_mesh, p.placements)"
+            raise RuntimeError(f"{what}: the gradient of {name} was replaced by {found}: set {mend}")
+
+    def _measure(
+        self, grads: Mapping[str, torch.Tensor], norms: tuple[frozenset[str], ...], p: float
+    ) -> tuple[torch.Tensor, dict[tuple[str, ...], list[torch.Tensor]]]:
+        """The norms of some of the gradients, float64 [norms], and the memory they lie in, by set of gradients."""
+        if not any(n in names for names in norms for n in grads):
+            device = _torch.local_of(next(iter(grads.values()))).device
+            return torch.zeros(len(norms), dtype=torch.float64, device=device), {}
+        key = (tuple(grads), norms, p)
+        program = self._programs.get(key)
+        if program is None:
             layouts = {n: from_dtensor_placements(g.placements) for n, g in grads.items()}  # type: ignore[attr-defined]
-            mesh = self._store.mesh
-            self._programs[key] = reduce_gradient_norm(
-                layouts, norm_type, self._store.names, tuple(mesh.shape), self._store.prefix
-            )
+            sizes = tuple(self.store.mesh.shape)
+            program = reduce_gradient_norm(layouts, p, self.store.names, sizes, self.store.prefix, norms)
+            self._programs[key] = program
+        runs = {names: arithmetic.join([_torch.local_of(grads[n]) for n in names]) for names in program.sets}
         with torch.no_grad():
-            return self._programs[key](*(_torch.local_of(g) for g in grads.values()))
+            return program.module(*(runs[names] or _empty(grads, names) for names in program.sets)), runs
+
+    def _scale(
+        self, runs: Mapping[tuple[str, ...], list[torch.Tensor]], norms: torch.Tensor, limits: Limits
+    ) -> None:
+        for i, (names, limit) in enumerate(zip(limits.names, limits.values, strict=True)):
+            members = [run for of, some in runs.items() if of[0] in names for run in some]
+            if not members or limit == float("inf"):
+                continue
+            members = arithmetic.join(members)
+            coefficient = arithmetic.clip_coefficient(norms[i], limit)
+            for dtype in {m.dtype: None for m in members}:
+                torch._foreach_mul_([m for m in members if m.dtype == dtype], coefficient.to(dtype))
+
+    def _visible(self, norms: torch.Tensor, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Norms in the dtype that users see: float64 for gradients of float64, else float32."""
+        return norms if any(g.dtype == torch.float64 for g in grads.values()) else norms.float()
+
+
+def _empty(grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
+    """Something without an element, on the gradients' device."""
+    return [_torch.local_of(grads[names[0]])]
+
+
+def _mark(grad: torch.Tensor) -> tuple[int, int]:
+    return id(grad), _torch.local_of(grad)._version
+
+
+def _text(norms: torch.Tensor) -> str:
+    return ", ".join(str(x) for x in norms.tolist())
+
+
+__all__ = ["NONFINITE", "Clipper", "Nonfinite"]

@@ -278,6 +278,11 @@ class GradientStore:
             raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
         return grads
 
+    def pending_layout(self, name: str) -> Layout | None:
+        """How a gradient lies that is still a summand; None for one that is whole."""
+        chain = self._pending.get(name)
+        return None if chain is None else chain.accumulator
+
     @property
     def has_pending(self) -> bool:
         """Whether some gradient is still a summand."""

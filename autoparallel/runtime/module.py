@@ -25,8 +25,9 @@ from autoparallel.runtime.accumulation import T, Weight, Window, windows
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
 from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks
 from autoparallel.runtime.calls import Call, fits, require_divides, sizes_of
-from autoparallel.runtime.clipping import Clipper
+from autoparallel.runtime.clipping import Clipper, Nonfinite
 from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.limits import Groups, Limit
 from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.state import distribute_like
 
@@ -128,6 +129,7 @@ class ParallelModule(nn.Module):
         make_kind: Callable[[ParallelModule, Call], Kind],
         has_loss_fn: bool,
         seed: int,
+        clip_grad_norm: Limit | None = None,
     ) -> None:
         super().__init__()
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -140,10 +142,10 @@ class ParallelModule(nn.Module):
         self._kinds: dict[Any, Kind] = {}
         self._ready: dict[Any, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._calls, self._seed = 0, seed
-        self._clipper = Clipper(store)
+        self._clipper = Clipper(store, plain, clip_grad_norm)
         self._parameter_ids = {id(p) for p in plain.parameters()}
         self._plan: Plan | None = None
-        watch_optimizers(store)
+        watch_optimizers(self._clipper)
 
     # -- calling ----------------------------------------------------------------------------------------------------
 
@@ -380,23 +382,62 @@ class ParallelModule(nn.Module):
         """
         return windows(self._store, steps, batches, weights)
 
+    def grad_norm(self, norm_type: float = 2.0, groups: Groups | None = None) -> Any:
+        """The global norm of all gradients, without clipping; one all-reduce, whatever the groups.
+
+        Args:
+            norm_type: p of the p-norm; positive, or ``inf``.
+            groups: names of norms to patterns of parameter names, such as ``{"encoder": "encoder.*", "heads": ["lm.*",
+                "value.*"]}``; or ``"module"`` for the model's direct submodules, or ``"parameter"``. A parameter may be
+                in several groups, and is found by all names of a tied weight.
+
+        Returns:
+            The norm, a scalar on the device, the same on every rank; with ``groups``, a dict of such norms. A group
+            without a gradient has norm 0.
+
+        Raises:
+            ValueError: for a p that is not positive, or a pattern that no parameter matches.
+            RuntimeError: before any backward, inside ``no_sync()``, or for a replaced gradient that lies otherwise.
+        """
+        return self._clipper.norm(norm_type, groups)
+
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
+        self,
+        max_norm: Limit,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        nonfinite: Nonfinite = "propagate",
+    ) -> Any:
         """Scales all gradients so that their global norm is at most ``max_norm``; one all-reduce.
 
         Args:
-            max_norm: the limit.
+            max_norm: the limit. Or limits by pattern of parameter names, such as ``{"encoder.*": 1.0, "*": 0.5}``, each
+                for the norm of the parameters that match it and none before it. Or an optimizer, for the
+                ``"max_norm"`` of each of its ``param_groups``. What has no limit is left as it is.
             norm_type: p of the p-norm; positive, or ``inf``.
-            error_if_nonfinite: raises on every rank when the norm is nan or inf (this waits for the device).
+            error_if_nonfinite: the same as ``nonfinite="raise"``.
+            nonfinite: what to do when a norm is nan or inf. ``"propagate"``: scale all the same, as torch does.
+                ``"raise"``: on every rank (this waits for the device). ``"skip"``: all gradients become zero, decided
+                on the device, and the optimizer's next step changes nothing: no parameter, whatever its weight decay
+                or momentum, and no state. A step with a closure sees gradients of zero instead.
 
         Returns:
-            The global norm before clipping, a scalar on the device, the same on every rank.
+            The global norm before clipping, a scalar on the device, the same on every rank; for limits by pattern a
+            dict of norms, for an optimizer a list with the norm of each group.
 
         Raises:
-            RuntimeError: before any backward, inside ``no_sync()``, or for a non-finite norm when asked.
+            ValueError: for a limit that is negative or nan, a p that is not positive, a pattern that matches nothing.
+            RuntimeError: before any backward, inside ``no_sync()``, for a non-finite norm when asked, or for a gradient
+                that the user has replaced by one that lies otherwise than its parameter.
         """
-        return self._clipper.clip_norm(max_norm, norm_type, error_if_nonfinite)
+        return self._clipper.clip_norm(max_norm, norm_type, error_if_nonfinite, nonfinite)
+
+    @property
+    def last_grad_norm(self) -> Any:
+        """What the last clipping returned: ``clip_grad_norm_``'s, or that of the last step of an optimizer when the
+        model was compiled with ``clip_grad_norm``; None before the first."""
+        return self._clipper.last_norm
 
     def clip_grad_value_(self, value: float) -> None:
         """Clamps every element of every gradient to ``[-value, value]``; no communication."""

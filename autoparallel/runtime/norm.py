@@ -1,7 +1,8 @@
 """The arithmetic of the global gradient norm; ``passes/reduce_gradient_norm`` puts it together.
 
 Local sums are taken in float32 or the gradient's dtype, whichever is wider, and in float64 where that would overflow
-or vanish; what is added across tensors and ranks is float64.
+or vanish; what is added across tensors and ranks is float64.  Nothing here waits for a device: only on a CPU, where
+looking at a value waits for nothing, is it decided by values what must be summed again.
 """
 
 from __future__ import annotations
@@ -15,40 +16,113 @@ from torch import Tensor
 from autoparallel.groups import axis_index, communicator_of
 
 _SAFE = (1e-15, 1e15)
-"""Norms of float32 tensors whose squares neither overflow nor vanish in float32."""
+"""Norms in float32 whose squares neither overflow nor vanish."""
+
+_PIECE = 1 << 15
+"""Elements that one float32 sum may run over on a CPU: over a million elements it is off by 1e-5, over these by 3e-7.
+A conversion to float64 of so many stays in the cache."""
+
+
+def join(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory in as few tensors as possible: neighbours in one storage become one flat view.
+
+    The gradients that one collective has reduced lie side by side in its buffer, so that one kernel serves all of
+    them. Empty tensors are left out.
+    """
+    joined = [t for t in tensors if t._base is None or not t.is_contiguous()]
+    joined = [t for t in joined if t.numel()]
+    views = [(t.data_ptr(), t) for t in tensors if t._base is not None and t.is_contiguous() and t.numel()]
+    views.sort(key=lambda view: view[0])
+    run: list[Tensor] = []
+    size = end = 0
+    for pointer, t in views:
+        if run and not (pointer == end and t._base is run[0]._base and t.dtype == run[0].dtype):
+            joined.append(_flat(run, size))
+            run, size = [], 0
+        run.append(t)
+        size += t.numel()
+        end = pointer + t.numel() * t.itemsize
+    if run:
+        joined.append(_flat(run, size))
+    return joined
+
+
+def _flat(run: Sequence[Tensor], size: int) -> Tensor:
+    if len(run) == 1:
+        return run[0]
+    base = run[0]._base
+    assert base is not None
+    return base.as_strided((size,), (1,), run[0].storage_offset())
 
 
 def _norms(grads: Sequence[Tensor], p: float) -> Tensor:
-    """The p-norm of each tensor, as one float64 tensor [len(grads)]."""
-    wide = torch.float64 if p not in (1.0, 2.0) else None
-    if grads[0].is_cuda or grads[0].dtype == torch.float64:
-        wide = torch.float64
-    elif grads[0].dtype != torch.float32:
-        wide = torch.float32 if grads[0].dtype == torch.bfloat16 and p in (1.0, 2.0) else torch.float64
-    norms = torch.stack(torch._foreach_norm(list(grads), p, dtype=wide)).double()
-    if wide is not torch.float64:  # on a CPU: looking at the values synchronises nothing
-        unsafe = (norms > _SAFE[1]) | (norms < _SAFE[0])
-        if bool(unsafe.any()):
-            norms = torch.stack(torch._foreach_norm(list(grads), p, dtype=torch.float64))
+    """p-norms of parts that together are the tensors, in one float64 tensor; of one dtype and device."""
+    dtype = grads[0].dtype
+    if grads[0].device.type != "cpu" or dtype == torch.float64:
+        return torch.stack(torch._foreach_norm(list(grads), p, dtype=torch.float64))
+    if p not in (1.0, 2.0):
+        return torch.stack(torch._foreach_norm(_pieces(grads), p, dtype=torch.float64))
+    if dtype != torch.float32:
+        grads = _pieces(grads)
+    rows, rest = _rows(grads)
+    parts = [torch.linalg.vector_norm(r, p, dim=1) for r in rows]
+    if rest:
+        parts.append(torch.stack(torch._foreach_norm(rest, p, dtype=torch.float32)))
+    norms = torch.cat(parts).double()
+    unsafe = (norms > _SAFE[1]) | (norms < _SAFE[0])
+    if bool(unsafe.any()):  # on a CPU: this waits for nothing
+        pieces = [piece for r in rows for piece in r.unbind(0)] + rest
+        again = unsafe.nonzero().flatten()
+        chosen = [pieces[i] for i in again.tolist()]
+        norms[again] = torch.stack(torch._foreach_norm(_pieces(chosen), p, dtype=torch.float64))
     return norms
 
 
+def _rows(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Long float32 tensors as [rows, _PIECE], and what remains of them and of the others, none longer than that."""
+    rows: list[Tensor] = []
+    rest: list[Tensor] = []
+    for g in grads:
+        if g.numel() <= _PIECE:
+            rest.append(g)
+            continue
+        flat = g.reshape(-1)
+        whole = flat.numel() // _PIECE * _PIECE
+        rows.append(flat[:whole].view(-1, _PIECE))
+        if whole < flat.numel():
+            rest.append(flat[whole:])
+    return rows, rest
+
+
+def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The same elements in tensors of at most ``_PIECE``, small enough to be converted in the cache."""
+    if all(g.numel() <= _PIECE for g in grads):
+        return list(grads)
+    return [piece for g in grads for piece in g.reshape(-1).split(_PIECE)]
+
+
 def local_sum(grads: Sequence[Tensor], p: float) -> Tensor:
-    """The sum of |g|^p over a rank's elements of some gradients, or their largest |g| for p = inf; float64 scalar."""
+    """The sum of |g|^p over a rank's elements of some gradients, or their largest |g| for p = inf; float64 scalar.
+
+    Args:
+        grads: at least one tensor; any shapes and dtypes, on one device.
+        p: positive, or inf.
+    """
     device = grads[0].device
     grads = [g for g in grads if g.numel()]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     if math.isinf(p):
-        return torch.stack([_largest(g) for g in grads]).double().amax()
+        return torch.stack([_largest(g).double() for g in grads]).amax()
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for g in grads:
         by_dtype.setdefault(g.dtype, []).append(g)
-    return torch.stack([_norms(same, p).pow(p).sum() for same in by_dtype.values()]).sum()
+    sums = [_norms(same, p).pow(p).sum() for same in by_dtype.values()]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def _largest(g: Tensor) -> Tensor:
-    low, high = torch.aminmax(g.flatten())
+    low, high = torch.aminmax(g)
     return torch.maximum(low.abs(), high.abs())
 
 
@@ -59,19 +133,32 @@ def count_once(total: Tensor, groups: Sequence[str]) -> Tensor:
     return torch.zeros_like(total)
 
 
-def pack(totals: Sequence[Tensor], originals: Sequence[Tensor], p: float) -> Tensor:
-    """What travels: the rank's share of the total, and a flag that is positive where any gradient is not finite.
+def pack(totals: Sequence[Tensor], originals: Sequence[Tensor], p: float, parts: Sequence[Sequence[int]]) -> Tensor:
+    """What travels, [2, norms]: the rank's share of each norm's total, and a flag, positive where it is not finite.
 
     For p = inf the flag is 1 for an infinite and 2 for a NaN value, because a maximum may drop a NaN.
+
+    Args:
+        totals: the sums that this rank answers for, one for each set of gradients; float64 scalars.
+        originals: the same before ``count_once``.
+        p: positive, or inf.
+        parts: for each norm, the indices of the sums that it is made of.
     """
-    share = torch.stack(list(totals)).amax() if math.isinf(p) else torch.stack(list(totals)).sum()
-    seen = torch.stack(list(originals))
+    shares, seen = torch.stack(list(totals)), torch.stack(list(originals))
     if math.isinf(p):
-        flag = torch.maximum(seen.isnan().any().double() * 2, seen.isinf().any().double())
-        share = share.nan_to_num(nan=0.0, posinf=math.inf)
+        flags = torch.maximum(seen.isnan().double() * 2, seen.isinf().double())
+        shares = shares.nan_to_num(nan=0.0, posinf=math.inf)
     else:
-        flag = (~seen.isfinite()).any().double()
-    return torch.stack([share, flag])
+        flags = (~seen.isfinite()).double()
+    both = torch.stack([shares, flags])
+    if len(parts) == 1 and len(parts[0]) == len(totals):
+        return _over(both, p).unsqueeze(1)
+    empty = both.new_zeros(2)
+    return torch.stack([_over(both[:, list(part)], p) if part else empty for part in parts], dim=1)
+
+
+def _over(both: Tensor, p: float) -> Tensor:
+    return both.amax(1) if math.isinf(p) else both.sum(1)
 
 
 def reduce_packed(packed: Tensor, p: float, group: str) -> Tensor:
@@ -81,13 +168,13 @@ def reduce_packed(packed: Tensor, p: float, group: str) -> Tensor:
 
 
 def finish_norm(packed: Tensor, p: float) -> Tensor:
-    """The global norm from the reduced share and flag; not finite wherever any rank's gradient is not."""
+    """The global norms, [norms], from the reduced shares and flags; not finite wherever any rank's gradient is not."""
     total, flag = packed[0], packed[1]
     if math.isinf(p):
-        total = torch.where(flag > 0, torch.full_like(total, math.inf), total)
-        return torch.where(flag >= 2, torch.full_like(total, math.nan), total)
+        total = total.masked_fill(flag > 0, math.inf)
+        return total.masked_fill(flag >= 2, math.nan)
     norm = total.pow(1.0 / p)
-    return torch.where((flag > 0) & norm.isfinite(), torch.full_like(norm, math.nan), norm)
+    return norm.masked_fill((flag > 0) & norm.isfinite(), math.nan)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

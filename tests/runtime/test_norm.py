@@ -269,7 +269,7 @@ def test_an_empty_shard_adds_nothing(p: float) -> None:
     parts = [[full], [torch.empty(0)], [torch.empty(0, 5), torch.empty(3, 0)]]
     totals = [norm.local_sum(part, p) for part in parts]
     assert [t.item() for t in totals[1:]] == [0.0, 0.0]
-    found = norm.finish_norm(norm.pack(totals, totals, p), p)
+    found = norm.finish_norm(norm.pack(totals, totals, p, [[0, 1, 2]]), p)
     assert math.isclose(found.item(), reference({"": full}, p), rel_tol=1e-6)
 
 
@@ -296,8 +296,8 @@ def test_local_sums_pass_on_what_is_not_finite(value: float, p: float) -> None:
 
     total = norm.local_sum([torch.tensor([1.0, value]), torch.ones(3)], p)
     assert not math.isfinite(total.item()) and (not math.isnan(value) or math.isnan(total.item()))
-    packed = norm.pack([torch.zeros((), dtype=torch.float64)], [total], p)  # on a rank whose replica does not count
-    assert packed[1] > 0, "the flag travels even where the sum does not count"
+    packed = norm.pack([torch.zeros((), dtype=torch.float64)], [total], p, [[0]])  # of a replica not counted
+    assert packed[1, 0] > 0, "the flag travels even where the sum does not count"
 
 
 def test_clipping_equals_torch_on_plain_tensors() -> None:
