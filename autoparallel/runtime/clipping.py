@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.passes.reduce_gradient_norm import NormProgram, reduce_gradient_norm, require_norm_type
-from autoparallel.placements import from_dtensor_placements, to_dtensor_placements
+from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.runtime import norm as arithmetic
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import Groups, Limit, Limits, ParameterNames
@@ -152,34 +152,40 @@ class Clipper:
             RuntimeError: on every rank that has it, before any collective: inside ``no_sync()``, before any backward,
                 or for a gradient that the user has replaced by one that lies otherwise.
         """
-        if self.store.synchronise:
-            self._require_ours(what)
-        return self.store.whole_gradients(what)
-
-    def _require_ours(self, what: str) -> None:
+        if not self.store.synchronise:
+            return self.store.whole_gradients(what)  # which says why not
+        self.store.finish()
+        pending = self.store.pending_layouts()
+        grads: dict[str, torch.Tensor] = {}
         for name, parameter in self.store.parameters.items():
             grad = parameter.grad
             if grad is None:
                 continue
-            pending = self.store.pending_layout(name)
-            if isinstance(grad, DTensor):
-                spec = _torch.spec_of(grad)
-                if pending is None and spec is self._known.get(name):
-                    continue
-                at_rest = parameter.placements  # type: ignore[attr-defined]
-                expected = at_rest if pending is None else to_dtensor_placements(pending)
-                if grad.device_mesh == self.store.mesh and tuple(grad.placements) == tuple(expected):
-                    if pending is None:
-                        self._known[name] = spec
-                    continue
-                found = f"a DTensor of placements {tuple(grad.placements)}, where {tuple(expected)} is expected"
-                if grad.device_mesh != self.store.mesh:
-                    found = "a DTensor on another mesh"
-                mend = "p.grad = grad.redistribute(p.device_mesh, p.placements)"
-            else:
-                found = "a plain tensor, where a DTensor is expected"
-                mend = "p.grad = distribute_tensor(grad, p.device_mesh, p.placements)"
-            raise RuntimeError(f"{what}: the gradient of {name} was replaced by {found}: set {mend}")
+            if pending or not (type(grad) is DTensor and _torch.spec_of(grad) is self._known.get(name)):
+                self._require_ours(what, name, parameter, grad, pending.get(name))
+            grads[name] = grad
+        return grads if grads and not pending else self.store.whole_gradients(what)
+
+    def _require_ours(
+        self, what: str, name: str, parameter: nn.Parameter, grad: torch.Tensor, pending: Layout | None
+    ) -> None:
+        if isinstance(grad, DTensor):
+            at_rest = parameter.placements  # type: ignore[attr-defined]
+            expected = tuple(at_rest if pending is None else to_dtensor_placements(pending))
+            if grad.device_mesh == self.store.mesh and tuple(grad.placements) == expected:
+                if expected == tuple(at_rest):
+                    self._known[name] = _torch.spec_of(grad)
+                return
+            found = f"a DTensor of placements {tuple(grad.placements)}, where {expected} is expected"
+            if grad.device_mesh != self.store.mesh:
+                found = "a DTensor on another mesh"
+            mend = "p.grad = grad.redistribute(p.device_mesh, p.placements)"
+            if pending is not None:
+                mend = "it after the window's last backward, or clear it with p.grad = None"
+        else:
+            found = "a plain tensor, where a DTensor is expected"
+            mend = "p.grad = distribute_tensor(grad, p.device_mesh, p.placements)"
+        raise RuntimeError(f"{what}: the gradient of {name} was replaced by {found}; set {mend}")
 
     def _measure(
         self, grads: Mapping[str, torch.Tensor], norms: tuple[frozenset[str], ...], p: float
@@ -199,9 +205,7 @@ class Clipper:
         with torch.no_grad():
             return program.module(*(runs[names] or _empty(grads, names) for names in program.sets)), runs
 
-    def _scale(
-        self, runs: Mapping[tuple[str, ...], list[torch.Tensor]], norms: torch.Tensor, limits: Limits
-    ) -> None:
+    def _scale(self, runs: Mapping[tuple[str, ...], list[torch.Tensor]], norms: torch.Tensor, limits: Limits) -> None:
         for i, (names, limit) in enumerate(zip(limits.names, limits.values, strict=True)):
             members = [run for of, some in runs.items() if of[0] in names for run in some]
             if not members or limit == float("inf"):
@@ -213,7 +217,7 @@ class Clipper:
 
     def _visible(self, norms: torch.Tensor, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Norms in the dtype that users see: float64 for gradients of float64, else float32."""
-        return norms if any(g.dtype == torch.float64 for g in grads.values()) else norms.float()
+        return norms if torch.float64 in {p.dtype for p in grads.values()} else norms.float()
 
 
 def _empty(grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:

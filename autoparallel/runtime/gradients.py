@@ -278,10 +278,9 @@ class GradientStore:
             raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
         return grads
 
-    def pending_layout(self, name: str) -> Layout | None:
-        """How a gradient lies that is still a summand; None for one that is whole."""
-        chain = self._pending.get(name)
-        return None if chain is None else chain.accumulator
+    def pending_layouts(self) -> dict[str, Layout]:
+        """How the gradients lie that are still summands, by name."""
+        return {name: chain.accumulator for name, chain in self._pending.items()}
 
     @property
     def has_pending(self) -> bool:

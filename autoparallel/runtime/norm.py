@@ -29,30 +29,35 @@ def join(tensors: Sequence[Tensor]) -> list[Tensor]:
     The gradients that one collective has reduced lie side by side in its buffer, so that one kernel serves all of
     them. Empty tensors are left out.
     """
-    joined = [t for t in tensors if t._base is None or not t.is_contiguous()]
-    joined = [t for t in joined if t.numel()]
-    views = [(t.data_ptr(), t) for t in tensors if t._base is not None and t.is_contiguous() and t.numel()]
-    views.sort(key=lambda view: view[0])
-    run: list[Tensor] = []
-    size = end = 0
-    for pointer, t in views:
-        if run and not (pointer == end and t._base is run[0]._base and t.dtype == run[0].dtype):
-            joined.append(_flat(run, size))
-            run, size = [], 0
-        run.append(t)
-        size += t.numel()
-        end = pointer + t.numel() * t.itemsize
-    if run:
-        joined.append(_flat(run, size))
+    joined: list[Tensor] = []
+    views: list[tuple[int, int, Tensor, Tensor]] = []  # address, elements, tensor, what it is a view of
+    for t in tensors:
+        size = t.numel()
+        base = t._base if size else None
+        if base is not None and t.is_contiguous():
+            views.append((t.data_ptr(), size, t, base))
+        elif size:
+            joined.append(t)
+    views.sort(key=_address)
+    first = last = 0
+    while first < len(views):
+        pointer, total, t, base = views[first]
+        end = pointer + total * t.itemsize
+        for last in range(first + 1, len(views) + 1):
+            if last == len(views):
+                break
+            pointer, size, other, owner = views[last]
+            if pointer != end or owner is not base or other.dtype != t.dtype:
+                break
+            total += size
+            end += size * t.itemsize
+        joined.append(t if last == first + 1 else base.as_strided((total,), (1,), t.storage_offset()))
+        first = last
     return joined
 
 
-def _flat(run: Sequence[Tensor], size: int) -> Tensor:
-    if len(run) == 1:
-        return run[0]
-    base = run[0]._base
-    assert base is not None
-    return base.as_strided((size,), (1,), run[0].storage_offset())
+def _address(view: tuple[int, int, Tensor, Tensor]) -> int:
+    return view[0]
 
 
 def _norms(grads: Sequence[Tensor], p: float) -> Tensor:
@@ -69,12 +74,12 @@ def _norms(grads: Sequence[Tensor], p: float) -> Tensor:
     if rest:
         parts.append(torch.stack(torch._foreach_norm(rest, p, dtype=torch.float32)))
     norms = torch.cat(parts).double()
-    unsafe = (norms > _SAFE[1]) | (norms < _SAFE[0])
-    if bool(unsafe.any()):  # on a CPU: this waits for nothing
+    # On a CPU looking at the values waits for nothing. A zero may have vanished.
+    again = [i for i, x in enumerate(norms.tolist()) if not _SAFE[0] <= x <= _SAFE[1] and x == x]
+    if again:
         pieces = [piece for r in rows for piece in r.unbind(0)] + rest
-        again = unsafe.nonzero().flatten()
-        chosen = [pieces[i] for i in again.tolist()]
-        norms[again] = torch.stack(torch._foreach_norm(_pieces(chosen), p, dtype=torch.float64))
+        for i in again:
+            norms[i] = torch.linalg.vector_norm(pieces[i], p, dtype=torch.float64)
     return norms
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from autoparallel.groups import use_communicator
+
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
 
 
@@ -119,3 +121,29 @@ def placements(model: nn.Module) -> dict[str, str]:
         name: ",".join(f"S{p.dim}" if p.is_shard() else "R" for p in parameter.placements)  # type: ignore[union-attr]
         for name, parameter in model.named_parameters()
     }
+
+
+class OneRank:
+    """A communicator of one rank that pretends to be the first of several: what it sends is what it receives.
+
+    Args:
+        size: of every axis.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __enter__(self) -> None:
+        self._before = use_communicator(self)  # type: ignore[arg-type]
+
+    def __exit__(self, *_: object) -> None:
+        use_communicator(self._before)
+
+    def size(self, axis: str) -> int:
+        return self._size
+
+    def index(self, axis: str) -> int:
+        return 0
+
+    def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Callable[[], Tensor]:
+        return lambda: x
