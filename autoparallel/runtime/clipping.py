@@ -164,7 +164,9 @@ class Clipper:
             if pending or not (type(grad) is DTensor and _torch.spec_of(grad) is self._known.get(name)):
                 self._require_ours(what, name, parameter, grad, pending.get(name))
             grads[name] = grad
-        return grads if grads and not pending else self.store.whole_gradients(what)
+        if grads and not pending and self.store.window is None:
+            return grads
+        return self.store.whole_gradients(what)
 
     def _require_ours(
         self, what: str, name: str, parameter: nn.Parameter, grad: torch.Tensor, pending: Layout | None

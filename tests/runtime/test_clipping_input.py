@@ -45,25 +45,16 @@ def _torchs_own(shape: tuple[int, ...], plan: str) -> dict[str, Any]:
     pending = [q.grad for q in model.parameters()]
     results["pending"] = any(pl.is_partial() for g in pending for pl in g.placements)
     expected = nn.utils.get_total_norm([q.grad for q in plain.parameters()])
-    results["norm of pending"] = _far(lambda: off(nn.utils.get_total_norm(pending), expected))
+    results["norm of pending"] = off(nn.utils.get_total_norm(pending), expected)
     results["ours of pending"] = off(model.grad_norm(), expected)
     return results
-
-
-def _far(action: Callable[[], float]) -> float | str:
-    try:
-        return action()
-    except Exception as error:  # noqa: BLE001 - which ones torch cannot do is what the test says
-        return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_torchs_own_clipping_works_on_our_parameters(shape: tuple[int, ...]) -> None:
     """Gradients are ``DTensor``s of one mesh, and torch clips those. The norm that it returns is a ``DTensor``."""
     for results in run_distributed(_torchs_own, shape, MESHES[shape], world_size=math.prod(shape)):
-        print(results)
-        assert results.pop("pending"), "gradients under no_sync are summands"
-        results.pop("norm of pending")
+        assert results.pop("pending"), "gradients under no_sync are summands, which torch reduces for its norm"
         assert all(far < 1e-9 for far in results.values()), results
 
 
@@ -179,11 +170,11 @@ def _replaced() -> dict[str, Any]:
     placed: dict[str, Callable[[Tensor], Tensor]] = {
         "other placements": lambda g: distribute_tensor(g, weight.device_mesh),
         "another mesh": elsewhere,
+        "plain": lambda g: g,
     }
     for name, make in placed.items():
         attempt(name, replace(make), clip)
         attempt(f"{name}, value", replace(make), lambda: model.clip_grad_value_(0.1))
-    results["plain"] = raised(replace(lambda g: g)), 0  # torch itself refuses it
 
     for name, make in {
         "modified in place": None,
@@ -228,10 +219,10 @@ def test_gradients_that_the_user_changed_count_or_are_refused() -> None:
         for name in ("modified in place", "replaced alike", "replaced by arithmetic", "modified in a window"):
             assert results[name] < 1e-9, (name, results[name])
         assert results.pop("is a summand")
-        for name in ("other placements", "another mesh", "whole in a window"):
+        for name in ("other placements", "another mesh", "plain", "whole in a window"):
             text, sent = results[name]
             assert text.startswith("RuntimeError: clip_grad_norm_(): the gradient of up.weight was replaced"), text
             assert sent == 0, "before any collective"
         assert results["other placements, value"][0].startswith("RuntimeError: clip_grad_value_(): the gradient of")
         assert "p.grad = None" in results["whole in a window"][0]
-        print(results["plain"])
+        assert "distribute_tensor" in results["plain"][0]
