@@ -6,16 +6,14 @@ On one process, or on as many as you like:
     torchrun --nproc-per-node 4 examples/train_resnet.py --mesh 2,2
 
 An epoch has 12 microbatches of 120 images and accumulates 5 of them per step, so its last window is short: two
-microbatches. It is stepped like the others, and divided by the number of microbatches that it really has. Batch
-norm's statistics are those of the whole microbatch, however many processes share it.
+microbatches. `accumulate()` steps it like the others, divided by the microbatches that it really has. Batch norm's
+statistics are those of the whole microbatch, however many processes share it.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import nullcontext
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -94,12 +92,6 @@ def microbatches(data: Batch, generator: torch.Generator) -> Iterator[Batch]:
         yield images[index], labels[index]
 
 
-def windows(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    """Up to `size` microbatches at a time; the last window holds what is left."""
-    while window := list(islice(batches, size)):
-        yield window
-
-
 def accuracy(model: nn.Module, data: Batch) -> float:
     """The share of images that are recognised. The last batch is filled up, so that every batch divides."""
     images, labels = data
@@ -149,19 +141,17 @@ def train(epochs: int, plan: str, mesh: DeviceMesh | None) -> tuple[list[float],
     with progress:
         task = progress.add_task("train", total=steps, loss=float("nan"), norm=float("nan"))
         for epoch in range(epochs):
-            for window in windows(microbatches(training, generator), ACCUMULATION):
+            for window in model.accumulate(ACCUMULATION, microbatches(training, generator)):
                 total = torch.zeros(())
-                for index, (x, y) in enumerate(window):
-                    # Synchronise once per window, in the backward of its last microbatch.
-                    with nullcontext() if index == len(window) - 1 else model.no_sync():
-                        loss = model(x, y) / len(window)
-                        loss.backward()
+                for x, y in window:
+                    loss = model(x, y)
+                    loss.backward()
                     total += loss.detach()
                 norm = model.clip_grad_norm_(MAX_NORM)
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-                losses.append(total.item())
+                losses.append(total.item() / window.done)
                 progress.update(task, advance=1, loss=losses[-1], norm=norm.item())
             if leader:
                 progress.console.print(f"epoch {epoch}  loss {losses[-1]:.4f}")

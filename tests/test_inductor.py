@@ -97,8 +97,14 @@ def _check(name: str, shape: tuple[int, ...], plan: str, compiler: str) -> None:
             assert "dropout" in text
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *(("mlp", plan) for plan in PLANS),
+        ("gpt", "tensor_parallel"),
+        *(pytest.param("gpt", plan, marks=pytest.mark.slow) for plan in PLANS if plan != "tensor_parallel"),
+    ],
+)
 def test_a_traced_body_equals_the_eager_one(name: str, plan: str) -> None:
     _check(name, (2,), plan, "aot_eager")
 

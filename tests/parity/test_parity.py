@@ -88,8 +88,14 @@ def one_rank() -> Trace:
 class TestDropout:
     """Masks follow the global element index, so a plan cannot change them."""
 
-    @pytest.mark.parametrize("plan", PLANS)
-    @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
+    @pytest.mark.parametrize(
+        ("mesh", "plan"),
+        [
+            pytest.param(mesh, plan, marks=[pytest.mark.slow] * (mesh == (2, 2) and plan in ("data_parallel", "auto")))
+            for mesh, plan in itertools.product([(2,), (2, 2)], PLANS)
+        ],
+        ids=str,
+    )
     def test_every_plan_equals_one_rank(self, mesh, plan, one_rank) -> None:
         check(Recipe("gpt_dropout", mesh, plan), expected=one_rank)
 
