@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -453,7 +454,16 @@ class ParallelModule(nn.Module):
         return self._plan
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """Sets the training mode, as ``nn.Module.train``."""
+        """Sets the training mode, as ``nn.Module.train``.
+
+        Warns where gradients of an unfinished step are left over: they are kept, and the next step would use them.
+        """
+        if not mode and self._store.has_pending and self._store.window is None:
+            warnings.warn(
+                "microbatches were accumulated under no_sync() that no step has used: at the end of the data, leave "
+                "no_sync() for the last backward and step, or let model.accumulate() cut the windows",
+                stacklevel=2,
+            )
         super().train(mode)
         self._plain.training = mode
         return self

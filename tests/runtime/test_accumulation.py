@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -352,6 +353,25 @@ def test_misuse_is_an_error_on_every_rank(case: str, message: str) -> None:
         run_distributed(_misuse, case, world_size=2, keep_after_error=True)
     assert set(raised.value.errors) == {0, 1}
     assert all(message in error.message for error in raised.value.errors.values())
+
+
+def _unfinished() -> tuple[float, list[str]]:
+    model, plain = pair("fsdp", (2,))
+    for x, target in batches()[:2]:
+        with model.no_sync():
+            model(x, target).backward()
+        token_mean(plain(x), target).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.eval()
+        model.train()
+    model.clip_grad_norm_(1e9)
+    return difference(model, plain, lambda p: p.grad), [str(w.message) for w in caught]
+
+
+def test_an_unfinished_step_is_said_and_kept() -> None:
+    for off, messages in run_distributed(_unfinished, world_size=2):
+        assert off < 1e-9 and len(messages) == 1 and "no step has used" in messages[0]
 
 
 def _left_open() -> tuple[float, bool]:
