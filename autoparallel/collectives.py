@@ -8,37 +8,165 @@ communicates is one opaque operator, and in ``simulate``, where the ranks are th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoparallel.groups import Wait, axis_index, axis_size, communicator_of
-from autoparallel.placements import Invariant, Partial, Placement, Replicate, action, dual, parse_placement
+from autoparallel.placements import (
+    Invariant,
+    Partial,
+    Placement,
+    Replicate,
+    action,
+    chunk,
+    dual,
+    largest_piece,
+    parse_placement,
+    shards_of,
+)
+from autoparallel.redistribution import Step
 
 
-def transfer(x: torch.Tensor, src: Placement, dst: Placement, group: str) -> torch.Tensor:
+@dataclass(frozen=True)
+class Extent:
+    """What a rank must know to redistribute a tensor whose shards differ in size (see [Note: uneven shards]).
+
+    Attributes:
+        sent: the shape in which every rank sends its value, which is that of the largest.
+        lengths: how long each rank's piece is along the dim that is gathered; empty where none is.
+        room: how long the longest piece is along the dim that is cut; 0 where none is.
+    """
+
+    sent: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
+    room: int = 0
+
+
+def extent_of(step: Step, axes: Sequence[str]) -> Extent | None:
+    """This rank's view of a step; None where all shards are equal.
+
+    Args:
+        axes: the mesh axes in order, as programs name them: ``mesh0/dp``, ``mesh0/tp``.
+    """
+    before = step.before
+    if before is None:
+        return None
+    sizes = [axis_size(axis) for axis in axes]
+    lengths: tuple[int, ...] = ()
+    room = 0
+    if step.src.kind == "S":
+        whole = before.shape[step.src.dim]
+        for axis in shards_of(before.layout, step.src.dim)[:-1]:  # the step's own axis is the innermost
+            whole = chunk(whole, sizes[axis], axis_index(axes[axis]))[1]
+        n = sizes[step.axes[0]]
+        lengths = tuple(chunk(whole, n, i)[1] for i in range(n))
+    if step.dst.kind == "S":
+        room = largest_piece(before.shape, step.apply(before.layout), sizes)[step.dst.dim]
+    return Extent(largest_piece(before.shape, before.layout, sizes), lengths, room)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One tensor of a transfer, and where it goes."""
+
+    x: torch.Tensor
+    src: Placement
+    dst: Placement
+    extent: Extent | None
+
+    def sent(self) -> torch.Tensor:
+        """The value in the shape in which every rank sends it."""
+        return self.x if self.extent is None else _filled_up(self.x, self.extent.sent)
+
+    def received(self, x: torch.Tensor) -> torch.Tensor:
+        """The part that this rank keeps of a result that has the shape in which it was sent."""
+        return x if self.extent is None else _corner(x, self.x.shape)
+
+    def cut(self, n: int) -> torch.Tensor:
+        """The value as ``[n, ...]``: for each rank of the group its piece along the dim that is cut."""
+        dim = self.dst.dim
+        if self.extent is None:
+            return self.x.unflatten(dim, (n, self.x.shape[dim] // n)).movedim(dim, 0)
+        shape = list(self.extent.sent)
+        shape[dim] = self.extent.room
+        pieces = (self.x.narrow(dim, *chunk(self.x.shape[dim], n, i)) for i in range(n))
+        return torch.stack([_filled_up(piece, shape) for piece in pieces])
+
+    def own(self, piece: torch.Tensor, index: int, n: int) -> torch.Tensor:
+        """The part that rank ``index`` keeps of its piece along the dim that is cut."""
+        if self.extent is None:
+            return piece
+        shape = list(self.x.shape)
+        shape[self.dst.dim] = chunk(shape[self.dst.dim], n, index)[1]
+        return _corner(piece, shape)
+
+    def joined(self, pieces: torch.Tensor, index: int) -> torch.Tensor:
+        """What rank ``index`` makes of every rank's piece, ``[n, ...]``: one tensor along the dim that is gathered."""
+        dim = self.src.dim
+        if self.extent is None:
+            return pieces.movedim(0, dim).flatten(dim, dim + 1)
+        lengths, whole = self.extent.lengths, sum(self.extent.lengths)
+        for d, size in enumerate(self.x.shape):
+            if d != dim:
+                cut = self.dst.kind == "S" and d == self.dst.dim
+                pieces = pieces.narrow(d + 1, 0, chunk(size, len(lengths), index)[1] if cut else size)
+        if dim == 0 and pieces.is_contiguous() and lengths[0] in (pieces.shape[1], whole):  # no gaps between pieces
+            return pieces.flatten(0, 1).narrow(0, 0, whole)
+        return torch.cat([piece.narrow(dim, 0, s) for piece, s in zip(pieces.unbind(), lengths, strict=True)], dim)
+
+
+def _filled_up(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``x`` in the corner of a tensor of zeros."""
+    if list(x.shape) == list(shape):
+        return x
+    out = corner = x.new_zeros(shape)
+    for dim, size in enumerate(x.shape):
+        corner = corner.narrow(dim, 0, size)
+    corner.copy_(x)
+    return out
+
+
+def _corner(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The part of ``x`` where it begins, contiguous."""
+    for dim, size in enumerate(shape):
+        x = x.narrow(dim, 0, size)
+    return x.contiguous()
+
+
+def transfer(
+    x: torch.Tensor, src: Placement, dst: Placement, group: str, extent: Extent | None = None
+) -> torch.Tensor:
     """This rank's value after the redistribution, not differentiable.  A result never shares memory with ``x``
     unless the action is "nothing" or "slice"."""
-    return start_transfers([x], [src], [dst], group)()[0]
+    return start_transfers([x], [src], [dst], group, [extent])()[0]
 
 
 def start_transfers(
-    tensors: Sequence[torch.Tensor], srcs: Sequence[Placement], dsts: Sequence[Placement], group: str
+    tensors: Sequence[torch.Tensor],
+    srcs: Sequence[Placement],
+    dsts: Sequence[Placement],
+    group: str,
+    extents: Sequence[Extent | None] | None = None,
 ) -> Callable[[], list[torch.Tensor]]:
     """Starts the redistribution of many tensors in one collective, and returns a function that waits for them.
 
     All pairs must have the same action; they may have different dims.  One dtype and device per call.
+
+    Args:
+        extents: for each tensor what ``extent_of`` says; None where all shards are equal.
     """
     kinds = {action(s, d) for s, d in zip(srcs, dsts, strict=True)}
     if len(kinds) != 1:
         raise ValueError(f"one collective cannot serve different redistributions: {sorted(kinds)}")
-    return _STARTERS[kinds.pop()](tensors, srcs, dsts, group)
+    rows = zip(tensors, srcs, dsts, extents or [None] * len(tensors), strict=True)
+    return _STARTERS[kinds.pop()]([_Item(*row) for row in rows], group)
 
 
-Starter = Callable[
-    [Sequence[torch.Tensor], Sequence[Placement], Sequence[Placement], str], Callable[[], list[torch.Tensor]]
-]
+Starter = Callable[[Sequence[_Item], str], Callable[[], list[torch.Tensor]]]
 
 
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -54,88 +182,75 @@ def _split(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Te
     return [part.view((*lead, *s)) for part, s in zip(flat.split(sizes, dim=-1), shapes, strict=True)]
 
 
-def _gathered(pieces: torch.Tensor, dim: int) -> torch.Tensor:
-    """``[n, ..., s, ...]`` to ``[..., n * s, ...]``."""
-    return pieces.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _scattered(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
-    """``[..., n * s, ...]`` to ``[n, ..., s, ...]``."""
-    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
-
-
-def _start_all_reduce(
-    tensors: Sequence[torch.Tensor], srcs: Sequence[Placement], dsts: Sequence[Placement], group: str
-) -> Callable[[], list[torch.Tensor]]:
+def _start_all_reduce(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    flat = tensors[0].reshape(-1).clone() if len(tensors) == 1 else _flatten(tensors)
+    sent = [item.sent() for item in items]
+    flat = sent[0].reshape(-1).clone() if len(sent) == 1 else _flatten(sent)
     wait = communicator.all_reduce(flat, axis)
-    shapes = [t.shape for t in tensors]
-    return lambda: _split(wait(), shapes)
+    shapes = [x.shape for x in sent]
+    return lambda: [item.received(x) for x, item in zip(_split(wait(), shapes), items, strict=True)]
 
 
-def _start_all_gather(
-    tensors: Sequence[torch.Tensor], srcs: Sequence[Placement], dsts: Sequence[Placement], group: str
-) -> Callable[[], list[torch.Tensor]]:
+def _start_all_gather(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    wait = communicator.all_gather(_flatten(tensors), axis)
-    shapes = [t.shape for t in tensors]
-    dims = [s.dim for s in srcs]
-    return lambda: [_gathered(p, d) for p, d in zip(_split(wait(), shapes), dims, strict=True)]
+    index = communicator.index(axis)
+    sent = [item.sent() for item in items]
+    wait = communicator.all_gather(_flatten(sent), axis)
+    shapes = [x.shape for x in sent]
+    return lambda: [item.joined(x, index) for x, item in zip(_split(wait(), shapes), items, strict=True)]
 
 
-def _start_reduce_scatter(
-    tensors: Sequence[torch.Tensor], srcs: Sequence[Placement], dsts: Sequence[Placement], group: str
-) -> Callable[[], list[torch.Tensor]]:
+def _flatten_cut(items: Sequence[_Item], n: int) -> tuple[torch.Tensor, list[torch.Size]]:
+    """All tensors' pieces in one ``[n, ...]``, a row for each rank, and the pieces' shapes."""
+    pieces = [item.cut(n) for item in items]
+    rows = [p.reshape(n, math.prod(p.shape[1:])) for p in pieces]
+    return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).contiguous(), [p.shape[1:] for p in pieces]
+
+
+def _start_reduce_scatter(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    n = communicator.size(axis)
-    pieces = [_scattered(t, d.dim, n) for t, d in zip(tensors, dsts, strict=True)]
-    flat = torch.cat([p.reshape(n, -1) for p in pieces], dim=1) if len(pieces) > 1 else pieces[0].reshape(n, -1)
-    wait = communicator.reduce_scatter(flat.contiguous(), axis)
-    shapes = [p.shape[1:] for p in pieces]
-    return lambda: _split(wait(), shapes)
+    n, index = communicator.size(axis), communicator.index(axis)
+    flat, shapes = _flatten_cut(items, n)
+    wait = communicator.reduce_scatter(flat, axis)
+    return lambda: [item.own(x, index, n) for x, item in zip(_split(wait(), shapes), items, strict=True)]
 
 
-def _start_all_to_all(
-    tensors: Sequence[torch.Tensor], srcs: Sequence[Placement], dsts: Sequence[Placement], group: str
-) -> Callable[[], list[torch.Tensor]]:
+def _start_all_to_all(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    n = communicator.size(axis)
-    pieces = [_scattered(t, d.dim, n) for t, d in zip(tensors, dsts, strict=True)]
-    flat = torch.cat([p.reshape(n, -1) for p in pieces], dim=1) if len(pieces) > 1 else pieces[0].reshape(n, -1)
-    wait = communicator.all_to_all(flat.contiguous(), axis)
-    shapes = [p.shape[1:] for p in pieces]
-    dims = [s.dim for s in srcs]
-    return lambda: [_gathered(p, d) for p, d in zip(_split(wait(), shapes), dims, strict=True)]
+    n, index = communicator.size(axis), communicator.index(axis)
+    flat, shapes = _flatten_cut(items, n)
+    wait = communicator.all_to_all(flat, axis)
+    return lambda: [item.joined(x, index) for x, item in zip(_split(wait(), shapes), items, strict=True)]
 
 
-def _local(function: Callable[[torch.Tensor, Placement, Placement, int, int], torch.Tensor]) -> Starter:
-    def start(
-        tensors: Sequence[torch.Tensor], srcs: Sequence[Placement], dsts: Sequence[Placement], group: str
-    ) -> Callable[[], list[torch.Tensor]]:
+def _local(function: Callable[[_Item, int, int], torch.Tensor]) -> Starter:
+    def start(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
         index, n = axis_index(group), axis_size(group)
-        results = [function(t, s, d, index, n) for t, s, d in zip(tensors, srcs, dsts, strict=True)]
+        results = [function(item, index, n) for item in items]
         return lambda: results
 
     return start
 
 
-def _slice(x: torch.Tensor, src: Placement, dst: Placement, index: int, n: int) -> torch.Tensor:
-    step = x.shape[dst.dim] // n
-    return x.narrow(dst.dim, index * step, step)
+def _slice(item: _Item, index: int, n: int) -> torch.Tensor:
+    dim = item.dst.dim
+    size = item.x.shape[dim]
+    if item.extent is None and size % n:
+        raise ValueError(f"a dim of {size} rows cannot be cut into {n} equal pieces")
+    return item.x.narrow(dim, *chunk(size, n, index))
 
 
-def _pad(x: torch.Tensor, src: Placement, dst: Placement, index: int, n: int) -> torch.Tensor:
-    step = x.shape[src.dim]
-    shape = list(x.shape)
-    shape[src.dim] = step * n
-    out = x.new_zeros(shape)
-    out.narrow(src.dim, index * step, step).copy_(x)
+def _pad(item: _Item, index: int, n: int) -> torch.Tensor:
+    dim, shape = item.src.dim, list(item.x.shape)
+    lengths = (shape[dim],) * n if item.extent is None else item.extent.lengths
+    shape[dim] = sum(lengths)
+    out = item.x.new_zeros(shape)
+    out.narrow(dim, sum(lengths[:index]), lengths[index]).copy_(item.x)
     return out
 
 
-def _keep_on_one(x: torch.Tensor, src: Placement, dst: Placement, index: int, n: int) -> torch.Tensor:
-    return x.clone() if index == 0 else torch.zeros_like(x)
+def _keep_on_one(item: _Item, index: int, n: int) -> torch.Tensor:
+    return item.x.clone() if index == 0 else torch.zeros_like(item.x)
 
 
 _STARTERS: dict[str, Starter] = {
@@ -146,7 +261,7 @@ _STARTERS: dict[str, Starter] = {
     "slice": _local(_slice),
     "pad": _local(_pad),
     "keep_on_one": _local(_keep_on_one),
-    "nothing": _local(lambda x, *_: x),
+    "nothing": _local(lambda item, index, n: item.x),
 }
 
 
@@ -232,4 +347,4 @@ def redistribute(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tenso
     return _Redistribute.apply(x, src, dst, group)
 
 
-__all__ = ["Wait", "all_reduce", "local_shape", "redistribute", "start_transfers", "transfer"]
+__all__ = ["Extent", "Wait", "all_reduce", "extent_of", "local_shape", "redistribute", "start_transfers", "transfer"]

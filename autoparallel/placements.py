@@ -19,6 +19,7 @@ differentiation: the backward of every redistribution, and the backward of that,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -144,6 +145,51 @@ def shards_of(layout: Layout, dim: int) -> tuple[int, ...]:
     does; only the innermost, the last in the mesh's order, may be gathered or moved alone.
     """
     return tuple(axis for axis, p in enumerate(layout) if p.kind == "S" and p.dim == dim)
+
+
+def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
+    """Where piece ``index`` of a dim begins, and its length.
+
+    [Note: uneven shards] A dim whose size does not divide is cut as ``torch.chunk`` and ``DTensor`` cut it: every piece
+    has ``ceil(size / pieces)`` but the last ones, which are shorter or empty.  A dim that several axes shard is cut by
+    the first axis, and then each piece by the next.  The longest piece is always the first rank's.  Only parameters at
+    rest, and their gradients, lie so: what an operator reads or makes divides.  Messages have the longest piece's
+    size on every rank, filled up with zeros, which no rank keeps.
+    """
+    step = -(-size // pieces)
+    start = min(index * step, size)
+    return start, min(step, size - start)
+
+
+def largest_piece(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> tuple[int, ...]:
+    """The local shape of a tensor of a global shape, on the rank that has most of it."""
+    local = list(shape)
+    for placement, n in zip(layout, axis_sizes, strict=True):
+        if placement.kind == "S":
+            local[placement.dim] = -(-local[placement.dim] // n)
+    return tuple(local)
+
+
+def divides(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
+    """Whether all ranks have equal parts of a tensor of a global shape."""
+    for dim, size in enumerate(shape):
+        count = 1
+        for axis in shards_of(layout, dim):
+            count *= axis_sizes[axis]
+        if size % count:
+            return False
+    return True
+
+
+def reaches_all(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
+    """Whether every dim that is sharded has at least as many rows as ranks that shard it."""
+    for dim, size in enumerate(shape):
+        count = 1
+        for axis in shards_of(layout, dim):
+            count *= axis_sizes[axis]
+        if count > 1 and size < count:
+            return False
+    return True
 
 
 def to_dtensor_placements(layout: Layout) -> tuple[DTensorPlacement, ...]:

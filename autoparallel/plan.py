@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import torch
 from torch import fx
 
 from autoparallel.passes.insert_collectives import call_modes, typed_call
-from autoparallel.placements import Layout, format_layout, parse_layout, shards_of
+from autoparallel.placements import Invariant, Layout, Shard, divides, format_layout, parse_layout, reaches_all
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Mode, parse_mode
 
@@ -205,7 +204,7 @@ class Plan:
                 raise PlanError(f"{key} cannot run as {mode}; it can run as {', '.join(sorted(map(str, ways)))}")
         needs, result = typed_call(node, modes)
         for x, layout in zip([*tensor_operands(node), node], [*needs, result], strict=True):
-            self._require_divides(f"{key} as {', '.join(map(str, modes))}", x, layout)
+            self._require_fits(f"{key} as {', '.join(map(str, modes))}", x, layout, divides)
 
     def _require_parameters(self, graph: fx.Graph, parameters: Mapping[str, str]) -> None:
         missing, extra = (
@@ -221,15 +220,19 @@ class Plan:
             if node.op == "placeholder" and node.name in parameters:
                 name = parameters[node.name]
                 self.parameters[name].require_valid(name, len(self.mesh))
-                self._require_divides(name, node, self.at_rest(name))
+                self._require_fits(name, node, self.at_rest(name), reaches_all)
 
-    def _require_divides(self, what: str, node: fx.Node, layout: Layout) -> None:
+    def _require_fits(
+        self, what: str, node: fx.Node, layout: Layout, fits: Callable[[Sequence[int], Layout, Sequence[int]], bool]
+    ) -> None:
+        """Each dim that is cut must exist and, where its size is fixed, be cut as ``fits`` wants it."""
         shape = node.meta["val"].shape
         for axis, placement in enumerate(layout):
             if placement.kind == "S":
                 dim = placement.dim
-                pieces = math.prod(self.axis_sizes[a] for a in shards_of(layout, dim))
-                if dim >= len(shape) or isinstance(shape[dim], int) and shape[dim] % pieces:
+                size = shape[dim] if dim < len(shape) else None
+                alone = tuple(Shard(0) if p == placement else Invariant for p in layout)
+                if size is None or isinstance(size, int) and not fits((size,), alone, self.axis_sizes):
                     raise PlanError(
                         f"{what}: a tensor of shape {[s if isinstance(s, int) else '?' for s in shape]} cannot lie as "
                         f"{format_layout(layout)} on {_mesh_text(self.mesh)} (axis {self.axis_names[axis]})"

@@ -111,6 +111,7 @@ def build_program(
         prefix=prefix,
         redistributor=redistributor,
         sizes=sizes,
+        uneven=layouts,
     )
     verify_placements(module)
     output_layouts = [n.meta["placements"] for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]

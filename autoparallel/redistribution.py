@@ -8,6 +8,7 @@ several steps; which ones is a shortest path, priced forward and backward.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,11 @@ from autoparallel.placements import (
     Replicate,
     Shard,
     action,
+    divides,
     dual,
+    dual_layout,
+    largest_piece,
+    reaches_all,
     shards_of,
 )
 
@@ -31,12 +36,29 @@ StepSeconds = Callable[[str, tuple[int, ...], int], float]
 
 
 @dataclass(frozen=True, slots=True)
+class Uneven:
+    """A tensor whose shards differ in size (see [Note: uneven shards]): what each rank has follows from this.
+
+    Attributes:
+        shape: of the whole tensor.
+        layout: how it lies.
+    """
+
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a redistribution: ``src -> dst`` on ``axes`` (several only for a reduction to the whole)."""
+    """One step of a redistribution: ``src -> dst`` on ``axes`` (several only for a reduction to the whole).
+
+    ``before`` is what the step starts from, where its shards, or those of its result, differ in size; else None.
+    """
 
     axes: tuple[int, ...]
     src: Placement
     dst: Placement
+    before: Uneven | None = None
 
     def apply(self, layout: Layout) -> Layout:
         """The layout after the step."""
@@ -44,27 +66,31 @@ class Step:
 
     def transposed(self) -> Step:
         """What the step does to the gradient."""
-        return Step(self.axes, dual(self.dst), dual(self.src))
+        before = self.before
+        if before is not None:
+            before = Uneven(before.shape, dual_layout(self.apply(before.layout)))
+        return Step(self.axes, dual(self.dst), dual(self.src), before)
+
+    def on(self, shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> Step:
+        """The step of a tensor of this global shape that lies as ``layout``: with ``before``, where that is uneven."""
+        even = divides(shape, layout, axis_sizes) and divides(shape, self.apply(layout), axis_sizes)
+        return Step(self.axes, self.src, self.dst, None if even else Uneven(tuple(shape), layout))
 
 
 def local_numel(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> int:
-    """How many elements a rank holds of a tensor of a global shape."""
-    total = 1
-    for size in shape:
-        total *= size
-    for placement, n in zip(layout, axis_sizes, strict=True):
-        if placement.kind == "S":
-            total //= n
-    return total
+    """How many elements a rank holds of a tensor of a global shape; the most that any holds, where they differ."""
+    return math.prod(largest_piece(shape, layout, axis_sizes))
 
 
 def step_bytes(step: Step, before: Layout, shape: Sequence[int], itemsize: int, axis_sizes: Sequence[int]) -> int:
-    """The bytes of the whole tensor as the step's group sees it (see ``placements.sent_bytes``)."""
-    full = local_numel(shape, before, axis_sizes) * itemsize
-    if step.src.kind == "S":  # gathered, moved or padded: the group's tensor is its ranks' slices together
-        for axis in step.axes:
-            full *= axis_sizes[axis]
-    return full
+    """The bytes of the whole tensor as the step's group sees it (see ``placements.sent_bytes``), padding included."""
+    ranks = math.prod(axis_sizes[axis] for axis in step.axes)
+    sent = list(largest_piece(shape, before, axis_sizes))
+    if step.dst.kind == "S":
+        sent[step.dst.dim] = ranks * largest_piece(shape, step.apply(before), axis_sizes)[step.dst.dim]
+    full = math.prod(sent) * itemsize
+    # gathered, moved or padded: the group's tensor is its ranks' slices together
+    return full * ranks if step.src.kind == "S" else full
 
 
 @dataclass(frozen=True)
@@ -83,25 +109,35 @@ class Redistributor:
     def __init__(self, axis_sizes: Sequence[int], step_seconds: StepSeconds) -> None:
         self.axis_sizes = tuple(axis_sizes)
         self.step_seconds = step_seconds
-        self._tables: dict[tuple[tuple[int, ...], int, bool, bool], LayoutTable] = {}
+        self._tables: dict[tuple[tuple[int, ...], int, bool, bool, bool], LayoutTable] = {}
 
-    def table(self, shape: Sequence[int], itemsize: int, differentiable: bool, backward: bool) -> LayoutTable:
+    def table(
+        self, shape: Sequence[int], itemsize: int, differentiable: bool, backward: bool, uneven: bool = False
+    ) -> LayoutTable:
         """The prices of redistributing tensors of a (global, actual) shape.
 
         Args:
             differentiable: whether Replicate is a placement of its own.
             backward: whether the transposed steps are paid for, too.
+            uneven: whether shards may differ in size, as those of parameters at rest may.
         """
-        key = (tuple(shape), itemsize, differentiable, backward)
+        key = (tuple(shape), itemsize, differentiable, backward, uneven)
         if key not in self._tables:
             self._tables[key] = self._build(*key)
         return self._tables[key]
 
     def path(
-        self, src: Layout, dst: Layout, shape: Sequence[int], itemsize: int, differentiable: bool, backward: bool
+        self,
+        src: Layout,
+        dst: Layout,
+        shape: Sequence[int],
+        itemsize: int,
+        differentiable: bool,
+        backward: bool,
+        uneven: bool = False,
     ) -> list[Step]:
-        """The cheapest steps from ``src`` to ``dst``; empty when they are equal."""
-        table = self.table(shape, itemsize, differentiable, backward)
+        """The cheapest steps from ``src`` to ``dst``; empty when they are equal.  Arguments as in :meth:`table`."""
+        table = self.table(shape, itemsize, differentiable, backward, uneven)
         try:
             here, goal = table.index[src], table.index[dst]
         except KeyError as error:
@@ -111,12 +147,15 @@ class Redistributor:
             nxt = int(table.next_hop[here, goal])
             if nxt < 0:
                 raise ValueError(f"no redistribution from {src} to {dst}")
-            steps.append(_step_between(table.layouts[here], table.layouts[nxt]))
+            layout = table.layouts[here]
+            steps.append(_step_between(layout, table.layouts[nxt]).on(shape, layout, self.axis_sizes))
             here = nxt
         return steps
 
-    def _build(self, shape: tuple[int, ...], itemsize: int, differentiable: bool, backward: bool) -> LayoutTable:
-        layouts = list(self._layouts(shape, differentiable))
+    def _build(
+        self, shape: tuple[int, ...], itemsize: int, differentiable: bool, backward: bool, uneven: bool
+    ) -> LayoutTable:
+        layouts = list(self._layouts(shape, differentiable, uneven))
         index = {layout: i for i, layout in enumerate(layouts)}
         count = len(layouts)
         cost = np.full((count, count), np.inf)
@@ -146,20 +185,12 @@ class Redistributor:
         full = step_bytes(step, before, shape, itemsize, self.axis_sizes)
         return self.step_seconds(kind, step.axes, full)
 
-    def _layouts(self, shape: tuple[int, ...], differentiable: bool) -> list[Layout]:
+    def _layouts(self, shape: tuple[int, ...], differentiable: bool, uneven: bool) -> list[Layout]:
         whole = [Invariant, Replicate, Partial] if differentiable else [Invariant, Partial]
         options = [*whole, *(Shard(d) for d in range(len(shape)))]
-        found = []
-        for layout in itertools.product(options, repeat=len(self.axis_sizes)):
-            if all(shape[d] % self._count(layout, d) == 0 for d in range(len(shape))):
-                found.append(layout)
-        return found
-
-    def _count(self, layout: Layout, dim: int) -> int:
-        count = 1
-        for axis in shards_of(layout, dim):
-            count *= self.axis_sizes[axis]
-        return count
+        layouts = itertools.product(options, repeat=len(self.axis_sizes))
+        fits = reaches_all if uneven else divides
+        return [layout for layout in layouts if fits(shape, layout, self.axis_sizes)]
 
     def _steps(self, layout: Layout) -> list[Step]:
         steps = []

@@ -190,11 +190,11 @@ def _hoist(
     else:
         value = node.meta["val"]
         sync = tuple(
-            redistributor.path(made, at_rest, sizes.shape(node), value.element_size(), True, False)
+            redistributor.path(made, at_rest, sizes.shape(node), value.element_size(), True, False, uneven=True)
         )
     scattered = tuple(rest if rest.kind == "S" else p for p, rest in zip(made, at_rest, strict=True))
     hybrid = tuple(
-        tuple(redistributor.path(src, dst, sizes.shape(node), dtypes[1].itemsize, True, False))
+        tuple(redistributor.path(src, dst, sizes.shape(node), dtypes[1].itemsize, True, False, uneven=True))
         for src, dst in ((made, scattered), (scattered, at_rest))
     )
     chain = ParameterChain(

@@ -16,7 +16,7 @@ After:
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from autoparallel.collectives import redistribute
-from autoparallel.placements import Invariant, Layout, shards_of
+from autoparallel.placements import Invariant, Layout, divides, shards_of
 from autoparallel.redistribution import Redistributor, Step
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
@@ -98,6 +98,7 @@ def insert_collectives(
     prefix: str,
     redistributor: Redistributor,
     sizes: Sizes,
+    uneven: Collection[str] = (),
 ) -> fx.GraphModule:
     """Rewrites ``module`` in place.
 
@@ -110,8 +111,10 @@ def insert_collectives(
         prefix: the name under which the mesh is bound.
         redistributor: finds the steps of a redistribution.
         sizes: the sizes to price them with.
+        uneven: the placeholders whose shards may differ in size (parameters: ``hoist_parameter_chains`` takes their
+            redistributions out of the body).
     """
-    writer = _Writer(module.graph, axis_names, prefix, redistributor, sizes, shared)
+    writer = _Writer(module.graph, axis_names, prefix, redistributor, sizes, shared, uneven)
     for node in list(module.graph.nodes):
         if node.op == "placeholder":
             node.meta["placements"] = placeholders.get(node.name, writer.invariant)
@@ -138,7 +141,9 @@ class _Writer:
         redistributor: Redistributor,
         sizes: Sizes,
         shared: Mapping[str, Layout],
+        uneven: Collection[str],
     ) -> None:
+        self.uneven = frozenset(uneven)
         self.graph, self.names, self.prefix = graph, axis_names, prefix
         self.redistributor, self.sizes, self.shared = redistributor, sizes, shared
         self.axis_sizes = redistributor.axis_sizes
@@ -205,8 +210,9 @@ class _Writer:
         val = node.meta["val"]
         differentiable = bool(node.meta["differentiable"])
         steps = self.redistributor.path(
-            start, layout, self.sizes.shape(node), val.element_size(), differentiable, bool(node.meta["backward"])
-        )
+            start, layout, self.sizes.shape(node), val.element_size(), differentiable, bool(node.meta["backward"]),
+            uneven=node.name in self.uneven,
+        )  # fmt: skip
         here, at = (self.versions.get((node, start), node)), start
         for step in steps:
             after = step.apply(at)
@@ -231,7 +237,8 @@ class _Writer:
             for value, layout in zip(node.args[0], outputs, strict=True):  # type: ignore[arg-type]
                 if isinstance(value, fx.Node) and is_tensor(value):
                     made: Layout = value.meta["placements"]
-                    whole = tuple(p if p.kind == "S" else Invariant for p in made)
+                    even = divides(self.sizes.shape(value), made, self.axis_sizes)
+                    whole = tuple(p if p.kind == "S" and even else Invariant for p in made)
                     value = self.redistributed(value, layout if layout is not None else whole)
                 results.append(value)
         node.args = (tuple(results),)

@@ -23,7 +23,7 @@ from torch import fx
 
 from autoparallel.capture import Captured
 from autoparallel.passes.insert_collectives import Sizes, call_modes
-from autoparallel.placements import Invariant, Layout, Shard, parse_layout, shards_of
+from autoparallel.placements import Invariant, Layout, Shard, divides, parse_layout, reaches_all
 from autoparallel.plan import ParameterPlan, PlanError
 from autoparallel.planner.cost import bytes_kept, operator_seconds, update_seconds
 from autoparallel.planner.elimination import Factor
@@ -190,13 +190,8 @@ class SearchSpace:
         return list(best.values())
 
     def _divides(self, shape: tuple[int, ...], layout: Layout) -> bool:
-        for dim, size in enumerate(shape):
-            count = 1
-            for axis in shards_of(layout, dim):
-                count *= self.axis_sizes[axis]
-            if size % count or (count > 1 and size == 0):
-                return False
-        return True
+        sizes = self.axis_sizes
+        return divides(shape, layout, sizes) and reaches_all(shape, layout, sizes)
 
     def _allowed(self, node: fx.Node, combination: Sequence[Typed]) -> bool:
         """Whether a preset permits these modes: data axes cut the batch wherever there is one, tensor axes never do."""
@@ -280,7 +275,10 @@ class SearchSpace:
 
     def _layouts_at_rest(self, shape: tuple[int, ...]) -> list[Layout]:
         choices = [Invariant, *(Shard(d) for d in range(len(shape)))]
-        layouts = [c for c in itertools.product(choices, repeat=len(self.axis_sizes)) if self._divides(shape, c)]
+        layouts = [
+            c for c in itertools.product(choices, repeat=len(self.axis_sizes)) if reaches_all(shape, c, self.axis_sizes)
+        ]
+        layouts = self._without_needless_padding(shape, layouts)
         data = self.constraints.data
         if data:
             rest = self.constraints.sharded_at_rest
@@ -289,6 +287,16 @@ class SearchSpace:
                 most = max(sum(x[a].kind == "S" for a in rest) for x in layouts)
                 layouts = [x for x in layouts if sum(x[a].kind == "S" for a in rest) == most]
         return layouts
+
+    def _without_needless_padding(self, shape: tuple[int, ...], layouts: Sequence[Layout]) -> list[Layout]:
+        """Of the uneven layouts over the same axes only the smallest, and none where an even one is over these axes.
+
+        No operator reads an uneven layout, so that all that one is good for is what it does not keep.
+        """
+        best: dict[tuple[bool, ...], Layout] = {}
+        for layout in sorted(layouts, key=lambda x: local_numel(shape, x, self.axis_sizes)):
+            best.setdefault(tuple(p.kind == "S" for p in layout), layout)
+        return [x for x in layouts if self._divides(shape, x) or x in best.values()]
 
     # -- prices between variables -----------------------------------------------------------------------------------
 
@@ -316,7 +324,11 @@ class SearchSpace:
     def _table(self, node: fx.Node, backward: bool | None = None) -> tuple[dict[Layout, int], np.ndarray]:
         flows = bool(node.meta["backward"]) if backward is None else backward
         table = self.redistributor.table(
-            self.size.shape(node), node.meta["val"].element_size(), bool(node.meta["differentiable"]), flows
+            self.size.shape(node),
+            node.meta["val"].element_size(),
+            bool(node.meta["differentiable"]),
+            flows,
+            uneven=node.name in self.captured.parameters,
         )
         return table.index, table.seconds
 

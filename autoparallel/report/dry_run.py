@@ -24,7 +24,7 @@ from autoparallel.groups import active_axes, use_communicator
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.insert_collectives import Redistribution, Sizes
-from autoparallel.placements import COLLECTIVES, Layout, action
+from autoparallel.placements import COLLECTIVES, Layout, action, largest_piece
 from autoparallel.plan import Plan
 from autoparallel.planner.cost import operator_seconds
 from autoparallel.planner.hardware import Profile
@@ -146,11 +146,7 @@ class _Player:
 
     def empty(self, shape: Sequence[int], layout: Layout, dtype: torch.dtype) -> torch.Tensor:
         """A rank's part of a tensor that lies as ``layout`` says."""
-        local = list(shape)
-        for placement, n in zip(layout, self.plan.axis_sizes, strict=True):
-            if placement.kind == "S":
-                local[placement.dim] //= n
-        return torch.empty(local, dtype=dtype)
+        return torch.empty(largest_piece(shape, layout, self.plan.axis_sizes), dtype=dtype)
 
     # -- what is sent -----------------------------------------------------------------------------------------------
 

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.collectives import start_transfers, transfer
+from autoparallel.collectives import Extent, extent_of, start_transfers
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import group_name
-from autoparallel.placements import Layout, dual_layout, to_dtensor_placements
+from autoparallel.placements import Layout, action, dual_layout, to_dtensor_placements
 from autoparallel.redistribution import Step
 
 Tensors = list[torch.Tensor]
@@ -47,6 +47,7 @@ class GradientStore:
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # accumulators are float32
         self._specs: dict[tuple[str, Layout, torch.dtype], Any] = {}
+        self._extents: dict[Step, Extent | None] = {}
         self._pending: dict[str, ParameterChain] = {}
         self._running: list[Callable[[], None]] = []
 
@@ -68,7 +69,15 @@ class GradientStore:
 
     def _start_step(self, tensors: Tensors, steps: Sequence[Step]) -> Callable[[], Tensors]:
         group = group_name(self.prefix, self.names, steps[0].axes)
-        return start_transfers(tensors, [s.src for s in steps], [s.dst for s in steps], group)
+        extents = [self._extent(s) for s in steps]
+        return start_transfers(tensors, [s.src for s in steps], [s.dst for s in steps], group, extents)
+
+    def _extent(self, step: Step) -> Extent | None:
+        """What this rank must know of a step between shards that differ in size."""
+        if step.before is not None and step not in self._extents:
+            axes = [group_name(self.prefix, self.names, (axis,)) for axis in range(len(self.names))]
+            self._extents[step] = extent_of(step, axes)
+        return None if step.before is None else self._extents[step]
 
     # -- from a backward --------------------------------------------------------------------------------------------
 
@@ -119,7 +128,7 @@ class GradientStore:
         for value, use in zip(values, chain.uses, strict=True):
             if value is None:
                 continue
-            value = self._along(value, dual_layout(use), chain.made)
+            value = self._along(value, chain.shape, dual_layout(use), chain.made)
             total = value if total is None else total + value
         assert total is not None
         return total
@@ -131,7 +140,7 @@ class GradientStore:
             known = self._take_accumulator(chain)
             if known is None:
                 # The engine may hand the same tensor to others, and a view may keep a larger one alive.
-                known = grad.to(chain.accumulator_dtype, copy=True)
+                known = grad.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
             else:
                 sums.append(known)
                 addends.append(_cast(grad, known.dtype))
@@ -161,13 +170,17 @@ class GradientStore:
         if known is None:  # a whole gradient: it becomes a summand again, without communication
             local = local.to(chain.accumulator_dtype, copy=True)
         self.parameters[chain.name].grad = None
-        return self._along(local, layout, chain.accumulator)
+        return self._along(local, chain.shape, layout, chain.accumulator)
 
-    def _along(self, value: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
-        order = sorted(range(len(src)), key=lambda i: -i)  # the innermost axis of a dim comes last in the mesh
+    def _along(self, value: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
+        # Of the axes that shard a dim the innermost, which is the last, is left first and entered last.
+        order = sorted(range(len(src)), key=lambda i: (src[i].kind != "S", -i if src[i].kind == "S" else i))
+        layout = src
         for axis in order:
             if src[axis] != dst[axis]:
-                value = transfer(value, src[axis], dst[axis], group_name(self.prefix, self.names, (axis,)))
+                step = Step((axis,), src[axis], dst[axis]).on(shape, layout, tuple(self.mesh.shape))
+                value = self._start_step([value], [step])()[0]
+                layout = step.apply(layout)
         return value
 
     def _with_pending(self, chain: ParameterChain, grad: torch.Tensor) -> torch.Tensor:
@@ -185,6 +198,9 @@ class GradientStore:
             parameter = self.parameters[chain.name]
             value = _cast(value, parameter.dtype)
             if parameter.grad is None:
+                # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
+                sliced = any(action(s.src, s.dst) == "slice" for s in (*chain.each, *chain.sync)[-1:])
+                value = value.clone(memory_format=torch.contiguous_format) if sliced else value.contiguous()
                 parameter.grad = self.wrap(chain.name, value, chain.at_rest)
             else:
                 sums.append(_torch.local_of(parameter.grad))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from autoparallel import _torch
-from autoparallel.placements import Invariant, Layout, to_dtensor_placements
+from autoparallel.placements import Invariant, Layout, chunk, to_dtensor_placements
 
 
 def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -93,8 +93,8 @@ def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.
     part = whole
     for axis, placement in enumerate(layout):
         if placement.kind == "S":
-            step = part.shape[placement.dim] // mesh.size(axis)
-            part = part.narrow(placement.dim, coordinate[axis] * step, step)
+            dim = placement.dim
+            part = part.narrow(dim, *chunk(part.shape[dim], mesh.size(axis), coordinate[axis]))
     return part.contiguous().clone() if part is not whole else part
 
 

@@ -159,8 +159,9 @@ def cut(value: Tensor, layout: Layout, mesh: Sequence[int], generator: torch.Gen
 
 
 def _cut_once(value: Tensor, kind: str, dim: int, n: int, generator: torch.Generator) -> list[Tensor]:
-    if kind == "S":
-        return list(value.chunk(n, dim))
+    if kind == "S":  # what torch.chunk gives no piece of is empty
+        parts = list(value.chunk(n, dim))
+        return parts + [value.narrow(dim, value.shape[dim], 0)] * (n - len(parts))
     if value.dtype == torch.bool:
         raise Disproved("a tensor of truth values is Partial")
     if value.is_floating_point() or value.is_complex():
