@@ -212,6 +212,26 @@ def _parameters(trained: bool) -> int:
     return 8 * sum(p.numel() for p in Tagger().parameters() if p.requires_grad or not trained)
 
 
+def _deferred(microbatches: int) -> float:
+    model, _ = pair("data_parallel", (2,), example_inputs=batches()[0])
+    data = (batches() * 2)[:microbatches]
+    with autoparallel.count_traffic() as traffic:
+        for window in model.accumulate(microbatches, data):
+            for x, target in window:
+                model(x, target).backward()
+    sent: float = traffic.total_bytes
+    return sent
+
+
+def test_deferred_reductions_send_nothing_in_a_microbatch() -> None:
+    """2 P (n-1)/n bytes a step, whatever the number of microbatches; beside it the sum of the losses, 8 bytes."""
+    n = 2
+    for microbatches in (1, 2, 8):
+        for sent in run_distributed(_deferred, microbatches, world_size=n):
+            loss = microbatches * 2 * 8 * (n - 1) / n
+            assert sent == 2 * _parameters(trained=True) * (n - 1) / n + loss
+
+
 def test_sharded_parameters_reduce_and_gather_as_planned() -> None:
     """In units of P (n-1)/n bytes, P of the parameters: gathers once a step, once or twice a microbatch; reductions
     once a step or once a microbatch."""
