@@ -66,7 +66,8 @@ def compile(
         model: the plain model; its parameters are replaced by ``DTensor``s of the same names. The first rank's
             weights are used. Parameters on the meta device are materialised, each rank its part.
         mesh: one to three named axes. None: all ranks of the launcher on one axis "dp"; without a launcher, one rank.
-        loss_fn: called as ``loss_fn(output, target)``; the last positional argument of a call is the target then.
+        loss_fn: called as ``loss_fn(output, target)``; the last positional argument of a call is the target then. It
+            returns the loss, or ``(sum, count)`` with an integer count: the loss is their quotient then.
         example_inputs: positional inputs of a first call (the target last): traces and plans now instead of then.
         plan: "auto", a preset ("data_parallel", "fsdp", "tensor_parallel"), or a :class:`Plan`.
         memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations.

@@ -113,7 +113,7 @@ class _Training(nn.Module):
             return self._run(args, kwargs)
         *inputs, target = args
         loss = self.loss_fn(self._run(tuple(inputs), kwargs), target)
-        if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], torch.Tensor) and loss[0].ndim == 0:
+        if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
             self.found.counted = True
             return loss[0] / loss[1]
         return loss
@@ -121,6 +121,17 @@ class _Training(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _cast((args, kwargs), self.input_dtype)
         return _cast(self.model(*args, **kwargs), self.output_dtype)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a loss function's second result is a count, not another output that happens to be a scalar."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and value.dtype in (torch.int64, torch.int32)
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:

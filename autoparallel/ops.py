@@ -161,7 +161,7 @@ def cross_entropy_weight(target: Tensor, weight: Tensor | None, ignore_index: in
 
 
 def weighted_mean(total: Tensor, weight: Tensor) -> Tensor:
-    """``total / weight`` of two scalars, with a gradient that stays finite where ``weight`` is 0: that of ``total``."""
+    """``total / weight``, element by element, with a gradient that stays finite where ``weight`` is 0: ``total``'s."""
     return _WeightedMean.apply(total, weight)
 
 

@@ -93,7 +93,7 @@ def _cross_entropy_sum(node: fx.Node) -> Rule:
 
 @rule(ops.weighted_mean)
 def _weighted_mean(node: fx.Node) -> Rule:
-    return make_rule(", -> ", [(), ()], (), linear=[(0,)])
+    return elementwise(node, linear=[(0,)])
 
 
 @rule(ops.cross_entropy_weight)

@@ -375,7 +375,8 @@ class ParallelModule(nn.Module):
             batches: any iterable; it is read one batch ahead.
             weights: "loss" weighs a microbatch by what its loss is a mean over: found in the traced loss (a mean, a
                 cross-entropy with ignored targets, a sum divided by a count), or returned by a ``loss_fn`` that returns
-                ``(sum, count)``. A loss that is a sum is just added up. "equal" takes the mean of the losses.
+                ``(sum, count)``, an integer count. A loss that is a sum is just added up. "equal" takes the mean of the
+                losses.
 
         Raises:
             ValueError: when the weight of the loss cannot be told; before anything is sent.

@@ -302,6 +302,7 @@ def _losses() -> list[Example]:
         e(ops.cross_entropy_sum, (real(6, 12), ignored[1], None, -100, 0.1), label="smoothing"),
         e(ops.cross_entropy_sum, (wide, ignored, positive(12), -100, 0.1), constant=frozenset({2}), label="weights"),
         e(ops.cross_entropy_sum, (_masked_logits(), torch.tensor([0, 1, 7, -100, 11, 3])), label="masked logits"),
+        e(ops.weighted_mean, (real(6), torch.arange(1, 7))),
         e(ops.cross_entropy_weight, (ignored, None, -100, torch.float64)),
         e(ops.cross_entropy_weight, (ignored, positive(12), -100, torch.float64), constant=frozenset({1}), label="w"),
     ]
