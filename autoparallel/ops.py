@@ -103,6 +103,14 @@ def dropout(x: Tensor, p: float, operator: int, shards: str = "") -> Tensor:
     return x * torch.ops.autoparallel.dropout_mask(x.detach(), p, operator, shards)
 
 
+# ----------------------------------------------------------------------------------------------------------- routing
+
+
+def topk_indices(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Tensor:
+    """Where the ``k`` largest (or smallest) entries along ``dim`` are, as ``torch.topk`` finds them."""
+    return x.detach().topk(k, dim, largest, sorted)[1]
+
+
 # ---------------------------------------------------------------------------------------------------- sharded tables
 
 

@@ -335,6 +335,25 @@ def _replace_extremum(emit: _Emitter, node: fx.Node) -> None:
     _replace_parts(node, part)
 
 
+def _replace_topk(emit: _Emitter, node: fx.Node) -> None:
+    """``topk`` and ``sort`` as positions, which carry no gradient, and a look-up there, which has the same gradient."""
+    v = arguments(node)
+    x = v["self"]
+    if not shape_of(x) or any(user.target is not operator.getitem for user in node.users):
+        return
+    if node.target is aten.topk.default:
+        where = emit(ops.topk_indices, x, v["k"], v["dim"], v["largest"], v["sorted"])
+    elif node.target is aten.sort.default:
+        where = emit(aten.argsort.default, x, v["dim"], v["descending"])
+    else:
+        where = emit(aten.argsort.stable, x, stable=bool(v["stable"]), dim=v["dim"], descending=v["descending"])
+    _replace_parts(node, lambda i: where if i == 1 else emit(aten.gather.default, x, v["dim"], where))
+
+
+def _replace_empty_like(emit: _Emitter, node: fx.Node) -> None:
+    _replace(node, emit(aten.zeros_like.default, node.args[0], dtype=node.meta["val"].dtype))
+
+
 def _repeated(emit: _Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) -> fx.Node:
     """``x`` with its dims repeated, as a view: as a whole (torch's ``repeat``), or element by element."""
     shape = (1,) * (len(repeats) - len(shape_of(x))) + shape_of(x)
@@ -452,6 +471,7 @@ _REWRITES: dict[Any, Callable[[_Emitter, fx.Node], None]] = {
     aten.broadcast_tensors.default: _replace_broadcast,
     aten.cross_entropy_loss.default: _replace_cross_entropy,
     aten.embedding.default: _replace_sparse_embedding,
+    aten.empty_like.default: _replace_empty_like,
     aten.max.dim: _replace_extremum,
     aten.max_pool2d_with_indices.default: _replace_pool_with_indices,
     aten.min.dim: _replace_extremum,
@@ -459,6 +479,9 @@ _REWRITES: dict[Any, Callable[[_Emitter, fx.Node], None]] = {
     aten.repeat.default: _replace_repeat,
     aten.repeat_interleave.self_int: _replace_repeat_interleave,
     aten.slice.Tensor: _drop_full_slice,
+    aten.sort.default: _replace_topk,
+    aten.sort.stable: _replace_topk,
+    aten.topk.default: _replace_topk,
     aten.type_as.default: _replace_type_as,
     aten.var_mean.correction: _replace_variance_and_mean,
     aten.var_mean.dim: _replace_variance_and_mean,

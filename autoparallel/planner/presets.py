@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PRESETS = ("auto", "data_parallel", "fsdp", "tensor_parallel")
+PRESETS = ("auto", "data_parallel", "fsdp", "tensor_parallel", "expert_parallel")
+
+EXPERT_AXIS = "ep"
+"""The mesh axis over which every preset but "auto" shards stacks of experts; for all else it is a data axis."""
+
+TENSOR_AXIS = "tp"
 
 
 @dataclass(frozen=True)
@@ -17,30 +22,44 @@ class Constraints:
         sharded_at_rest: data axes over which parameters are sharded between uses.
         tensor: axes over which the batch is whole, and parameters of two dims or more are sharded, also in use.
         gather_per_use: whether gathered parameters are dropped after each use.
+        expert: data axes over which stacks of experts are sharded, at rest and in use (see ``planner.experts``).
+        needs_experts: whether a model without experts is an error.
     """
 
     data: frozenset[int] = frozenset()
     sharded_at_rest: frozenset[int] = frozenset()
     tensor: frozenset[int] = frozenset()
     gather_per_use: bool | None = None
+    expert: frozenset[int] = frozenset()
+    needs_experts: bool = False
 
 
 def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
     """The constraints of a preset on a mesh.
 
-    ``tensor_parallel`` uses the axis named "tp", or else the last axis, and is data parallel over the others.
+    ``tensor_parallel`` uses the axis named "tp", or else the last axis that is not "ep", and is data parallel over the
+    others.  ``expert_parallel`` is data parallel with an axis named "ep", and tensor parallel over one named "tp".
 
     Raises:
-        ValueError: for a name that is not a preset.
+        ValueError: for a name that is not a preset, or a preset that the mesh has no axis for.
     """
-    axes = frozenset(range(len(axis_names)))
+    names = list(axis_names)
+    axes = frozenset(range(len(names)))
+    expert = frozenset(i for i in axes if names[i] == EXPERT_AXIS)
     if preset == "auto":
         return Constraints()
     if preset == "data_parallel":
-        return Constraints(data=axes)
+        return Constraints(data=axes, expert=expert)
     if preset == "fsdp":
-        return Constraints(data=axes, sharded_at_rest=axes, gather_per_use=True)
+        return Constraints(data=axes, sharded_at_rest=axes, gather_per_use=True, expert=expert)
     if preset == "tensor_parallel":
-        tensor = list(axis_names).index("tp") if "tp" in axis_names else len(axis_names) - 1
-        return Constraints(data=axes - {tensor}, tensor=frozenset({tensor}))
+        if axes == expert:
+            raise ValueError("plan='tensor_parallel' needs a mesh axis other than 'ep': name one 'tp'")
+        tensor = names.index(TENSOR_AXIS) if TENSOR_AXIS in names else max(axes - expert)
+        return Constraints(data=axes - {tensor}, tensor=frozenset({tensor}), expert=expert)
+    if preset == "expert_parallel":
+        if not expert:
+            raise ValueError(f"plan='expert_parallel' needs a mesh axis named 'ep', the mesh has {tuple(names)}")
+        split = frozenset(i for i in axes if names[i] == TENSOR_AXIS)
+        return Constraints(data=axes - split, tensor=split, expert=expert, needs_experts=True)
     raise ValueError(f"unknown plan {preset!r}: expected one of {', '.join(PRESETS)}, or a Plan")

@@ -27,6 +27,7 @@ from autoparallel.placements import Invariant, Layout, Shard, divides, parse_lay
 from autoparallel.plan import ParameterPlan, PlanError
 from autoparallel.planner.cost import bytes_kept, operator_seconds, update_seconds
 from autoparallel.planner.elimination import Factor
+from autoparallel.planner.experts import Experts, find_experts
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.presets import Constraints
 from autoparallel.redistribution import Redistributor, local_numel
@@ -103,6 +104,7 @@ class SearchSpace:
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
         self.size = Sizes(captured.actual)
         self.searched = self._descendants()
+        self.experts = self._find_experts()
         self.unruled: dict[str, int] = {}
         self._known: dict[fx.Node, list[Option] | None] = {}
 
@@ -116,6 +118,26 @@ class SearchSpace:
         for node in self.captured.graph.nodes:
             if node.name in roots or any(n in found for n in tensor_operands(node)):
                 found.add(node)
+        return found
+
+    def _find_experts(self) -> Experts:
+        if not self.constraints.expert:
+            return Experts()
+        found = find_experts(self.captured.graph, self.captured.parameters)
+        if self.constraints.needs_experts and not found.parameters:
+            raise PlanError(
+                "the plan 'expert_parallel' found no experts in the model: stack their weights in one parameter "
+                "[experts, in, out] that a batched or grouped matrix product uses, or use plan='data_parallel'"
+            )
+        count = 1
+        for axis in self.constraints.expert:
+            count *= self.axis_sizes[axis]
+        for node, dim in found.parameters.items():
+            if self.size.shape(node)[dim] % count:
+                raise PlanError(
+                    f"{self.captured.parameters[node.name]} stacks {self.size.shape(node)[dim]} experts, which do not "
+                    f"divide by the {count} ranks of the mesh axis 'ep': change the number of experts or the mesh"
+                )
         return found
 
     def build(self, keep: Callable[[fx.Node, Option], bool] | None = None) -> Problem:
@@ -203,8 +225,13 @@ class SearchSpace:
             batched = any(t.mode.kind == "shard" and self._is_batch(node, t.mode.factor) for t in call_modes(node))
             for axis in self.constraints.data if batched else ():
                 mode = combination[axis].mode
+                if axis in self.constraints.expert and node in self.experts.factors:
+                    continue
                 if mode.kind != "shard" or not self._is_batch(node, mode.factor):
                     return False
+        if node in self.experts.factors:
+            modes = [combination[axis].mode for axis in self.constraints.expert]
+            return all(m.kind == "shard" and m.factor == self.experts.factors[node] for m in modes)
         return True
 
     def _is_batch(self, node: fx.Node, factor: str) -> bool:
@@ -259,7 +286,7 @@ class SearchSpace:
             layouts = [parse_layout(plan.at_rest)]
             gathers = [plan.gather]
         else:
-            layouts = self._layouts_at_rest(shape)
+            layouts = self._layouts_at_rest(node, shape)
             gathers = ["per_step", "per_use"]
             if self.constraints.gather_per_use:
                 gathers = ["per_use"]
@@ -273,15 +300,19 @@ class SearchSpace:
                 options.append(Option((), (), layout, update, float(kept), gather))
         return options
 
-    def _layouts_at_rest(self, shape: tuple[int, ...]) -> list[Layout]:
+    def _layouts_at_rest(self, node: fx.Node, shape: tuple[int, ...]) -> list[Layout]:
         choices = [Invariant, *(Shard(d) for d in range(len(shape)))]
         layouts = [
             c for c in itertools.product(choices, repeat=len(self.axis_sizes)) if reaches_all(shape, c, self.axis_sizes)
         ]
         layouts = self._without_needless_padding(shape, layouts)
         data = self.constraints.data
+        if node in self.experts.parameters:
+            stacked = Shard(self.experts.parameters[node])
+            layouts = [x for x in layouts if all(x[a] == stacked for a in self.constraints.expert)]
+            data = data - self.constraints.expert
         if data:
-            rest = self.constraints.sharded_at_rest
+            rest = self.constraints.sharded_at_rest & data
             layouts = [x for x in layouts if all(x[a].kind == "I" for a in data - rest)]
             if rest:
                 most = max(sum(x[a].kind == "S" for a in rest) for x in layouts)
@@ -370,10 +401,15 @@ class SearchSpace:
         out = np.zeros((len(options), len(columns)))
         large = len(node.meta["val"].shape) >= 2
         whole = "R" if node.meta["differentiable"] else "I"
+        stacked = self.experts.parameters.get(node)
         pinned = self.captured.parameters[node.name] in self.pinned
         for j, column in enumerate(columns):
             for axis in self.constraints.data:
-                if column[axis].kind != whole:
+                if stacked is not None and axis in self.constraints.expert:
+                    wrong = column[axis] != Shard(stacked)
+                else:
+                    wrong = column[axis].kind != whole
+                if wrong:
                     out[:, j] = np.inf
             for i, option in enumerate(options):
                 for axis in self.constraints.tensor:

@@ -58,7 +58,7 @@ class Rule:
     additive: frozenset[int] = frozenset()
     blocked: frozenset[str] = frozenset()
     localize: Localize | None = None
-    flops: int = 0
+    flops: float = 0
 
     def __post_init__(self) -> None:
         borne = {f for dim in self.result for f in dim}
@@ -128,7 +128,7 @@ def make_rule(
     additive: Sequence[int] = (),
     blocked: Sequence[str] = (),
     localize: Localize | None = None,
-    flops: int = 0,
+    flops: float = 0,
 ) -> Rule:
     """The rule of one call, from its notation and the shapes of its tensors.
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from autoparallel.grouped import grouped_linear, grouped_linear_sharded
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
+from autoparallel.rules.localize import LocalCall
 
 aten = torch.ops.aten
 
@@ -136,6 +138,26 @@ def _tensordot(node: fx.Node) -> Rule:
         left[i], right[j] = f"k{k}", f"k{k}"
     kept = [f for f in (*left, *right) if not f.startswith("k")]
     return _contract(node, f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}")
+
+
+def _localize_grouped(call: LocalCall) -> None:
+    group = call.joint_group("e")
+    if group:
+        call.target, call.args, call.kwargs = grouped_linear_sharded, (*call.args, group), {}
+
+
+@rule(grouped_linear)
+def _grouped_linear(node: fx.Node) -> Rule:
+    shapes = [shape_of(o) for o in tensor_operands(node)]
+    return make_rule(
+        "s k, e k n, s -> s n",
+        shapes,
+        shape_of(node),
+        reductions={"k": "sum", "e": "sum"},
+        linear=[(0,), (1,)],
+        localize=_localize_grouped,
+        flops=2 / shapes[1][0],  # each row meets one expert
+    )
 
 
 @rule(aten.scaled_dot_product_attention.default)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from autoparallel import ops
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.elementwise import keeps_sums
@@ -73,12 +74,34 @@ def _cosine_similarity(node: fx.Node) -> Rule | None:
 @rule(
     aten._softmax.default, aten.softmax.int, aten._log_softmax.default, aten.log_softmax.int,
     aten._safe_softmax.default, aten.cumprod.default, aten.logcumsumexp.default, aten.argsort.default,
+    aten.argsort.stable,
 )  # fmt: skip
 def _along_one_dim(node: fx.Node) -> Rule:
     shape = shape_of(node)
     names = [f"d{i}" for i in range(len(shape))]
     text = " ".join(names)
     return make_rule(f"{text} -> {text}", [shape], shape, blocked=[names[arguments(node)["dim"]]] if names else [])
+
+
+@rule(ops.topk_indices)
+def _topk_indices(node: fx.Node) -> Rule:
+    source = shape_of(tensor_operands(node)[0])
+    dim = arguments(node)["dim"] % len(source)
+    left = ["x" if d == dim else f"d{d}" for d in range(len(source))]
+    right = ["k" if d == dim else f"d{d}" for d in range(len(source))]
+    return make_rule(f"{' '.join(left)} -> {' '.join(right)}", [source], shape_of(node), blocked=["x", "k"])
+
+
+@rule(aten.histc.default)
+def _histc(node: fx.Node) -> Rule | None:
+    values = arguments(node)
+    if values["min"] == values["max"]:
+        return None  # torch takes the range from all the values there are
+    source = shape_of(tensor_operands(node)[0])
+    names = [f"d{i}" for i in range(len(source))]
+    return make_rule(
+        f"{' '.join(names)} -> c", [source], shape_of(node), reductions={n: "sum" for n in names}, blocked=["c"]
+    )
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,13 +48,14 @@ class Recipe:
     norm_type: float = 2.0
     lr: float = 0.1
     momentum: float = 0.9
+    axes: tuple[str, ...] = ()  # the names of the mesh axes; empty for the usual ones
 
     @property
     def world_size(self) -> int:
         return functools.reduce(int.__mul__, self.mesh)
 
     def __str__(self) -> str:
-        mesh = "x".join(map(str, self.mesh))
+        mesh = "x".join(f"{name}{size}" for name, size in itertools.zip_longest(self.axes, self.mesh, fillvalue=""))
         dtype = "" if self.dtype == torch.float64 else f"-{str(self.dtype).removeprefix('torch.')}"
         return f"{self.model}-{mesh}-{self.plan}-accumulation{self.accumulation}{dtype}"
 
@@ -91,7 +93,7 @@ class RankTrace:
 
 def reference(recipe: Recipe) -> Trace:
     """Train the plain model in this process. Mesh and plan make no difference, so results are shared."""
-    return _reference(replace(recipe, mesh=(1,), plan="auto"))
+    return _reference(replace(recipe, mesh=(1,), plan="auto", axes=()))
 
 
 @functools.lru_cache(maxsize=32)
@@ -110,7 +112,7 @@ def _train_on_rank(recipe: Recipe) -> RankTrace:
 
     rank = dist.get_rank()
     case = build(recipe.model, recipe.dtype, seed=rank)
-    mesh = _mesh(recipe.mesh)
+    mesh = _mesh(recipe.mesh, recipe.axes or AXES[len(recipe.mesh)])
     model = autoparallel.compile(case.model, mesh, loss_fn=case.loss_fn, plan=recipe.plan)
     trace = _train(model, case, recipe, compiled=True)
     layouts = {name: _layout(parameter) for name, parameter in model.named_parameters()}
@@ -123,10 +125,10 @@ def _train_on_rank(recipe: Recipe) -> RankTrace:
 
 
 @functools.cache
-def _mesh(shape: tuple[int, ...]) -> Any:
+def _mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", shape, mesh_dim_names=AXES[len(shape)])
+    return init_device_mesh("cpu", shape, mesh_dim_names=axes)
 
 
 def _train(model: Any, case: Case, recipe: Recipe, *, compiled: bool) -> Trace:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autoparallel import ops
+from autoparallel.grouped import grouped_linear
 from tests.rules.proof import Example
 
 aten = torch.ops.aten
@@ -146,6 +147,8 @@ def _matmul() -> list[Example]:
         e(aten.einsum.default, ("ii,i->i", [real(6, 6), real(6)]), label="diagonal"),
         e(aten.einsum.default, ("bi,ij,bj->b", [real(6, 6), real(6, 6), real(6, 6)]), label="three"),
         e(aten.einsum.default, ("...i->i", [real(6, 6)]), label="lost dims"),
+        e(grouped_linear, (real(12, 6), real(12, 6, 6), whole(12, high=12))),
+        e(grouped_linear, (real(6, 6), real(6, 6, 6), torch.tensor([2, 2, 5, 2, 0, 5])), label="experts unused"),
         e(aten.tensordot.default, (real(6, 6, 3), real(6, 3, 6), [0, 2], [2, 1])),
         e(attention, (real(*q), real(*k), real(*v))),
         e(attention, (real(6, 4, 2), real(6, 3, 2), real(6, 3, 2)), label="three dims"),
@@ -251,6 +254,11 @@ def _reductions() -> list[Example]:
         e(aten.cumprod.default, (real(6, 6), 1)),
         e(aten.logcumsumexp.default, (real(6, 6), 0)),
         e(aten.argsort.default, (real(6, 6), 1)),
+        e(aten.argsort.stable, (whole(6, 6),), {"stable": True, "dim": 0, "descending": True}),
+        e(ops.topk_indices, (real(6, 6, 4), 2)),
+        e(ops.topk_indices, (real(6, 6), 3, 0, False), label="smallest"),
+        e(aten.histc.default, (whole(6, 6).double(), 6, 0, 5), constant=frozenset({0})),
+        e(aten.histc.default, (real(6, 6), 4, -1, 1), constant=frozenset({0}), label="out of range"),
         e(aten.layer_norm.default, (real(6, 6, 4), [4], real(4), real(4))),
         e(aten.layer_norm.default, (real(6, 3, 4), [3, 4]), label="plain"),
         e(aten.layer_norm.default, (real(6, 6, 4), [4], real(4)), label="weight"),
