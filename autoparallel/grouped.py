@@ -7,6 +7,7 @@ rank.  Torch's own grouped product wants all rows sorted, so that the place of e
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
             out[rows] = F.grouped_mm(x[rows], weight.contiguous(), offs=(bounds[1:] - start).int())
         return out
     ends = bounds.tolist()
-    for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(ends)):
         if end > start:
             rows = order[start:end]
             out[rows] = x[rows] @ weight[i]
@@ -83,7 +84,7 @@ def _grouped_linear_backward(
         if len(rows) and wants_weight:
             grad_weight = F.grouped_mm(x[rows].t(), grad[rows], offs=offsets)
         return grad_x, grad_weight
-    for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(ends)):
         if end > start:
             rows = order[start:end]
             if wants_x:

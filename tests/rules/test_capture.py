@@ -102,7 +102,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "max_dim": lambda x, y, b: x.max(-1)[0] + x.min(-1)[0] + x.max(2)[1],
     "max_keepdim": lambda x, y, b: x.max(1, keepdim=True)[0],
     "topk": lambda x, y, b: x.topk(2, -1)[0] * b[x.topk(2, -1)[1]] + x.topk(2, 1, largest=False)[0].sum(1)[:, None, :2],
-    "sort": lambda x, y, b: x.sort(1)[0] + x.sort(-1, descending=True, stable=True)[0] * y.sort(-1)[1],
+    "sort": lambda x, y, b: x.sort(1)[0] + x.sort(dim=-1, descending=True, stable=True)[0] * y.sort(-1)[1],
     "histogram": lambda x, y, b: torch.histc(x.detach(), 4, -1, 1) * x,
     "one_hot": lambda x, y, b: F.one_hot(_classes(y), 5) * x.unsqueeze(-1),
     "interpolate": lambda x, y, b: F.interpolate(x.unsqueeze(1), size=(9, 9), mode="bilinear"),
