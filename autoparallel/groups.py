@@ -32,7 +32,7 @@ Wait = Callable[[], torch.Tensor]
 
 
 class Communicator(Protocol):
-    """What our operators need of a mesh: sizes, coordinates, and four collectives."""
+    """What our operators need of a mesh: sizes, coordinates, and collectives."""
 
     def size(self, axis: str) -> int: ...
     def index(self, axis: str) -> int: ...
@@ -40,6 +40,9 @@ class Communicator(Protocol):
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait: ...
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait: ...
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait: ...
+    def all_to_all_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str
+    ) -> torch.Tensor: ...
 
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -91,6 +94,17 @@ class MeshGroups:
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self.groups[axis][0], async_op=True)
         return lambda: _finish(work, out)
+
+
+    def all_to_all_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str
+    ) -> torch.Tensor:
+        """Sends the first ``sent[0]`` rows of ``x`` to rank 0, and so on; returns the rows received, by rank."""
+        if self.size(axis) == 1:
+            return x.clone()
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.groups[axis][0])
+        return out
 
 
 def _copied(x: torch.Tensor) -> Wait:

@@ -94,6 +94,18 @@ class _ThreadCommunicator:
         out = torch.stack([value[index] for value in self._collect(x, axis, "all_to_all")])
         return lambda: out
 
+    def all_to_all_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str
+    ) -> torch.Tensor:
+        met = self.meeting.exchange(self.rank, (axis, x.detach().clone(), list(sent)))
+        if len({name for name, _, _ in met}) > 1:
+            raise RuntimeError(f"the ranks meet in all_to_all_rows over different axes: {[m[0] for m in met]}")
+        index = self.index(axis)
+        out = torch.cat([met[peer][1].split(met[peer][2])[index] for peer in self._peers(axis)])
+        if len(out) != sum(received):
+            raise RuntimeError(f"rank {self.rank} expects {sum(received)} rows over {axis!r}, and is sent {len(out)}")
+        return out
+
 
 def simulate(
     function: Callable[[int], Any], shape: Sequence[int], names: Sequence[str], timeout: float = 60

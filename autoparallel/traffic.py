@@ -8,7 +8,8 @@
 (``c10d::allreduce_``, also those of DDP's reducer and of FSDP2) and functional ones (``_c10d_functional``, also
 DTensor's), in the forward and in a backward that is called inside.  Bytes are what each rank sends in a ring
 algorithm (``placements.sent_bytes``), whatever the backend really does.  A group of one rank sends nothing, a ``recv``
-and a ``barrier`` count but send nothing; what a compiler traces inside with fake tensors is not counted.
+and a ``barrier`` count but send nothing; rows that travel to their experts count as if all experts were used alike;
+what a compiler traces inside with fake tensors is not counted.
 
 What ranks say to agree on a call, before it (``runtime.agreement``), is not training traffic: it is counted apart, in
 ``control_collectives`` and ``control_bytes``, and is in no other number.
@@ -247,6 +248,9 @@ class CountingMode(TorchDispatchMode):
 
     def _count_own(self, name: str, given: Mapping[str, Any]) -> None:
         """Our own operators: a collective inside one would run below this mode, unseen."""
+        if name in ("grouped_linear_exchanged", "grouped_linear_exchanged_backward"):
+            self._count_exchange(name, given)
+            return
         if name == "all_reduce":
             kind, part = "all_reduce", False
         elif name == "transfer":
@@ -259,6 +263,18 @@ class CountingMode(TorchDispatchMode):
         communicator, axis = communicator_of(given["group"])
         ranks, full = communicator.size(axis), _bytes(given["x"])
         self._add(kind, active_axes(axis, communicator.size), full * ranks if part else full, ranks)
+
+    def _count_exchange(self, name: str, given: Mapping[str, Any]) -> None:
+        """How many rows each expert gets, the rows there, and what was made of them back."""
+        communicator, axis = communicator_of(given["group"])
+        ranks = communicator.size(axis)
+        x, weight = given["x"], given["weight"]
+        row = x.shape[0] * x.element_size()
+        there, back = x.shape[1], weight.shape[2]
+        if name.endswith("backward"):
+            there, back = there + back, there
+        for size in (8 * ranks * weight.shape[0], row * there, row * back):
+            self._add("all_to_all", active_axes(axis, communicator.size), int(size) * ranks, ranks)
 
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "autoparallel")

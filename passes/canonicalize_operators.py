@@ -25,43 +25,23 @@ import torch
 from torch import fx
 
 from autoparallel import ops
+from autoparallel.passes.emitter import Emitter, fake_tensors
+from autoparallel.passes.ungroup_experts import ungroup_experts
 from autoparallel.rules.calls import arguments, shape_of
 
 aten = torch.ops.aten
 
 
-class _Emitter:
-    """Inserts calls before a node and computes their fake values; the new nodes inherit its module and line."""
-
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self.graph, self.node = graph, node
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(self.node):
-            new = self.graph.call_function(target, args, kwargs)
-        new.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = next((v.fake_mode for v in _fakes((values, named))), None) or self.node.meta["mode"]
-        with mode, torch.no_grad():
-            new.meta["val"] = target(*values, **named)
-        return new
-
-
-def _fakes(values: Any) -> list[Any]:
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return [v for v in leaves if isinstance(v, torch.Tensor) and hasattr(v, "fake_mode")]
-
-
 def canonicalize_operators(module: fx.GraphModule) -> fx.GraphModule:
     """Rewrites the graph of ``module`` in place, and returns it."""
     graph = module.graph
-    mode = next((v.fake_mode for n in graph.nodes for v in _fakes(n.meta.get("val"))), None)
+    mode = next((v.fake_mode for n in graph.nodes for v in fake_tensors(n.meta.get("val"))), None)
     dropouts = 0
     for node in list(graph.nodes):
         if node.op != "call_function" or node._erased:
             continue
         node.meta["mode"] = mode
-        emit = _Emitter(graph, node)
+        emit = Emitter(graph, node)
         if node.target in _DROPOUTS:
             dropouts += _replace_dropout(emit, node, dropouts)
         elif node.target is aten.scaled_dot_product_attention.default and arguments(node)["dropout_p"]:
@@ -73,6 +53,9 @@ def canonicalize_operators(module: fx.GraphModule) -> fx.GraphModule:
             _replace_split(emit, node)
     graph.eliminate_dead_code()
     _drop_dead(graph)
+    if ungroup_experts(module):
+        graph.eliminate_dead_code()
+        _drop_dead(graph)
     return module
 
 
@@ -102,7 +85,7 @@ def _replace_parts(node: fx.Node, part: Callable[[int], Any]) -> None:
 _DROPOUTS = (aten.native_dropout.default, aten.dropout.default)
 
 
-def _replace_dropout(emit: _Emitter, node: fx.Node, number: int) -> int:
+def _replace_dropout(emit: Emitter, node: fx.Node, number: int) -> int:
     x, p, train = node.args[:3]
     active = bool(train) and p != 0
     new = emit(ops.dropout, x, p, number) if active else x
@@ -113,7 +96,7 @@ def _replace_dropout(emit: _Emitter, node: fx.Node, number: int) -> int:
     return int(active)
 
 
-def _expand_attention(emit: _Emitter, node: fx.Node, number: int) -> None:
+def _expand_attention(emit: Emitter, node: fx.Node, number: int) -> None:
     """Attention whose weights are dropped out, in elementary operators."""
     v = arguments(node)
     q, k, value, mask = v["query"], v["key"], v["value"], v["attn_mask"]
@@ -133,7 +116,7 @@ def _expand_attention(emit: _Emitter, node: fx.Node, number: int) -> None:
     _replace(node, emit(aten.matmul.default, weights, value))
 
 
-def _repeat_heads(emit: _Emitter, x: fx.Node, heads: int) -> fx.Node:
+def _repeat_heads(emit: Emitter, x: fx.Node, heads: int) -> fx.Node:
     shape = shape_of(x)
     ratio = heads // shape[-3]
     if ratio == 1:
@@ -144,12 +127,12 @@ def _repeat_heads(emit: _Emitter, x: fx.Node, heads: int) -> fx.Node:
     return emit(aten.reshape.default, wide, [*sizes[:-3], heads, *sizes[-2:]])
 
 
-def _size(emit: _Emitter, x: fx.Node, dim: int) -> Any:
+def _size(emit: Emitter, x: fx.Node, dim: int) -> Any:
     size = shape_of(x)[dim]
     return size if isinstance(size, int) else emit(aten.sym_size.int, x, dim)
 
 
-def _count(emit: _Emitter, x: fx.Node, dims: list[int]) -> Any:
+def _count(emit: Emitter, x: fx.Node, dims: list[int]) -> Any:
     """The number of elements over some dims, as a node where a size is symbolic."""
     total: Any = 1
     for dim in dims:
@@ -161,7 +144,7 @@ def _count(emit: _Emitter, x: fx.Node, dims: list[int]) -> Any:
     return total
 
 
-def _replace_cross_entropy(emit: _Emitter, node: fx.Node) -> None:
+def _replace_cross_entropy(emit: Emitter, node: fx.Node) -> None:
     v = arguments(node)
     x, target, weight = v["self"], v["target"], v["weight"]
     if v["reduction"] == 0 or target.meta["val"].is_floating_point():
@@ -174,7 +157,7 @@ def _replace_cross_entropy(emit: _Emitter, node: fx.Node) -> None:
     _replace(node, total)
 
 
-def _replace_nll_loss(emit: _Emitter, node: fx.Node) -> None:
+def _replace_nll_loss(emit: Emitter, node: fx.Node) -> None:
     v = arguments(node)
     if v["reduction"] != 1:
         return
@@ -185,18 +168,18 @@ def _replace_nll_loss(emit: _Emitter, node: fx.Node) -> None:
     )
 
 
-def _valid_weight(emit: _Emitter, total: fx.Node, target: fx.Node, weight: Any, ignore_index: int) -> fx.Node:
+def _valid_weight(emit: Emitter, total: fx.Node, target: fx.Node, weight: Any, ignore_index: int) -> fx.Node:
     return emit(ops.cross_entropy_weight, target, weight, ignore_index, total.meta["val"].dtype)
 
 
-def _normalize(emit: _Emitter, x: fx.Node, mean: Any, inverse: Any, weight: Any, bias: Any) -> fx.Node:
+def _normalize(emit: Emitter, x: fx.Node, mean: Any, inverse: Any, weight: Any, bias: Any) -> fx.Node:
     y = emit(aten.mul.Tensor, emit(aten.sub.Tensor, x, mean), inverse)
     if weight is not None:
         y = emit(aten.mul.Tensor, y, _channels(emit, weight, x))
     return emit(aten.add.Tensor, y, _channels(emit, bias, x)) if bias is not None else y
 
 
-def _channels(emit: _Emitter, x: fx.Node, like: fx.Node) -> fx.Node:
+def _channels(emit: Emitter, x: fx.Node, like: fx.Node) -> fx.Node:
     """A [C] tensor as [1, C, 1, ...] to broadcast over ``like``."""
     out = emit(aten.unsqueeze.default, x, 0)
     for _ in range(len(shape_of(like)) - 2):
@@ -204,7 +187,7 @@ def _channels(emit: _Emitter, x: fx.Node, like: fx.Node) -> fx.Node:
     return out
 
 
-def _replace_batch_norm(emit: _Emitter, node: fx.Node) -> None:
+def _replace_batch_norm(emit: Emitter, node: fx.Node) -> None:
     x, weight, bias, running_mean, running_var, training, momentum, eps = node.args
     assert isinstance(x, fx.Node)
     if not training:
@@ -228,7 +211,7 @@ def _replace_batch_norm(emit: _Emitter, node: fx.Node) -> None:
 
 
 def _batch_statistics_norm(
-    emit: _Emitter, x: fx.Node, weight: Any, bias: Any, eps: Any
+    emit: Emitter, x: fx.Node, weight: Any, bias: Any, eps: Any
 ) -> tuple[fx.Node, fx.Node, fx.Node, list[int]]:
     """Batch norm with the statistics of the global batch (Ioffe and Szegedy 2015), mean and then variance: the result,
     both statistics, and the dims they are taken over."""
@@ -244,13 +227,13 @@ def _batch_statistics_norm(
     return y, mean, variance, dims
 
 
-def _replace_batch_norm_without_statistics(emit: _Emitter, node: fx.Node) -> None:
+def _replace_batch_norm_without_statistics(emit: Emitter, node: fx.Node) -> None:
     x, weight, bias, _, _, eps = node.args
     y = _batch_statistics_norm(emit, x, weight, bias, eps)[0]  # type: ignore[arg-type]
     _replace_parts(node, lambda i: y)
 
 
-def _ratio(emit: _Emitter, count: Any) -> Any:
+def _ratio(emit: Emitter, count: Any) -> Any:
     """n / (n - 1), which turns the biased variance into the unbiased one."""
     if isinstance(count, int):
         return count / (count - 1)
@@ -258,20 +241,20 @@ def _ratio(emit: _Emitter, count: Any) -> Any:
 
 
 def _frozen_norm(
-    emit: _Emitter, x: fx.Node, weight: Any, bias: Any, running_mean: Any, running_var: Any, eps: Any
+    emit: Emitter, x: fx.Node, weight: Any, bias: Any, running_mean: Any, running_var: Any, eps: Any
 ) -> fx.Node:
     mean = _channels(emit, running_mean, x)
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, _channels(emit, running_var, x), eps))
     return _normalize(emit, x, mean, inverse, weight, bias)
 
 
-def _replace_frozen_batch_norm(emit: _Emitter, node: fx.Node) -> None:
+def _replace_frozen_batch_norm(emit: Emitter, node: fx.Node) -> None:
     x, weight, bias, running_mean, running_var, _, eps = node.args
     y = _frozen_norm(emit, x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
     _replace_parts(node, lambda i: y)
 
 
-def _replace_whole_batch_norm(emit: _Emitter, node: fx.Node) -> None:
+def _replace_whole_batch_norm(emit: Emitter, node: fx.Node) -> None:
     v = arguments(node)
     x, weight, bias, eps = v["input"], v["weight"], v["bias"], v["eps"]
     if not v["training"]:
@@ -280,11 +263,11 @@ def _replace_whole_batch_norm(emit: _Emitter, node: fx.Node) -> None:
         _replace(node, _batch_statistics_norm(emit, x, weight, bias, eps)[0])
 
 
-def _replace_view(emit: _Emitter, node: fx.Node) -> None:
+def _replace_view(emit: Emitter, node: fx.Node) -> None:
     _replace(node, emit(aten.reshape.default, node.args[0], node.args[1]))
 
 
-def _drop_full_slice(emit: _Emitter, node: fx.Node) -> None:
+def _drop_full_slice(emit: Emitter, node: fx.Node) -> None:
     v = arguments(node)
     size = shape_of(v["self"])[v["dim"]]
     whole = v["end"] is None or (isinstance(v["end"], int) and v["end"] >= (size if isinstance(size, int) else 2**62))
@@ -292,7 +275,7 @@ def _drop_full_slice(emit: _Emitter, node: fx.Node) -> None:
         _replace(node, v["self"])
 
 
-def _replace_broadcast(emit: _Emitter, node: fx.Node) -> None:
+def _replace_broadcast(emit: Emitter, node: fx.Node) -> None:
     tensors = cast(list[fx.Node], node.args[0])
     if any(user.target is not operator.getitem for user in node.users):
         return
@@ -307,7 +290,7 @@ def _replace_broadcast(emit: _Emitter, node: fx.Node) -> None:
     _replace_parts(node, part)
 
 
-def _sizes_like(emit: _Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node]) -> list[Any]:
+def _sizes_like(emit: Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node]) -> list[Any]:
     """The sizes as arguments of a call; a symbolic one is asked of a tensor that has it."""
     sizes: list[Any] = []
     for at, size in enumerate(shape):
@@ -320,7 +303,7 @@ def _sizes_like(emit: _Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node]
     return sizes
 
 
-def _replace_extremum(emit: _Emitter, node: fx.Node) -> None:
+def _replace_extremum(emit: Emitter, node: fx.Node) -> None:
     """``max(x, dim)`` as the position of the maximum and a look-up there, which has the same gradient."""
     v = arguments(node)
     x, dim, keepdim = v["self"], v["dim"], v["keepdim"]
@@ -335,7 +318,7 @@ def _replace_extremum(emit: _Emitter, node: fx.Node) -> None:
     _replace_parts(node, part)
 
 
-def _replace_topk(emit: _Emitter, node: fx.Node) -> None:
+def _replace_topk(emit: Emitter, node: fx.Node) -> None:
     """``topk`` and ``sort`` as positions, which carry no gradient, and a look-up there, which has the same gradient."""
     v = arguments(node)
     x = v["self"]
@@ -350,11 +333,11 @@ def _replace_topk(emit: _Emitter, node: fx.Node) -> None:
     _replace_parts(node, lambda i: where if i == 1 else emit(aten.gather.default, x, v["dim"], where))
 
 
-def _replace_empty_like(emit: _Emitter, node: fx.Node) -> None:
+def _replace_empty_like(emit: Emitter, node: fx.Node) -> None:
     _replace(node, emit(aten.zeros_like.default, node.args[0], dtype=node.meta["val"].dtype))
 
 
-def _repeated(emit: _Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) -> fx.Node:
+def _repeated(emit: Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) -> fx.Node:
     """``x`` with its dims repeated, as a view: as a whole (torch's ``repeat``), or element by element."""
     shape = (1,) * (len(repeats) - len(shape_of(x))) + shape_of(x)
     sizes: list[Any] = [_size(emit, x, d) for d in range(len(shape_of(x)))]
@@ -375,16 +358,16 @@ def _repeated(emit: _Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) -
     return emit(aten.reshape.default, out, result) if len(result) != len(wide) else out
 
 
-def _times(emit: _Emitter, a: Any, b: Any) -> Any:
+def _times(emit: Emitter, a: Any, b: Any) -> Any:
     return a * b if isinstance(a, int) and isinstance(b, int) else emit(operator.mul, a, b)
 
 
-def _replace_repeat(emit: _Emitter, node: fx.Node) -> None:
+def _replace_repeat(emit: Emitter, node: fx.Node) -> None:
     x, repeats = node.args
     _replace(node, _repeated(emit, x, repeats, inner=False))  # type: ignore[arg-type]
 
 
-def _replace_repeat_interleave(emit: _Emitter, node: fx.Node) -> None:
+def _replace_repeat_interleave(emit: Emitter, node: fx.Node) -> None:
     v = arguments(node)
     rank = len(shape_of(v["self"]))
     if v["dim"] is None or not rank:
@@ -398,7 +381,7 @@ _FILLS: dict[Any, float | None] = {
 }  # fmt: skip
 
 
-def _replace_new(emit: _Emitter, node: fx.Node) -> None:
+def _replace_new(emit: Emitter, node: fx.Node) -> None:
     """A new constant needs nothing of the tensor that it is made after."""
     v = arguments(node)
     value = _FILLS[node.target] if _FILLS[node.target] is not None else v["fill_value"]
@@ -406,12 +389,12 @@ def _replace_new(emit: _Emitter, node: fx.Node) -> None:
     _replace(node, emit(aten.full.default, v["size"], value, dtype=dtype, device=node.meta["val"].device))
 
 
-def _replace_type_as(emit: _Emitter, node: fx.Node) -> None:
+def _replace_type_as(emit: Emitter, node: fx.Node) -> None:
     x = node.args[0]
     _replace(node, emit(aten._to_copy.default, x, dtype=node.meta["val"].dtype))
 
 
-def _replace_sparse_embedding(emit: _Emitter, node: fx.Node) -> None:
+def _replace_sparse_embedding(emit: Emitter, node: fx.Node) -> None:
     """Gradients of parameters are dense: they are sharded, and have the same numbers."""
     v = arguments(node)
     if v["sparse"]:
@@ -419,13 +402,13 @@ def _replace_sparse_embedding(emit: _Emitter, node: fx.Node) -> None:
         _replace(node, emit(aten.embedding.default, *args))
 
 
-def _replace_pool_with_indices(emit: _Emitter, node: fx.Node) -> None:
+def _replace_pool_with_indices(emit: Emitter, node: fx.Node) -> None:
     if all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
         pooled: list[fx.Node] = []
         _replace_parts(node, lambda i: pooled[0] if pooled else emit(aten.max_pool2d.default, *node.args))
 
 
-def _replace_variance_and_mean(emit: _Emitter, node: fx.Node) -> None:
+def _replace_variance_and_mean(emit: Emitter, node: fx.Node) -> None:
     v = arguments(node)
     if any(user.target is not operator.getitem for user in node.users):
         return
@@ -447,7 +430,7 @@ _SPLITS = (
 )  # fmt: skip
 
 
-def _replace_split(emit: _Emitter, node: fx.Node) -> None:
+def _replace_split(emit: Emitter, node: fx.Node) -> None:
     v = arguments(node)
     x, dim = v["self"], v["dim"]
     if any(user.target is not operator.getitem for user in node.users):
@@ -462,7 +445,7 @@ def _replace_split(emit: _Emitter, node: fx.Node) -> None:
     _replace_parts(node, lambda i: emit(aten.slice.Tensor, x, dim, starts[i], starts[i] + sizes[i]))
 
 
-_REWRITES: dict[Any, Callable[[_Emitter, fx.Node], None]] = {
+_REWRITES: dict[Any, Callable[[Emitter, fx.Node], None]] = {
     aten._native_batch_norm_legit.no_stats: _replace_batch_norm_without_statistics,
     aten._native_batch_norm_legit_functional.default: _replace_batch_norm,
     aten._native_batch_norm_legit_no_training.default: _replace_frozen_batch_norm,

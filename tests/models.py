@@ -268,6 +268,7 @@ class MoEConfig(GPTConfig):
     capacity: float = 1.0  # places per expert, as a multiple of an even share; at 1.0 some tokens find none
     balance: float = 0.05  # weight of the load-balancing loss
     bias: bool = True
+    dropless: bool = False
 
 
 class Experts(nn.Module):
@@ -326,13 +327,39 @@ class MoE(nn.Module):
         return y, config.experts * (share * probabilities.mean((0, 1))).sum()
 
 
+class DroplessMoE(nn.Module):
+    """A layer of experts without a capacity: tokens are sorted by expert, and put back into their order."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.experts = Experts(config)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        tokens = x.flatten(0, 1)
+        probabilities = self.router(tokens).softmax(-1)
+        weights, chosen = probabilities.topk(config.choices, dim=-1)
+        ids = chosen.flatten()
+        order = ids.argsort()
+        sorted_ids = ids[order]
+        rows = tokens[order // config.choices]
+        hidden = torch.bmm(rows.unsqueeze(1), self.experts.up[sorted_ids]).squeeze(1)
+        made = torch.bmm(F.gelu(hidden).unsqueeze(1), self.experts.down[sorted_ids]).squeeze(1)
+        made = (made * weights.flatten()[order].unsqueeze(-1))[order.argsort()]
+        y = made.view(-1, config.choices, config.width).sum(1).view_as(x)
+        share = F.one_hot(ids, config.experts).to(x.dtype).mean(0)
+        return y, config.experts * (share * probabilities.mean(0)).sum()
+
+
 class MoEBlock(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(config.width)
-        self.moe = MoE(config)
+        self.moe = DroplessMoE(config) if config.dropless else MoE(config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.norm1(x))
@@ -381,6 +408,10 @@ def _build_moe(dtype: torch.dtype, config: MoEConfig | None = None) -> Case:
 def _build_moe_switch(dtype: torch.dtype) -> Case:
     """One choice per token, more experts than fit evenly many tokens, no biases."""
     return _build_moe(dtype, MoEConfig(experts=8, choices=1, capacity=1.5, bias=False))
+
+
+def _build_moe_dropless(dtype: torch.dtype) -> Case:
+    return _build_moe(dtype, MoEConfig(bias=False, dropless=True))
 
 
 # ------------------------------------------------------------------------------------------------------- transformers
@@ -445,6 +476,40 @@ def _build_gpt2(dtype: torch.dtype, mask: bool = False) -> Case:
     return Case("gpt2", model, make_batch, None, tolerance=1e-6, tied=tied)
 
 
+def _build_mixtral(dtype: torch.dtype, experts: str = "batched_mm") -> Case:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    options: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.05,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+        "experts_implementation": experts,
+    }
+    model: Any = MixtralForCausalLM(MixtralConfig(**options))
+    model.to(dtype).train()
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        args, kwargs = _token_dictionary(step, rows, seed, vocabulary=96, length=12, mask=False)
+        return args, {**kwargs, "output_router_logits": True}
+
+    return Case("mixtral", model, make_batch, None, tolerance=1e-6)
+
+
+def _build_mixtral_grouped(dtype: torch.dtype) -> Case:
+    """The same model; torch's grouped product does not take float64 on a CPU, so that only its graph can be run."""
+    return _build_mixtral(dtype, "grouped_mm")
+
+
 _BUILDERS: dict[str, Callable[[torch.dtype], Case]] = {
     "mlp": _build_mlp,
     "regressor": _build_regressor,
@@ -455,6 +520,9 @@ _BUILDERS: dict[str, Callable[[torch.dtype], Case]] = {
     "moe_switch": _build_moe_switch,
     "llama": _build_llama,
     "gpt2": _build_gpt2,
+    "moe_dropless": _build_moe_dropless,
+    "mixtral": _build_mixtral,
+    "mixtral_grouped": _build_mixtral_grouped,
 }
 
 NAMES = tuple(_BUILDERS)

@@ -49,6 +49,31 @@ def operator_seconds(
     )
 
 
+def exchange_seconds(
+    profile: Profile,
+    rule: Rule,
+    modes: Sequence[Mode],
+    axis_sizes: Sequence[int],
+    size: Callable[[Any], int],
+    itemsize: int,
+) -> float:
+    """The time in which an operator that exchanges rows sends them away and brings their results back."""
+    axes = [i for i, mode in enumerate(modes) if mode.kind == "shard" and mode.factor == rule.exchanged()]
+    if not axes or rule.exchange is None:
+        return 0.0
+    elements = 0.0
+    for tensor in (rule.operands[0], rule.result):
+        points = float(itemsize)
+        for factor in {f for dim in tensor for f in dim}:
+            points *= size(rule.sizes[factor])
+            for mode, n in zip(modes, axis_sizes, strict=True):
+                points /= n if mode.kind == "shard" and mode.factor in (factor, rule.exchanged()) else 1
+        elements += points
+    for axis in axes:  # as the group sees it: the rows of all its ranks
+        elements *= axis_sizes[axis]
+    return profile.step_seconds(axis_sizes, "all_to_all", axes, int(elements))
+
+
 def bytes_kept(bytes_at_rest: int, trainable: bool) -> int:
     """What a rank keeps between steps for its part of a parameter: the part, its gradient and optimizer states."""
     return (OPTIMIZER_COPIES if trainable else 1) * bytes_at_rest

@@ -25,7 +25,7 @@ from autoparallel.capture import Captured
 from autoparallel.passes.insert_collectives import Sizes, call_modes
 from autoparallel.placements import Invariant, Layout, Shard, divides, parse_layout, reaches_all
 from autoparallel.plan import ParameterPlan, PlanError
-from autoparallel.planner.cost import bytes_kept, operator_seconds, update_seconds
+from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds, update_seconds
 from autoparallel.planner.elimination import Factor
 from autoparallel.planner.experts import Experts, find_experts
 from autoparallel.planner.hardware import Profile
@@ -230,8 +230,10 @@ class SearchSpace:
                 if mode.kind != "shard" or not self._is_batch(node, mode.factor):
                     return False
         if node in self.experts.factors:
+            rule = rule_for(node)
+            wanted = rule.exchanged() if rule is not None and rule.exchange else self.experts.factors[node]
             modes = [combination[axis].mode for axis in self.constraints.expert]
-            return all(m.kind == "shard" and m.factor == self.experts.factors[node] for m in modes)
+            return all(m.kind == "shard" and m.factor == wanted for m in modes)
         return True
 
     def _is_batch(self, node: fx.Node, factor: str) -> bool:
@@ -258,6 +260,10 @@ class SearchSpace:
         seconds, backward = operator_seconds(
             self.profile, rule_for(node), modes, self.axis_sizes, self.size, moved, val.dtype
         )
+        rule = rule_for(node)
+        if rule is not None and rule.exchange:
+            moving = exchange_seconds(self.profile, rule, modes, self.axis_sizes, self.size, val.element_size())
+            seconds, backward = seconds + moving, backward + 2 * moving
         if node.meta["backward"]:
             seconds += backward
         return seconds, float(result_bytes) if node.meta["backward"] else 0.0

@@ -45,6 +45,8 @@ class Rule:
         linear: sets of operands in which the operator is jointly linear: Partial through one set gives Partial.
         additive: operands that are added to the result: Partial wherever the result becomes Partial.
         blocked: factors that are never sharded.
+        exchange: ``(rows, owners)``: one axis may shard both of these factors at once, because the local operator, which
+            ``localize`` must write, sends each row to the rank that owns what it needs, and the result back.
         localize: rewrites the local call where its arguments speak of global sizes or positions.
         flops: floating-point operations of the forward, as a multiple of the product of all factor sizes; 0 for an
             operator that is bound by memory.
@@ -59,6 +61,7 @@ class Rule:
     blocked: frozenset[str] = frozenset()
     localize: Localize | None = None
     flops: float = 0
+    exchange: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         borne = {f for dim in self.result for f in dim}
@@ -91,6 +94,10 @@ class Rule:
                 for factor in dim:
                     seen.setdefault(factor)
         return [f for f in seen if f not in self.blocked]
+
+    def exchanged(self) -> str:
+        """The name of the mode in which both factors of ``exchange`` are sharded; empty when there is none."""
+        return "@".join(self.exchange) if self.exchange else ""
 
     def dim_of(self, tensor: TensorFactors, factor: str) -> int | None:
         """The dim of a tensor that is cut when ``factor`` is sharded: the one where it is outermost.
@@ -129,6 +136,7 @@ def make_rule(
     blocked: Sequence[str] = (),
     localize: Localize | None = None,
     flops: float = 0,
+    exchange: tuple[str, str] | None = None,
 ) -> Rule:
     """The rule of one call, from its notation and the shapes of its tensors.
 
@@ -156,6 +164,7 @@ def make_rule(
         frozenset(blocked),
         localize,
         flops,
+        exchange,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autoparallel.grouped import grouped_linear, grouped_linear_sharded
+from autoparallel.grouped import grouped_linear, grouped_linear_exchanged, grouped_linear_sharded
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.localize import LocalCall
@@ -141,9 +141,13 @@ def _tensordot(node: fx.Node) -> Rule:
 
 
 def _localize_grouped(call: LocalCall) -> None:
-    group = call.joint_group("e")
-    if group:
-        call.target, call.args, call.kwargs = grouped_linear_sharded, (*call.args, group), {}
+    sent, summed = call.axes_of("s@e"), call.axes_of("e")
+    if sent:
+        owners = " ".join(("" if i in sent else "-") + call.groups[i] for i in sorted((*sent, *summed)))
+        call.target = grouped_linear_exchanged
+        call.args, call.kwargs = (*call.args, call.joint_group("s@e"), owners), {}
+    elif summed:
+        call.target, call.args, call.kwargs = grouped_linear_sharded, (*call.args, call.joint_group("e")), {}
 
 
 @rule(grouped_linear)
@@ -157,6 +161,7 @@ def _grouped_linear(node: fx.Node) -> Rule:
         linear=[(0,), (1,)],
         localize=_localize_grouped,
         flops=2 / shapes[1][0],  # each row meets one expert
+        exchange=("s", "e"),
     )
 
 

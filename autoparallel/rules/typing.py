@@ -4,6 +4,8 @@
 - *Replicate*: every differentiable operand is Replicate, and so is the result.
 - a factor is *sharded*: operands that bear it are Shard, every other differentiable operand is Replicate (an additive
   operand Partial, where the factor is reduced), a result that bears it is Shard, one that does not is Partial.
+- two factors are *exchanged*: what bears either of them is Shard, every other differentiable operand is Replicate, and
+  the operator sends rows to the owners of what they need and back.
 - *Partial* passes through operands in which the operator is linear; every other differentiable operand is Replicate.
 
 Operands that carry no gradient have no summands to keep apart: where a differentiable one is Replicate, they are
@@ -77,6 +79,7 @@ def typed_modes(
         modes.append(Typed(REPLICATE_MODE, whole, Replicate))
     if rule is not None:
         modes.extend(_sharded(rule, whole))
+        modes.extend(_exchanged(rule, whole))
         modes.extend(_partial(rule, whole))
     return modes
 
@@ -102,6 +105,20 @@ def _sharded(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
             # The composite's own backward gives whole gradients; operands that do not bear the factor stay whole.
             operands = tuple(Invariant if p == Replicate else p for p in operands)
         yield Typed(Mode("shard", factor=factor), operands, result)
+
+
+def _exchanged(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
+    if rule.exchange is None:
+        return
+    rows, owners = rule.exchange
+    operands = []
+    for placement, factors in zip(whole, rule.operands, strict=True):
+        dims = [rule.dim_of(factors, f) for f in (rows, owners)]
+        dim = next((d for d in dims if d is not None), None)
+        operands.append(placement if dim is None else Shard(dim))
+    result = rule.dim_of(rule.result, rows)
+    if result is not None and result >= 0:
+        yield Typed(Mode("shard", factor=rule.exchanged()), tuple(operands), Shard(result))
 
 
 def _partial(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:

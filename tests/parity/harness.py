@@ -167,6 +167,7 @@ def _train(model: Any, case: Case, recipe: Recipe, *, compiled: bool) -> Trace:
             output = model(*args[:-1], **kwargs)
         else:
             kwargs.pop("labels")
+            kwargs.pop("output_router_logits", None)  # asks for a loss of the routers beside that of the labels
             output = model(*args, **kwargs)["logits"]
     assert not isinstance(output, DTensor), "without a scalar loss, outputs are gathered and plain"
     trace.evaluation = _whole(output)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_distributed
 from tests.models import build
-from tests.parity.harness import RankTrace, Recipe, check
+from tests.parity.harness import RankTrace, Recipe, check, reference
 
 EP: dict[str, Any] = {"mesh": (2,), "axes": ("ep",)}
 DP_EP: dict[str, Any] = {"mesh": (2, 2), "axes": ("dp", "ep")}
@@ -75,6 +75,37 @@ def test_experts_sharded_over_an_axis(recipe: Recipe) -> None:
 )
 def test_experts_on_other_axes(recipe: Recipe) -> None:
     check(recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model"),
+    [
+        (Recipe("moe_dropless", plan="expert_parallel", steps=3, **DP_EP), ""),
+        (Recipe("moe_dropless", plan="data_parallel", mesh=(2,), steps=3), ""),
+        (Recipe("moe_dropless", plan="auto", steps=3, **DP_EP), ""),
+        (Recipe("mixtral_grouped", plan="expert_parallel", steps=3, **DP_EP), "mixtral"),
+        (Recipe("mixtral", plan="expert_parallel", steps=3, **EP), ""),
+        (Recipe("mixtral", plan="data_parallel", mesh=(2,), steps=3), ""),
+        pytest.param(Recipe("mixtral", plan="fsdp", steps=3, **DP_EP), "", marks=pytest.mark.slow),
+        pytest.param(Recipe("mixtral_grouped", plan="auto", steps=3, **EP), "mixtral", marks=pytest.mark.slow),
+        pytest.param(Recipe("moe_dropless", plan="fsdp", mesh=(4,), axes=("ep",)), "", marks=pytest.mark.slow),
+        pytest.param(Recipe("moe_dropless", plan="expert_parallel", steps=3, **EP_TP), "", marks=pytest.mark.slow),
+        pytest.param(
+            Recipe("moe_dropless", plan="expert_parallel", steps=3, rows=16, **DP_EP_TP), "", marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_experts_without_a_capacity(recipe: Recipe, model: str) -> None:
+    """``model`` is the plain model to compare with, where that of the recipe cannot run plainly."""
+    expected = reference(dataclasses.replace(recipe, model=model)) if model else None
+    ranks = check(recipe, expected=expected)
+    if recipe.plan == "expert_parallel":
+        axis = recipe.axes.index("ep")
+        stacks = [x for name, x in ranks[0].layouts.items() if ".experts." in name]
+        assert len(stacks) == 4
+        for layout in stacks:
+            assert layout.placements[axis] in ("S(0)", "Shard(dim=0)"), layout.placements
 
 
 def test_the_models_exercise_what_they_are_for() -> None:

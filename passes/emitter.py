@@ -1,0 +1,31 @@
+"""Inserting calls into a captured graph: what the passes that rewrite operators share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Emitter:
+    """Inserts calls before a node and computes their fake values; the new nodes inherit its module and line."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+        self.graph, self.node = graph, node
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.node):
+            new = self.graph.call_function(target, args, kwargs)
+        new.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        mode = next((v.fake_mode for v in fake_tensors((values, named))), None) or self.node.meta["mode"]
+        with mode, torch.no_grad():
+            new.meta["val"] = target(*values, **named)
+        return new
+
+
+def fake_tensors(values: Any) -> list[Any]:
+    """The fake tensors among some values."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return [v for v in leaves if isinstance(v, torch.Tensor) and hasattr(v, "fake_mode")]
