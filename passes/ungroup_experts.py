@@ -19,7 +19,7 @@ What is not recognised stays as it was: right, but replicated, and named by ``pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -125,7 +125,7 @@ class _Unsort:
     """Follows what is sorted by one permutation."""
 
     def __init__(self, graph: fx.Graph, order: fx.Node) -> None:
-        self.order, self.experts, self.changed = order, order.args[0], False
+        self.order, self.experts, self.changed = order, cast(fx.Node, order.args[0]), False
         self.rows = shape_of(order)[0]
         self.unsorted: dict[fx.Node, _Unsorted] = {order: _Positions()}
         self.inverses: set[fx.Node] = set()
@@ -223,7 +223,7 @@ class _Unsort:
         if where is None or shape_of(x)[0] * where.copies != self.rows:
             return None
         if where.copies == 1:
-            return x  # type: ignore[no-any-return]
+            return cast(fx.Node, x)
         sizes = [self._size(emit, x, d) for d in range(len(shape_of(x)))]
         copied = emit(aten.expand.default, emit(aten.unsqueeze.default, x, 1), [sizes[0], where.copies, *sizes[1:]])
         return emit(aten.reshape.default, copied, [self._size(emit, self.experts, 0), *sizes[1:]])
@@ -232,12 +232,12 @@ class _Unsort:
         """A grouped product of sorted rows."""
         if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _GROUPED:
             return None
-        x, weight, ends = list(node.args[:2]) + [arguments(node)["offs"]]  # type: ignore[assignment]
-        rows = self.unsorted.get(x)  # type: ignore[arg-type]
+        x, weight = cast(tuple[fx.Node, fx.Node], node.args[:2])
+        rows, ends = self.unsorted.get(x), arguments(node)["offs"]
         plain = arguments(node).get("bias") is None and arguments(node).get("out_dtype") is None
-        if not isinstance(rows, fx.Node) or not plain or len(shape_of(weight)) != 3:  # type: ignore[arg-type]
+        if not isinstance(rows, fx.Node) or not plain or len(shape_of(weight)) != 3:
             return None
-        if not self._are_ends(ends, shape_of(weight)[0]):  # type: ignore[arg-type]
+        if not self._are_ends(ends, shape_of(weight)[0]):
             return None
         return emit(grouped_linear, rows, weight, self.experts)
 
@@ -282,9 +282,7 @@ class _Unsort:
                     return None
             elif any(factor in dim for dim in factors):
                 return None
-        args, kwargs = map_tensor_operands(
-            node, lambda i, x: self.unsorted[x] if x in self.unsorted else x  # type: ignore[arg-type, return-value]
-        )
+        args, kwargs = map_tensor_operands(node, lambda i, x: cast(fx.Node, self.unsorted.get(x, x)))
         return emit(node.target, *args, **kwargs)
 
 

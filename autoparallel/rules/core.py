@@ -45,8 +45,8 @@ class Rule:
         linear: sets of operands in which the operator is jointly linear: Partial through one set gives Partial.
         additive: operands that are added to the result: Partial wherever the result becomes Partial.
         blocked: factors that are never sharded.
-        exchange: ``(rows, owners)``: one axis may shard both of these factors at once, because the local operator, which
-            ``localize`` must write, sends each row to the rank that owns what it needs, and the result back.
+        exchange: ``(rows, owners)``: one axis may shard both of these factors at once, because the local operator
+            (which ``localize`` must write) sends each row to the rank that owns what it needs, and the result back.
         localize: rewrites the local call where its arguments speak of global sizes or positions.
         flops: floating-point operations of the forward, as a multiple of the product of all factor sizes; 0 for an
             operator that is bound by memory.
