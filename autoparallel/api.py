@@ -69,7 +69,7 @@ def compile(
         loss_fn: called as ``loss_fn(output, target)``; the last positional argument of a call is the target then. It
             returns the loss, or ``(sum, count)`` with an integer count: the loss is their quotient then.
         example_inputs: positional inputs of a first call (the target last): traces and plans now instead of then.
-        plan: "auto", a preset ("data_parallel", "fsdp", "tensor_parallel"), or a :class:`Plan`.
+        plan: "auto", a preset ("data_parallel", "fsdp", "tensor_parallel", "expert_parallel"), or a :class:`Plan`.
         memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations.
         outputs: "auto" returns outputs whole, or sharded and detached beside a loss; "gather" and "sharded" always do
             the one or the other.

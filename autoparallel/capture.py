@@ -258,7 +258,13 @@ def _explain(error: Exception, model: nn.Module) -> str:
     where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}' if own else "unknown line"
     text = str(error).strip()
     kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text:
+    depends = "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text
+    if depends and any(_loops_over_experts(m) for m in model.modules()):
+        advice = (
+            "the experts are looped over one by one, as the tokens need them: make the model with "
+            "experts_implementation='grouped_mm' (or 'batched_mm')"
+        )
+    elif depends:
         advice = (
             "Python control flow or a size depends on a tensor's values: use torch.where or masks, or compute it "
             "outside of the model and pass it in"
@@ -271,6 +277,11 @@ def _explain(error: Exception, model: nn.Module) -> str:
         advice = "the model must run under torch.export(strict=False) with a symbolic batch"
     first = text.splitlines()[0] if text else ""
     return f"{type(model).__name__} cannot be captured at {where}\n{kind}: {first}\nWhat to change: {advice}."
+
+
+def _loops_over_experts(module: nn.Module) -> bool:
+    """Whether it is a model of transformers in whose experts Python asks which of them have tokens."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", "") == "eager"
 
 
 def _describe(

@@ -292,3 +292,15 @@ def test_frozen_parameters_take_no_part_in_the_backward() -> None:
     result = captured(model, torch.rand(8, 4))
     flows = {result.parameters.get(n.name): n.meta["backward"] for n in result.graph.nodes if n.op == "placeholder"}
     assert flows["1.weight"] and not flows["0.weight"]
+
+
+def test_experts_in_a_python_loop_are_told_apart() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    options: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    options |= {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_local_experts": 2}
+    model: Any = MixtralForCausalLM(MixtralConfig(**options, experts_implementation="eager"))
+    message = refusal(model, torch.zeros(8, 8, dtype=torch.int64))
+    assert "modeling_mixtral.py" in message
+    assert "What to change: the experts are looped over one by one" in message
+    assert "experts_implementation='grouped_mm'" in message

@@ -68,6 +68,26 @@ class TestTrainGPT:
         assert losses[0] > 5.3 and sum(losses[-5:]) / 5 < 2.6
 
 
+class TestTrainMoE:
+    def test_experts_on_other_processes_follow_the_curve_of_one(self, tmp_path: Path) -> None:
+        one, four = tmp_path / "one.png", tmp_path / "four.png"
+        run("train_moe.py", "--steps", "3", "--out", str(one))
+        text = run("train_moe.py", "--steps", "3", "--mesh", "dp=2,ep=2", "--out", str(four), processes=4)
+        assert "all_to_all" in text, "tokens did not travel to their experts"
+        expected = curve(one)
+        assert len(expected) == 3 and 5.2 < expected[0][0] < 5.9 and expected[2][0] < expected[0][0]
+        for ours, theirs in zip(curve(four), expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(400)
+    def test_the_whole_run_reaches_its_loss(self, tmp_path: Path) -> None:
+        path = tmp_path / "curve.png"
+        run("train_moe.py", "--mesh", "dp=2,ep=2", "--out", str(path), processes=4, timeout=360)
+        losses = [loss for loss, _ in curve(path)]
+        assert losses[0] > 5.2 and sum(losses[-5:]) / 5 < 2.7
+
+
 class TestTrainResNet:
     def test_the_last_window_is_short(self) -> None:
         example = load("train_resnet")
