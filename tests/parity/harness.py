@@ -312,11 +312,13 @@ def check_not_vacuous(recipe: Recipe, ranks: list[RankTrace], expected: Trace) -
         assert any("S(" in p or "Shard" in p for layout in layouts.values() for p in layout.placements), layouts
 
 
-def check(recipe: Recipe, tolerance: float | None = None, expected: Trace | None = None) -> list[RankTrace]:
+def check(
+    recipe: Recipe, tolerance: float | None = None, expected: Trace | None = None, *, timeout: float = 150.0
+) -> list[RankTrace]:
     """Train both ways and compare everything. `expected` takes the place of the plain model's run."""
     if expected is None:
         expected = reference(recipe)
-    ranks = parallel(recipe)
+    ranks = parallel(recipe, timeout=timeout)
     actual = ranks[0].trace
     assert actual is not None
     if tolerance is None:

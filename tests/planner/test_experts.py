@@ -94,7 +94,7 @@ class TestRefusals:
 
     def test_no_experts(self) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        with pytest.raises(PlanError, match="found no experts in the model.*data_parallel"):
+        with pytest.raises(PlanError, match=r"found no experts in the model.*data_parallel"):
             _search(_captured(model), "expert_parallel", EP)
         plan = _search(_captured(model), "data_parallel", EP)
         assert {p.at_rest for p in plan.parameters.values()} == {"I"}
