@@ -244,12 +244,13 @@ def _searched(*shape: int) -> str:
     return _pair(*shape, plan="data_parallel")[0].plan.to_json()
 
 
-def _laid_out(layouts: dict[str, str], *shape: int) -> Any:
+def _laid_out(layouts: dict[str, str], *shape: int, reduce: str = "per_step") -> Any:
     import autoparallel
     from autoparallel.plan import Plan
 
     data = json.loads(_searched(*shape))
     for name, parameter in data["parameters"].items():
+        parameter["reduce"] = reduce
         parameter["at_rest"] = layouts.get(name, layouts["*"])
         if parameter["at_rest"].startswith("S0,S0") and make(Odd).get_parameter(name).shape[0] < 4:
             parameter["at_rest"] = "S0,I"
@@ -327,6 +328,33 @@ def test_state_of_every_uneven_layout(name: str, tmp_path) -> None:
         assert layouts["*"].replace("I", "R") == results["layouts"]["up.bias"]
         wrong = {k: v for k, v in results["numbers"].items() if not v < 1e-9}
         assert len(results["numbers"]) >= 10 and not wrong, wrong
+
+
+def _reduced(reduce: str) -> dict[str, Any]:
+    model, plain = _laid_out(LAYOUTS["two axes on two dims"][1], 2, 2, reduce=reduce), make(Odd)
+    found = {scenario: _play(model, plain, scenario) for scenario in ("nnbcsz", "nncsznsz", "bnbcsz")}
+    model.zero_grad(), plain.zero_grad()
+    pair = [torch.optim.Adam(m.parameters(), lr=0.01, fused=True) for m in (model, plain)]
+    for step in range(3):
+        with model.no_sync():
+            model(*odd_batch(step)).backward()
+        odd_loss(plain(odd_batch(step)[0]), odd_batch(step)[1]).backward()
+    for optimizer in pair:
+        optimizer.step()
+    found["a fused step"] = parameters_off(model, plain)
+    return {"numbers": found, "strides": all(g.is_contiguous() for g in _local_gradients(model))}
+
+
+def _local_gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("reduce", ["per_step", "per_microbatch", "across_replicas_per_step"])
+def test_uneven_gradients_reduced_at_any_time(reduce: str) -> None:
+    """Fused optimizers read a gradient's memory with its parameter's strides, so these must agree."""
+    for results in run_distributed(_reduced, reduce, world_size=4):
+        wrong = {k: v for k, v in results["numbers"].items() if not v < 1e-9}
+        assert not wrong and results["strides"], wrong
 
 
 def _meta() -> dict[str, Any]:
