@@ -218,6 +218,11 @@ def test_every_rank_sends_the_bytes_that_are_predicted(mesh: tuple[int, int], mo
     assert {(kind, False) for kind in COLLECTIVES} <= seen
 
 
+def _norm(grads: dict[str, Tensor], layouts: dict[str, Layout], p: float, mesh: tuple[int, int]) -> Tensor:
+    program = reduce_gradient_norm(layouts, p, NAMES, mesh, "mesh0")
+    return program.module(*([grads[name] for name in names] for names in program.sets)).squeeze()
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(SIZES, min_size=1, max_size=3), st.sampled_from([(1, 4), (2, 2), (3, 2)]), st.data())
 def test_padding_never_enters_a_norm(shape: list[int], mesh: tuple[int, int], data: st.DataObject) -> None:
@@ -228,9 +233,9 @@ def test_padding_never_enters_a_norm(shape: list[int], mesh: tuple[int, int], da
     generator = torch.Generator().manual_seed(1)
     grad, other = (torch.randn(s, generator=generator, dtype=torch.float64) for s in (shape, [5]))
     pieces = cut(grad, layout, mesh, generator)
-    program = reduce_gradient_norm({"w": layout, "b": (Invariant, Invariant)}, p, NAMES, mesh, "mesh0")
     expected = torch.linalg.vector_norm(torch.cat([grad.reshape(-1), other]), p)
-    for found in simulate(lambda rank: program(pieces[rank], other), mesh, NAMES):
+    layouts_of = {"w": layout, "b": (Invariant, Invariant)}
+    for found in simulate(lambda rank: _norm({"w": pieces[rank], "b": other}, layouts_of, p, mesh), mesh, NAMES):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
@@ -241,8 +246,8 @@ def test_a_nan_on_the_rank_with_the_shortest_shard_is_seen_by_all() -> None:
     pieces = cut(grad, layout, mesh, torch.Generator())
     assert [len(p) for p in pieces] == [2, 2, 2, 1]
     for p in (1.0, 2.0, math.inf):
-        program = reduce_gradient_norm({"w": layout}, p, NAMES, mesh, "mesh0")
-        assert all(found.isnan() for found in simulate(lambda rank, f=program: f(pieces[rank]), mesh, NAMES))
+        found = simulate(lambda rank, p=p: _norm({"w": pieces[rank]}, {"w": layout}, p, mesh), mesh, NAMES)
+        assert all(norm.isnan() for norm in found)
 
 
 def test_a_gathered_tensor_shares_no_memory_with_the_shard() -> None:
