@@ -1,7 +1,9 @@
-"""Time of gradient clipping: autoparallel against ``torch.nn.utils.clip_grad_norm_`` on the same ``DTensor``s.
+"""Time of gradient clipping: ours, ``torch.nn.utils.clip_grad_norm_``, FSDP2, and the least that it can take.
 
-10, 100 and 1000 parameters of mixed layouts on a (2, 2) mesh of four processes, first call and warm, beside the floor:
-one ``_foreach_norm`` and one ``_foreach_mul_`` over the same local bytes.
+10, 100 and 1000 parameters of mixed layouts on a (2, 2) mesh of four processes, first call and warm. Torch clips the
+same ``DTensor``s, and those of the same model under FSDP2 on a mesh of four. The floor is one ``_foreach_norm`` and one
+``_foreach_mul_`` over the same local bytes, without and with an all-reduce of two numbers. Beside the times of a rank
+stands the processor time of its main thread, which does not count what it waits for the others.
 
     python benchmarks/clip.py [--rounds 20] [--size 64]
 """
@@ -14,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,9 +25,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import autoparallel
+
+CONTENDERS = ("ours", "DTensor", "FSDP2", "floor", "floor + all-reduce")
+LIMIT = 1e9  # the work is the same whether it bites
 
 
 class Layers(nn.Module):
@@ -41,11 +48,12 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def _milliseconds(function: Callable[[], object]) -> float:
+def _milliseconds(function: Callable[[], object]) -> tuple[float, float]:
+    """Time on the clock, and of this thread on a processor."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, own = time.perf_counter(), time.thread_time()
     function()
-    return (time.perf_counter() - begin) * 1e3
+    return (time.perf_counter() - begin) * 1e3, (time.thread_time() - own) * 1e3
 
 
 def _floor(grads: list[torch.Tensor]) -> None:
@@ -53,53 +61,61 @@ def _floor(grads: list[torch.Tensor]) -> None:
     torch._foreach_mul_(grads, 1.0)
 
 
+def _floor_and_reduce(grads: list[torch.Tensor], two: torch.Tensor) -> None:
+    torch.stack(torch._foreach_norm(grads)).norm()
+    dist.all_reduce(two)
+    torch._foreach_mul_(grads, 1.0)
+
+
+def _torchs(parameters: list[nn.Parameter]) -> object:
+    norm = nn.utils.clip_grad_norm_(parameters, LIMIT)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def _run(rank: int, world: int, store: str, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    table = Table(title=f"clip_grad_norm_ on (2, 2), {world} ranks of one thread; ms")
-    columns = "parameters", "first: ours", "torch", "ratio", "warm: ours", "torch", "ratio", "floor", "collectives"
-    for column in columns:
-        table.add_column(column, justify="right")
+    flat = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    times = Table(title=f"clip_grad_norm_, {world} ranks of one thread; ms (of those on a processor)")
+    for column in ("parameters", "", *CONTENDERS, "/ DTensor", "/ FSDP2", "/ floor", "/ floor + all-reduce"):
+        times.add_column(column, justify="right")
     for count in arguments.counts:
         torch.manual_seed(0)
         x = torch.randn(8, arguments.size)
         model = autoparallel.compile(Layers(count, arguments.size), mesh, plan="tensor_parallel")
         model(x).backward()
+        torch.manual_seed(0)
+        sharded = fully_shard(Layers(count, arguments.size), mesh=flat)
+        sharded(x).backward()
         parameters = list(model.parameters())
         locals_ = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
-
-        def ours(model: autoparallel.ParallelModule = model) -> object:
-            return model.clip_grad_norm_(1e9)
-
-        def theirs(parameters: list[nn.Parameter] = parameters) -> object:
-            norm = nn.utils.clip_grad_norm_(parameters, 1e9)
-            return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-        first = _milliseconds(ours), _milliseconds(theirs)
-        with autoparallel.count_traffic() as ours_sent:
-            ours()
-        with autoparallel.count_traffic() as theirs_sent:
-            theirs()
-        warm: dict[str, list[float]] = {"ours": [], "theirs": [], "floor": []}
+        two = torch.zeros(2, dtype=torch.float64)
+        actions: dict[str, Callable[[], object]] = {
+            "ours": partial(model.clip_grad_norm_, LIMIT),
+            "DTensor": partial(_torchs, parameters),
+            "FSDP2": partial(_torchs, list(sharded.parameters())),
+            "floor": partial(_floor, locals_),
+            "floor + all-reduce": partial(_floor_and_reduce, locals_, two),
+        }
+        first = {name: [_milliseconds(action)] for name, action in actions.items()}
+        sent = {}
+        for name in CONTENDERS[:3]:
+            with autoparallel.count_traffic() as traffic:
+                actions[name]()
+            sent[name] = traffic.total_collectives
+        warm: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
         for _ in range(arguments.rounds):
-            warm["ours"].append(_milliseconds(ours))
-            warm["theirs"].append(_milliseconds(theirs))
-            warm["floor"].append(_milliseconds(lambda grads=locals_: _floor(grads)))
-        a, b, floor = (statistics.median(warm[k]) for k in ("ours", "theirs", "floor"))
-        table.add_row(
-            str(count),
-            f"{first[0]:.1f}",
-            f"{first[1]:.1f}",
-            f"{first[0] / first[1]:.3f}x",
-            f"{a:.2f}",
-            f"{b:.2f}",
-            f"{a / b:.2f}x",
-            f"{floor:.2f}",
-            f"{ours_sent.total_collectives} / {theirs_sent.total_collectives}",
-        )
+            for name, action in actions.items():
+                warm[name].append(_milliseconds(action))
+        for title, found in (("first", first), ("warm", warm)):
+            clock, own = ({n: statistics.median(t[i] for t in ts) for n, ts in found.items()} for i in (0, 1))
+            row = [f"{clock[name]:.2f} ({own[name]:.2f})" for name in CONTENDERS]
+            others = [f"{clock['ours'] / clock[n]:.2f}x ({own['ours'] / own[n]:.2f}x)" for n in CONTENDERS[1:]]
+            times.add_row(str(count), title, *row, *others)
+        times.add_row("", "all-reduces", *(str(sent.get(name, "")) for name in CONTENDERS))
     if rank == 0:
-        Console(width=140).print(table)
+        Console(width=200).print(times)
     dist.barrier()
     dist.destroy_process_group()
 

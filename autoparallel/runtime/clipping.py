@@ -76,6 +76,8 @@ class Clipper:
         self._scale(runs, norms, limits)
         if nonfinite == "skip":
             bad = ~norms.isfinite().all()
+            before = self.skipped()  # by an earlier clipping of the same gradients, which are zero since
+            bad = bad if before is None else bad | before
             for run in arithmetic.join([_torch.local_of(g) for g in grads.values()]):
                 run.masked_fill_(bad, 0)
             self._skipped = (self.store.backwards, bad)

@@ -73,7 +73,7 @@ def _norms(grads: Sequence[Tensor], p: float) -> Tensor:
     parts = [torch.linalg.vector_norm(r, p, dim=1) for r in rows]
     if rest:
         parts.append(torch.stack(torch._foreach_norm(rest, p, dtype=torch.float32)))
-    norms = torch.cat(parts).double()
+    norms = (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
     # On a CPU looking at the values waits for nothing. A zero may have vanished.
     again = [i for i, x in enumerate(norms.tolist()) if not _SAFE[0] <= x <= _SAFE[1] and x == x]
     if again:
@@ -154,7 +154,7 @@ def pack(totals: Sequence[Tensor], originals: Sequence[Tensor], p: float, parts:
         flags = torch.maximum(seen.isnan().double() * 2, seen.isinf().double())
         shares = shares.nan_to_num(nan=0.0, posinf=math.inf)
     else:
-        flags = (~seen.isfinite()).double()
+        flags = _not_finite(seen).double()
     both = torch.stack([shares, flags])
     if len(parts) == 1 and len(parts[0]) == len(totals):
         return _over(both, p).unsqueeze(1)
@@ -179,7 +179,12 @@ def finish_norm(packed: Tensor, p: float) -> Tensor:
         total = total.masked_fill(flag > 0, math.inf)
         return total.masked_fill(flag >= 2, math.nan)
     norm = total.pow(1.0 / p)
-    return norm.masked_fill((flag > 0) & norm.isfinite(), math.nan)
+    return norm.masked_fill((flag > 0) & ~_not_finite(norm), math.nan)
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    """``~x.isfinite()`` in two operators instead of five."""
+    return x - x != 0
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
