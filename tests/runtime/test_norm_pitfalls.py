@@ -208,8 +208,8 @@ def _empty_shard(p: float) -> float:
 
 @pytest.mark.parametrize("p", [2.0, INF])
 def test_an_empty_shard_does_not_raise_in_front_of_the_collective(p: float) -> None:
-    """Measured with torch: the inf norm of 3 rows on 4 ranks raises on one, the others hang. Plans have no uneven
-    shards yet: the program of the norm is run by itself."""
+    """Measured with torch: the inf norm of 3 rows on 4 ranks raises on one, the others hang. Plans refuse fewer rows
+    than ranks: so the program of the norm is run by itself."""
     found = run_distributed(_empty_shard, p, world_size=4)
     expected = reference({"": torch.tensor([1.0, -2.0, 5.0, 0.5, 0.25, 3.0])}, p)
     assert len(set(found)) == 1 and found[0] == pytest.approx(expected, rel=1e-6)
