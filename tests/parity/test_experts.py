@@ -181,7 +181,7 @@ def test_tokens_go_to_their_experts_and_back_by_all_to_all() -> None:
         assert sum(rank["clip"].values()) == 1
 
 
-def test_without_a_capacity_rows_travel_and_nothing_is_gathered() -> None:
+def test_without_a_capacity_rows_travel_and_are_not_gathered() -> None:
     found = run_distributed(_count, "moe_dropless", (2,), ("ep",), "expert_parallel", world_size=2)
     config: Any = build("moe_dropless").model.config
     calls = 2 * config.layers
@@ -189,7 +189,9 @@ def test_without_a_capacity_rows_travel_and_nothing_is_gathered() -> None:
         assert rank["unruled"] == {}
         # How many rows, the rows, the results; of two products in each layer.
         assert rank["forward"]["all_to_all", "ep"] == rank["backward"]["all_to_all", "ep"] == 3 * calls
-        assert not any(kind == "all_gather" for kind, _ in rank["forward"])
+        # The numbers of the experts may be gathered, to see how they are used; rows are not.
+        gathered = sum(size for (kind, _), size in rank["bytes"].items() if kind == "all_gather")
+        assert gathered < rank["bytes"]["all_to_all", "ep"] / 50
         rows = 4 * config.context * config.choices  # of this rank; half of them travel, if experts are used alike
         sent = 8 * calls * (rows * (config.width + config.hidden) + 2 * config.experts // 2) / 2
         assert rank["bytes"]["all_to_all", "ep"] == sent
