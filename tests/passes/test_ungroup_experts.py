@@ -125,8 +125,8 @@ class TestTheExample:
             "args_0",
             "argmax = aten.argmax(args_0, -1)",
             "_to_copy_default = aten._to_copy(args_0, dtype=torch.bfloat16)",
-            "_to_copy_1 = aten._to_copy(p_model_weight, dtype=torch.bfloat16)",
-            "grouped_linear = grouped.grouped_linear(_to_copy_default, _to_copy_1, argmax)",
+            "_to_copy_3 = aten._to_copy(p_model_weight, dtype=torch.bfloat16)",
+            "grouped_linear = grouped.grouped_linear(_to_copy_default, _to_copy_3, argmax)",
             "relu_default = aten.relu(grouped_linear)",
             "return [relu_default]",
         ]
