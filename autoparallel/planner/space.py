@@ -292,7 +292,7 @@ class SearchSpace:
             layouts = [parse_layout(plan.at_rest)]
             gathers = [plan.gather]
         else:
-            layouts = self._layouts_at_rest(node, shape)
+            layouts = self._layouts_at_rest(shape, self.experts.parameters.get(node))
             gathers = ["per_step", "per_use"]
             if self.constraints.gather_per_use:
                 gathers = ["per_use"]
@@ -306,16 +306,16 @@ class SearchSpace:
                 options.append(Option((), (), layout, update, float(kept), gather))
         return options
 
-    def _layouts_at_rest(self, node: fx.Node, shape: tuple[int, ...]) -> list[Layout]:
+    def _layouts_at_rest(self, shape: tuple[int, ...], experts: int | None = None) -> list[Layout]:
+        """The layouts that the preset permits; ``experts`` is the dim of the experts, where a parameter stacks them."""
         choices = [Invariant, *(Shard(d) for d in range(len(shape)))]
         layouts = [
             c for c in itertools.product(choices, repeat=len(self.axis_sizes)) if reaches_all(shape, c, self.axis_sizes)
         ]
         layouts = self._without_needless_padding(shape, layouts)
         data = self.constraints.data
-        if node in self.experts.parameters:
-            stacked = Shard(self.experts.parameters[node])
-            layouts = [x for x in layouts if all(x[a] == stacked for a in self.constraints.expert)]
+        if experts is not None:
+            layouts = [x for x in layouts if all(x[a] == Shard(experts) for a in self.constraints.expert)]
             data = data - self.constraints.expert
         if data:
             rest = self.constraints.sharded_at_rest & data
