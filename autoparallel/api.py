@@ -30,8 +30,9 @@ from autoparallel.runtime.calls import Call
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import Limit, require_limits
-from autoparallel.runtime.module import Kind, ParallelModule, Runner
+from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.optimizers import note_replaced
+from autoparallel.runtime.runner import Kind, Runner
 from autoparallel.runtime.state import (
     broadcast_from_first,
     lay_out,

@@ -1,0 +1,94 @@
+"""A program attached to a model's tensors, and the boundary between its outputs and what the user does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.placements import to_dtensor_placements
+from autoparallel.plan import Plan
+from autoparallel.program import LocalProgram
+from autoparallel.runtime.accumulation import Weight
+from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks
+from autoparallel.runtime.gradients import GradientStore
+
+
+class Runner:
+    """A program attached to a model's tensors: runs it on local inputs."""
+
+    def __init__(self, program: LocalProgram, store: GradientStore, plain: nn.Module, body: Callable[..., Any]) -> None:
+        self.program, self.store, self.plain, self.body = program, store, plain, body
+        captured = program.captured
+        buckets = [ParameterBucket(b, store) for b in program.buckets]
+        self.hoisted = [b for b in buckets if not b.bucket.per_use]
+        self.per_use = [b for b in buckets if b.bucket.per_use]
+        for bucket in self.per_use:
+            program.body.add_submodule(bucket.bucket.name, bucket)
+        program.body.graph.lint()
+        program.body.recompile()
+        self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
+        self.fixed: dict[str, torch.Tensor] = dict(captured.constants)
+        self.leaf_names = captured.inputs
+        self.specs = [(to_dtensor_placements(layout), layout) for layout in program.output_layouts]
+        self.regathered: list[int] = []
+
+    def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The local outputs for local inputs."""
+        values: dict[str, Any] = {**self.fixed}
+        for name, path in self.program.captured.buffers.items():
+            values[name] = self.plain.get_buffer(path)
+        for leaf_name, leaf in zip(self.leaf_names, leaves, strict=True):
+            if leaf_name is not None:
+                values[leaf_name] = leaf
+        for bucket in self.hoisted:
+            results = iter(bucket())
+            for chain in bucket.bucket.chains:
+                values.update(zip(chain.placeholders, results, strict=False))
+        arguments = [values[name] for name in self.order]
+        if not self.per_use:
+            return self.body(*arguments)
+        hooks = RegatherHooks(self.per_use)
+        with hooks:
+            outputs = self.body(*arguments)
+        self.regathered = [b.number for b in hooks.regathered()]
+        return outputs
+
+
+class Outputs(torch.autograd.Function):
+    """The boundary between the program and what the user does with its outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, store: GradientStore, weight: Weight, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.store, ctx.window, ctx.weight = store, store.window, weight
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
+                "derivative would be taken of one rank's part only. Compute it on the plain model."
+            )
+        ctx.store.backwards += 1
+        if ctx.window is not None:
+            if ctx.window is not ctx.store.window:
+                raise RuntimeError(
+                    "backward() of a microbatch after its window of accumulate() has ended: call backward() inside "
+                    "the loop over the window"
+                )
+            factor = ctx.window.factor(ctx.weight)
+            grads = tuple(None if g is None else (g * factor).to(g.dtype) for g in grads)
+        return None, None, *grads
+
+
+@dataclass
+class Kind:
+    """One kind of call: its runner, and what the runner is for."""
+
+    runner: Runner
+    plan: Plan
