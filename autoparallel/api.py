@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError
 from autoparallel.planner.accumulation import choose_reductions, with_reductions
 from autoparallel.planner.hardware import profile_for
-from autoparallel.planner.presets import PRESETS, constraints_for
+from autoparallel.planner.presets import PRESETS, Constraints, constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import build_program, input_layouts, wanted_outputs
@@ -205,6 +206,7 @@ class _Compiler:
             sizes, lambda kind, axes, size: self.profile.step_seconds(sizes, kind, axes, size)
         )
         self.at_rest: dict[str, ParameterPlan] | None = None
+        self.padded: list[str] | None = None  # the same for all kinds: found in the first trace, which trains
         # With a limit, when gradients are reduced is chosen on the first program that trains, for all kinds.
         self.reductions: Mapping[str, str] | None = None
         if memory_limit is None or isinstance(plan, Plan):
@@ -254,7 +256,7 @@ class _Compiler:
         return Kind(runner, plan.with_prediction(prediction))
 
     def _capture(self, call: Call, training: bool | None = None) -> Captured:
-        return capture(
+        captured = capture(
             self.model,
             call.specs,
             call.in_spec,
@@ -263,7 +265,11 @@ class _Compiler:
             batch=call.batch,
             training=training,
             precision=self.precision,
+            vocabulary_shards=math.prod(self.mesh.size(axis) for axis in self._constraints().tensor),
+            padded=self.padded,
         )
+        self.padded = captured.padded if self.padded is None else self.padded
+        return captured
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         if isinstance(self.requested, Plan) and at_rest is None:
@@ -274,8 +280,7 @@ class _Compiler:
         return Plan.from_json(text)
 
     def _search(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
-        origin = self.requested.origin if isinstance(self.requested, Plan) else self.requested
-        constraints = constraints_for(origin if origin in PRESETS else "auto", [n for n, _ in self.axes])
+        origin, constraints = self._origin(), self._constraints()
         if constraints.data and not captured.actual and any(isinstance(s, InputSpec) for s in call.specs):
             raise PlanError(
                 f"the plan {origin!r} shards the batch, but the model fixes the batch size at {call.batch}: "
@@ -292,6 +297,13 @@ class _Compiler:
             input_layouts=input_layouts(captured, call.specs, call.layouts),
         )
         return search(space, origin, self.memory_limit)
+
+    def _origin(self) -> str:
+        return self.requested.origin if isinstance(self.requested, Plan) else self.requested
+
+    def _constraints(self) -> Constraints:
+        origin = self._origin()
+        return constraints_for(origin if origin in PRESETS else "auto", [n for n, _ in self.axes])
 
     def _resting(self, plan: Plan) -> dict[str, ParameterPlan]:
         """How every parameter lies from now on; whole, where the plan does not meet it."""

@@ -11,7 +11,7 @@ import copy
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch import free_unbacked_symbols, make_fake_mode
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.pad_vocabulary import pad_vocabulary
 from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -53,6 +54,7 @@ class Captured:
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
         weight: what the loss weighs among the microbatches of a step; None where there is no loss.
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
+        padded: the parameters that are used with rows of padding (see ``passes.pad_vocabulary``).
     """
 
     module: fx.GraphModule
@@ -67,6 +69,7 @@ class Captured:
     actual: dict[sympy.Symbol, int] = field(default_factory=dict)
     weight: LossWeight | None = None
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    padded: list[str] = field(default_factory=list)
 
     @property
     def graph(self) -> fx.Graph:
@@ -182,6 +185,8 @@ def capture(
     symbolic: bool = True,
     detach_beside_loss: bool = True,
     precision: MixedPrecisionPolicy | None = None,
+    vocabulary_shards: int = 1,
+    padded: Collection[str] | None = None,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
@@ -194,6 +199,8 @@ def capture(
         training: captures in this mode instead of the model's own.
         symbolic: leaves the batch size open.
         detach_beside_loss: where there is a scalar loss, detaches the other outputs.
+        vocabulary_shards: into how many pieces a vocabulary is to be cut; one that does not divide is padded.
+        padded: the parameters to pad for that, found in another trace; None finds them.
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
 
     Raises:
@@ -237,7 +244,8 @@ def capture(
     wrapper = _Training(plain, loss_fn, precision)
     wrapper.training = plain.training
     program = _export(wrapper, (args, kwargs), shapes, model)
-    captured = _describe(program, model, owners, specs, detach_beside_loss, wrapper.found.counted)
+    counted = wrapper.found.counted
+    captured = _describe(program, model, owners, specs, detach_beside_loss, counted, vocabulary_shards, padded)
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
     return captured
 
@@ -291,6 +299,8 @@ def _describe(
     specs: Sequence[InputSpec | Any],
     detach_beside_loss: bool,
     counted: bool,
+    vocabulary_shards: int,
+    padded: Collection[str] | None,
 ) -> Captured:
     module = fx.GraphModule(torch.nn.Module(), program.graph)
     graph = module.graph
@@ -347,6 +357,7 @@ def _describe(
     output = graph.output_node()
     output.args = (tuple(results),)
     canonicalize_operators(module)
+    found = pad_vocabulary(module, parameters, vocabulary_shards, padded)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     differentiable = {node for node, name in parameters.items() if name in trainable}
     differentiable |= {
@@ -368,7 +379,7 @@ def _describe(
     module.recompile()
     return Captured(
         module, parameters, buffers, constants, inputs, mutated, outputs, program.call_spec.out_spec, scalars, actual,
-        weight,
+        weight, padded=found,
     )  # fmt: skip
 
 

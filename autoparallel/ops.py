@@ -129,12 +129,20 @@ def shard_index(x: Tensor, group: str) -> Tensor:
     return torch.ops.autoparallel.shard_index(x.detach(), group)
 
 
-def _local_rows(indices: Tensor, rows: int, group: str) -> tuple[Tensor, Tensor]:
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """``x`` [n, ...] with zeros behind its rows, ``rows`` in all."""
+    return F.pad(x, [0, 0] * (x.ndim - 1) + [0, rows - x.shape[0]])
+
+
+def _local_rows(indices: Tensor, rows: int, group: str, total: int | None = None) -> tuple[Tensor, Tensor]:
     """Indices into a table of which this rank holds ``rows`` rows: the local index, 0 where another rank holds it, and
-    whether it is here. An index outside of the whole table stays outside, so that the look-up complains as torch's."""
+    whether it is here. An index outside of the whole table stays outside, so that the look-up complains as torch's.
+
+    ``total``: how many rows of the whole table there are without padding.
+    """
     local = indices - shard_index(indices, group) * rows
     mine = (local >= 0) & (local < rows)
-    wrong = (indices < 0) | (indices >= rows * axis_size(group))
+    wrong = (indices < 0) | (indices >= (rows * axis_size(group) if total is None else total))
     return torch.where(wrong, rows, local.where(mine, 0)), mine
 
 
@@ -142,12 +150,19 @@ def _local_rows(indices: Tensor, rows: int, group: str) -> tuple[Tensor, Tensor]
 
 
 def cross_entropy_sum(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    classes: int | None = None,
 ) -> Tensor:
     """The sum of the cross-entropies of ``x`` [N, C, ...] or [C] and class indices ``target`` [N, ...] or [].
 
-    float32 or wider: a sum over a batch does not fit into half precision.
+    float32 or wider: a sum over a batch does not fit into half precision.  The columns from ``classes`` on are padding.
     """
+    if classes is not None:
+        x = x.narrow(1, 0, classes)
     half = x.dtype in (torch.float16, torch.bfloat16)
     losses = F.cross_entropy(
         x,
@@ -188,24 +203,31 @@ class _WeightedMean(torch.autograd.Function):
         return grads[0] / torch.where(weight == 0, 1, weight), None
 
 
-def cross_entropy_sum_sharded(x: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:
+def cross_entropy_sum_sharded(
+    x: Tensor, target: Tensor, ignore_index: int, group: str, classes: int | None = None
+) -> Tensor:
     """``cross_entropy_sum`` of logits whose classes (dim 1, or dim 0 of a vector) are sharded over ``group``.
 
     Two all-reduces of [N]-shaped tensors forward, none backward (Shoeybi et al. 2019, Megatron-LM, section 3).
     """
-    return _ShardedCrossEntropy.apply(x, target, ignore_index, group)
+    return _ShardedCrossEntropy.apply(x, target, ignore_index, group, classes)
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str, total: int | None) -> Tensor:
         classes = 0 if x.ndim == 1 else 1
         ctx.dtype = x.dtype
         ctx.set_materialize_grads(False)
         if x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
+        if total is not None:  # columns of padding count as minus infinity
+            own = max(0, min(x.shape[classes], total - axis_index(group) * x.shape[classes]))
+            if own < x.shape[classes]:
+                x = x.clone()
+                x.narrow(classes, own, x.shape[classes] - own).fill_(-torch.inf)
         valid = target != ignore_index
-        local, mine = _local_rows(target.where(valid, 0), x.shape[classes], group)
+        local, mine = _local_rows(target.where(valid, 0), x.shape[classes], group, total)
         local = local.unsqueeze(classes)
         shifted = x - all_reduce(x.amax(classes), "max", group).unsqueeze(classes)
         exp = shifted.exp()
@@ -218,19 +240,29 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if grads[0] is None:
-            return None, None, None, None
+            return None, None, None, None, None
         softmax, local, mine, valid = ctx.saved_tensors
         classes = 0 if softmax.ndim == 1 else 1
         grad = softmax.scatter_add(classes, local, -mine.to(softmax.dtype).unsqueeze(classes))
-        return (grad.where(valid.unsqueeze(classes), 0) * grads[0]).to(ctx.dtype), None, None, None
+        return (grad.where(valid.unsqueeze(classes), 0) * grads[0]).to(ctx.dtype), None, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------- embedding
 
 
-def embedding_sharded(weight: Tensor, indices: Tensor, padding_idx: int, group: str) -> Tensor:
-    """A rank's summand of the embedding of ``indices`` in a table whose rows are sharded over ``group``."""
-    local, mine = _local_rows(indices, weight.shape[0], group)
+def padded_embedding(weight: Tensor, indices: Tensor, padding_idx: int, rows: int) -> Tensor:
+    """The embedding of ``indices`` in a table of ``rows`` rows, with padding behind them."""
+    return torch.ops.aten.embedding(weight.narrow(0, 0, rows), indices, padding_idx)
+
+
+def embedding_sharded(
+    weight: Tensor, indices: Tensor, padding_idx: int, group: str, rows: int | None = None
+) -> Tensor:
+    """A rank's summand of the embedding of ``indices`` in a table whose rows are sharded over ``group``.
+
+    ``rows``: how many rows the whole table has without padding, where it is padded.
+    """
+    local, mine = _local_rows(indices, weight.shape[0], group, rows)
     out = F.embedding(local, weight)
     if padding_idx >= 0:
         out = out.detach().where((indices == padding_idx).unsqueeze(-1), out)

@@ -181,6 +181,17 @@ def divides(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> 
     return True
 
 
+def fills_up(shape: Sequence[int], padded: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
+    """Whether the uneven pieces of a tensor, each filled up, are the even pieces of the padded tensor."""
+    for dim, (size, whole) in enumerate(zip(shape, padded, strict=True)):
+        for axis in shards_of(layout, dim):
+            size, rest = -(-size // axis_sizes[axis]), whole % axis_sizes[axis]
+            whole //= axis_sizes[axis]
+            if rest or size != whole:
+                return False
+    return True
+
+
 def reaches_all(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
     """Whether every dim that is sharded has at least as many rows as ranks that shard it."""
     for dim, size in enumerate(shape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import operator
@@ -13,8 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from autoparallel import ops
 from autoparallel.passes.insert_collectives import call_modes, typed_call
-from autoparallel.placements import Invariant, Layout, Shard, divides, format_layout, parse_layout, reaches_all
+from autoparallel.placements import (
+    Invariant,
+    Layout,
+    Shard,
+    divides,
+    fills_up,
+    format_layout,
+    parse_layout,
+    reaches_all,
+)
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Mode, parse_mode
 
@@ -203,8 +214,15 @@ class Plan:
             if mode not in ways:
                 raise PlanError(f"{key} cannot run as {mode}; it can run as {', '.join(sorted(map(str, ways)))}")
         needs, result = typed_call(node, modes)
-        for x, layout in zip([*tensor_operands(node), node], [*needs, result], strict=True):
-            self._require_fits(f"{key} as {', '.join(map(str, modes))}", x, layout, divides)
+        what = f"{key} as {', '.join(map(str, modes))}"
+        self._require_fits(what, node, result, divides)
+        for x, layout in zip(tensor_operands(node), needs, strict=True):
+            if node.target is not ops.pad_rows:
+                self._require_fits(what, x, layout, divides)
+                continue
+            for dim, whole in enumerate(node.meta["val"].shape):
+                cut = tuple(p if p == Shard(dim) else Invariant for p in layout)
+                self._require_fits(what, x, cut, functools.partial(_fills_up, whole))
 
     def _require_parameters(self, graph: fx.Graph, parameters: Mapping[str, str]) -> None:
         missing, extra = (
@@ -237,6 +255,10 @@ class Plan:
                         f"{what}: a tensor of shape {[s if isinstance(s, int) else '?' for s in shape]} cannot lie as "
                         f"{format_layout(layout)} on {_mesh_text(self.mesh)} (axis {self.axis_names[axis]})"
                     )
+
+
+def _fills_up(whole: int, shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
+    return fills_up(shape, (whole,), layout, axis_sizes)
 
 
 def _mesh_text(mesh: tuple[tuple[str, int], ...]) -> str:

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel import ops
 from autoparallel.collectives import redistribute
-from autoparallel.placements import Invariant, Layout, divides, shards_of
+from autoparallel.placements import Invariant, Layout, divides, fills_up, reaches_all, shards_of
 from autoparallel.redistribution import Redistributor, Step
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
@@ -69,6 +70,16 @@ def typed_call(node: fx.Node, modes: Sequence[Mode]) -> tuple[list[Layout], Layo
     count = len(tensor_operands(node))
     operands = [tuple(t.operands[i] for t in chosen) for i in range(count)]
     return operands, tuple(t.result for t in chosen)
+
+
+def operand_fits(
+    node: fx.Node, shape: Sequence[int], result: Sequence[int], layout: Layout, axis_sizes: Sequence[int]
+) -> bool:
+    """Whether a call can read an operand of this global shape in this layout: its shards are equal, and none is empty;
+    ``pad_rows`` reads shards that differ, as long as it makes them equal."""
+    if node.target is ops.pad_rows:
+        return fills_up(shape, result, layout, axis_sizes)
+    return divides(shape, layout, axis_sizes) and reaches_all(shape, layout, axis_sizes)
 
 
 def call_modes(node: fx.Node) -> list[Typed]:

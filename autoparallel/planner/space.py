@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
+from autoparallel import ops
 from autoparallel.capture import Captured
-from autoparallel.passes.insert_collectives import Sizes, call_modes
+from autoparallel.passes.insert_collectives import Sizes, call_modes, operand_fits
 from autoparallel.placements import Invariant, Layout, Shard, divides, parse_layout, reaches_all
 from autoparallel.plan import ParameterPlan, PlanError
 from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds, update_seconds
@@ -199,8 +200,9 @@ class SearchSpace:
                 continue
             needs = tuple(tuple(t.operands[i] for t in combination) for i in range(len(operands)))
             result = tuple(t.result for t in combination)
-            layouts = [*zip(shapes, needs, strict=True), (result_shape, result)]
-            if not all(self._divides(shape, layout) for shape, layout in layouts):
+            if not self._divides(result_shape, result):
+                continue
+            if not all(self._can_read(node, shape, need) for shape, need in zip(shapes, needs, strict=True)):
                 continue
             seconds, saved = self._operator_seconds(node, combination, shapes, needs, result_shape, result)
             option = Option(tuple(t.mode for t in combination), needs, result, seconds, saved)
@@ -210,6 +212,10 @@ class SearchSpace:
         if not best:
             raise PlanError(self.explain_unsatisfiable(node.meta["key"]))
         return list(best.values())
+
+    def _can_read(self, node: fx.Node, shape: tuple[int, ...], layout: Layout) -> bool:
+        """Whether an operator can read an operand of this shape that lies so."""
+        return operand_fits(node, shape, self.size.shape(node), layout, self.axis_sizes)
 
     def _divides(self, shape: tuple[int, ...], layout: Layout) -> bool:
         sizes = self.axis_sizes
@@ -292,7 +298,8 @@ class SearchSpace:
             layouts = [parse_layout(plan.at_rest)]
             gathers = [plan.gather]
         else:
-            layouts = self._layouts_at_rest(shape, self.experts.parameters.get(node))
+            fills = [user for user in node.users if user.target is ops.pad_rows]
+            layouts = self._layouts_at_rest(shape, self.experts.parameters.get(node), fills)
             gathers = ["per_step", "per_use"]
             if self.constraints.gather_per_use:
                 gathers = ["per_use"]
@@ -306,13 +313,21 @@ class SearchSpace:
                 options.append(Option((), (), layout, update, float(kept), gather))
         return options
 
-    def _layouts_at_rest(self, shape: tuple[int, ...], experts: int | None = None) -> list[Layout]:
-        """The layouts that the preset permits; ``experts`` is the dim of the experts, where a parameter stacks them."""
+    def _layouts_at_rest(
+        self, shape: tuple[int, ...], experts: int | None = None, fills: Sequence[fx.Node] = ()
+    ) -> list[Layout]:
+        """The layouts that the preset permits.
+
+        Args:
+            experts: the dim of the experts, where a parameter stacks them.
+            fills: the operators that fill the parameter up.
+        """
         choices = [Invariant, *(Shard(d) for d in range(len(shape)))]
         layouts = [
             c for c in itertools.product(choices, repeat=len(self.axis_sizes)) if reaches_all(shape, c, self.axis_sizes)
         ]
-        layouts = self._without_needless_padding(shape, layouts)
+        needed = self._without_needless_padding(shape, layouts)
+        layouts = [x for x in layouts if x in needed or any(self._can_read(fill, shape, x) for fill in fills)]
         data = self.constraints.data
         if experts is not None:
             layouts = [x for x in layouts if all(x[a] == Shard(experts) for a in self.constraints.expert)]
@@ -328,7 +343,7 @@ class SearchSpace:
     def _without_needless_padding(self, shape: tuple[int, ...], layouts: Sequence[Layout]) -> list[Layout]:
         """Of the uneven layouts over the same axes only the smallest, and none where an even one is over these axes.
 
-        No operator reads an uneven layout, so that all that one is good for is what it does not keep.
+        Only ``pad_rows`` reads an uneven layout; else all that one is good for is what it does not keep.
         """
         best: dict[tuple[bool, ...], Layout] = {}
         for layout in sorted(layouts, key=lambda x: local_numel(shape, x, self.axis_sizes)):
@@ -430,14 +445,14 @@ class SearchSpace:
     def _can_shard(self, node: fx.Node, axis: int) -> bool:
         """Whether some consumer can use a parameter sharded over a tensor axis."""
         shape = self.size.shape(node)
-        n = self.axis_sizes[axis]
         for user in node.users:
             if user.op != "call_function" or not is_tensor(user):
                 continue
             operands = tensor_operands(user)
             for typed in call_modes(user):
                 for x, p in zip(operands, typed.operands, strict=True):
-                    if x is node and p.kind == "S" and shape[p.dim] % n == 0 and not self._is_batch(
+                    alone = tuple(p if a == axis else Invariant for a in self.axes)
+                    if x is node and p.kind == "S" and self._can_read(user, shape, alone) and not self._is_batch(
                         user, typed.mode.factor
                     ):
                         return len(node.users) == 1 or self._all_can_shard(node, p.dim)

@@ -24,6 +24,45 @@ def _localize_embedding(call: LocalCall) -> None:
         call.args, call.kwargs = (weight, indices, arguments(call.node)["padding_idx"], group), {}
 
 
+def _localize_padded_embedding(call: LocalCall) -> None:
+    group = call.joint_group("v")
+    if group:
+        weight, indices, padding_idx, rows = call.args
+        call.target = ops.embedding_sharded
+        call.args = (weight, indices, padding_idx, group, rows)
+
+
+@rule(ops.padded_embedding)
+def _padded_embedding(node: fx.Node) -> Rule:
+    shapes = [shape_of(o) for o in tensor_operands(node)]
+    rows = " ".join(f"i{k}" for k in range(len(shapes[1])))
+    return make_rule(
+        f"v d, {rows} -> {rows} d",
+        shapes,
+        shape_of(node),
+        reductions={"v": "sum"},
+        linear=[(0,)],
+        localize=_localize_padded_embedding,
+    )
+
+
+def _localize_pad_rows(call: LocalCall) -> None:
+    count = call.shards(0)
+    if count > 1:
+        call.args = (call.args[0], call.args[1] // count)
+
+
+@rule(ops.pad_rows)
+def _pad_rows(node: fx.Node) -> Rule:
+    """A rank fills up its own piece: the pieces that ``torch.chunk`` cuts begin where those of the padded whole do."""
+    shape = shape_of(node)
+    rest = [f"d{i}" for i in range(1, len(shape))]
+    notation = " ".join(["v", *rest])
+    return make_rule(
+        f"{notation} -> {notation}", [shape], shape, linear=[(0,)], localize=_localize_pad_rows
+    )
+
+
 @rule(aten.embedding.default)
 def _embedding(node: fx.Node) -> Rule:
     values, operands = arguments(node), tensor_operands(node)

@@ -70,7 +70,8 @@ def _localize_cross_entropy(call: LocalCall) -> None:
     if group:
         x, target = call.args[:2]
         call.target = ops.cross_entropy_sum_sharded
-        call.args, call.kwargs = (x, target, arguments(call.node)["ignore_index"], group), {}
+        values = arguments(call.node)
+        call.args, call.kwargs = (x, target, values["ignore_index"], group, values["classes"]), {}
 
 
 @rule(ops.cross_entropy_sum)
