@@ -46,8 +46,11 @@ def _check_experts_are_sharded(recipe: Recipe, ranks: list[RankTrace]) -> None:
         Recipe("moe", plan="expert_parallel", steps=3, **EP),
         Recipe("moe", plan="expert_parallel", accumulation=3, steps=3, **DP_EP),
         Recipe("moe_switch", plan="fsdp", steps=3, **DP_EP),
-        Recipe("moe", plan="fsdp", accumulation=2, steps=3, norm_type=1.0, **EP),
-        Recipe("moe_switch", plan="expert_parallel", steps=3, norm_type=float("inf"), max_norm=0.02, **DP_EP),
+        pytest.param(Recipe("moe", plan="fsdp", accumulation=2, steps=3, norm_type=1.0, **EP), marks=pytest.mark.slow),
+        pytest.param(
+            Recipe("moe_switch", plan="expert_parallel", steps=3, norm_type=float("inf"), max_norm=0.02, **DP_EP),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(Recipe("moe", plan="expert_parallel", steps=3, **EP_TP), marks=pytest.mark.slow),
         pytest.param(Recipe("moe", plan="tensor_parallel", steps=3, **EP_TP), marks=pytest.mark.slow),
         pytest.param(Recipe("moe_switch", plan="expert_parallel", mesh=(4,), axes=("ep",)), marks=pytest.mark.slow),
@@ -69,7 +72,7 @@ def test_experts_sharded_over_an_axis(recipe: Recipe) -> None:
     "recipe",
     [
         Recipe("moe", (2,), "data_parallel", steps=3),
-        Recipe("moe", (2, 2), "auto", steps=3, axes=("dp", "ep")),
+        pytest.param(Recipe("moe", (2, 2), "auto", steps=3, axes=("dp", "ep")), marks=pytest.mark.slow),
         pytest.param(Recipe("moe_switch", (4,), "fsdp", steps=3), marks=pytest.mark.slow),
         pytest.param(Recipe("moe", (2, 2), "tensor_parallel", steps=3), marks=pytest.mark.slow),
     ],
@@ -84,7 +87,7 @@ def test_experts_on_other_axes(recipe: Recipe) -> None:
     [
         (Recipe("moe_dropless", plan="expert_parallel", steps=3, **DP_EP), ""),
         (Recipe("moe_dropless", plan="data_parallel", mesh=(2,), steps=3), ""),
-        (Recipe("moe_dropless", plan="auto", steps=3, **DP_EP), ""),
+        pytest.param(Recipe("moe_dropless", plan="auto", steps=3, **DP_EP), "", marks=pytest.mark.slow),
         (Recipe("mixtral_grouped", plan="expert_parallel", steps=3, **EP), "mixtral"),
         pytest.param(
             Recipe("mixtral_grouped", plan="expert_parallel", steps=3, **DP_EP), "mixtral", marks=pytest.mark.slow

@@ -43,7 +43,15 @@ def test_the_sample_covers_every_pair() -> None:
         assert pairs == set(itertools.product(firsts, seconds)), (first, second)
 
 
-@pytest.mark.parametrize("recipe", SAMPLE, ids=str)
+# The longest of the sample, which transformers' and ResNet's traces make: with -m slow.
+LONG = {("llama", "data_parallel"), ("resnet", "tensor_parallel"), ("resnet", "auto"), ("gpt2", "auto")}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, marks=[pytest.mark.slow] * ((r.model, r.plan) in LONG)) for r in SAMPLE],
+    ids=str,
+)
 def test_parity(recipe: Recipe) -> None:
     check(recipe)
 
