@@ -234,7 +234,7 @@ def _run(axes: tuple[str, ...], variant: str, cases: list[Case]) -> list[dict[st
     return [run_case(axes, variant, case) for case in cases]
 
 
-@settings(max_examples=5, deadline=None, derandomize=True, database=None)
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
 @given(
     axes=st.sampled_from([axes for axes in MESHES if len(axes) < 3]),
     variant=st.sampled_from(VARIANTS),

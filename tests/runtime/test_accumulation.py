@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel.plan import REDUCTIONS, Plan
+from autoparallel.plan import GATHERS, REDUCTIONS, Plan
 from tests.distributed import WorkerError, run_distributed
 
 Batch = tuple[Tensor, Tensor]
@@ -179,7 +179,8 @@ def _searched(shape: tuple[int, ...], at_rest: str | None) -> Plan:
 def _strategies(shape: tuple[int, ...], at_rest: str | None) -> dict[str, Any]:
     """Three microbatches and a step under every strategy: what differs from one process, and what was sent."""
     base, found = _searched(shape, at_rest), {}
-    for reduce, gather in itertools.product(REDUCTIONS, ("per_step", "per_microbatch", "per_use")):
+    gathers = GATHERS if len(shape) == 1 else GATHERS[-1:]
+    for reduce, gather in itertools.product(REDUCTIONS, gathers):
         model, plain = pair(_edited(base, reduce=reduce, gather=gather), shape)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         worst, counts = 0.0, None

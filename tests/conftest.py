@@ -1,0 +1,42 @@
+"""Which tests are left out by default, beside those marked slow where they stand."""
+
+from __future__ import annotations
+
+import pytest
+
+LONG = """
+tests/parity/test_experts.py::test_experts_on_other_axes[moe-2-data_parallel-accumulation1]
+tests/parity/test_experts.py::test_experts_sharded_over_an_axis[moe-dp2xep2-expert_parallel-accumulation3]
+tests/parity/test_experts.py::test_experts_sharded_over_an_axis[moe_switch-dp2xep2-fsdp-accumulation1]
+tests/parity/test_experts.py::test_experts_without_a_capacity[mixtral-2-data_parallel-accumulation1-]
+tests/parity/test_experts.py::test_experts_without_a_capacity[moe_dropless-2-data_parallel-accumulation1-]
+tests/parity/test_parity.py::TestDropout::test_every_plan_equals_one_rank[(2,)-auto]
+tests/parity/test_parity.py::TestDropout::test_every_plan_equals_one_rank[(2, 2)-tensor_parallel]
+tests/parity/test_parity.py::test_other_norms[1.0]
+tests/parity/test_parity.py::test_other_norms[3.0]
+tests/parity/test_parity.py::test_parity[gpt-4-tensor_parallel-accumulation1]
+tests/parity/test_parity.py::test_parity[gpt2-2x2-data_parallel-accumulation3]
+tests/parity/test_parity.py::test_parity[gpt2-4-tensor_parallel-accumulation1]
+tests/parity/test_parity.py::test_parity[llama-2x2-fsdp-accumulation1]
+tests/parity/test_parity.py::test_parity[resnet-4-fsdp-accumulation3]
+tests/parity/test_parity.py::test_parity_in_float32[gpt-2x2-tensor_parallel-accumulation3-float32]
+tests/runtime/test_layouts.py::test_parameters_sharded_over_different_axes[tensor_parallel]
+tests/test_backend.py::test_batch_norm_takes_the_global_batch_and_its_buffers_are_written_back[(2,)-tensor_parallel]
+tests/test_backend.py::test_batch_norm_takes_the_global_batch_and_its_buffers_are_written_back[(2, 2)-tensor_parallel]
+tests/test_backend.py::test_training_equals_the_plain_model[gpt-(2,)-auto]
+tests/test_backend.py::test_training_equals_the_plain_model[gpt-(2, 2)-auto]
+tests/test_backend.py::test_training_equals_the_plain_model[mlp-(2, 2)-data_parallel]
+tests/test_examples.py::TestTrainMoE::test_experts_on_other_processes_follow_the_curve_of_one
+tests/test_examples.py::TestTrainResNet::test_two_processes_train
+tests/test_inductor.py::test_a_traced_body_equals_the_eager_one[gpt-tensor_parallel]
+tests/test_inductor.py::test_inductor_equals_the_eager_body
+tests/test_verify.py::test_gpt_with_dropout_is_compared_with_one_rank
+""".strip().splitlines()
+"""Tests of ten seconds and more, of whose kind shorter ones run by default: with -m slow."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    long = frozenset(LONG)
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.slow)
