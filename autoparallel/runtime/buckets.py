@@ -16,7 +16,7 @@ from torch import nn
 
 from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
-from autoparallel.runtime.gradients import GradientStore, Tensors
+from autoparallel.runtime.gradients import GradientStore, Tensors, cast
 
 
 class ParameterBucket(nn.Module):
@@ -81,7 +81,7 @@ class ParameterBucket(nn.Module):
 
     def _start(self) -> Callable[[], Tensors]:
         chains = self.bucket.chains
-        values = [value.to(c.dtype) for value, c in zip(self.local_parameters(), chains, strict=True)]
+        values = [cast(value, c.dtype) for value, c in zip(self.local_parameters(), chains, strict=True)]
         uses = range(len(chains[0].uses))
         columns = [self.store.start(values, [c.paths[use] for c in chains]) for use in uses]
 

@@ -99,17 +99,23 @@ class GradientStore:
             if not each[0]:
                 self._accumulate(kept, values)
                 return
-            reduced = self.start([_cast(v, c.reduce_dtype) for c, v in zip(kept, values, strict=True)], each)
+            reduced = self._reduce(kept, values, each)
             self._later(lambda: self._accumulate(kept, reduced()))
             return
         if each[0] and any(chain.name in self._pending for chain in kept):
-            values, each = self.start([_cast(v, c.reduce_dtype) for c, v in zip(kept, values, strict=True)], each)(), []
+            values, each = self._reduce(kept, values, each)(), []
         values = [self._with_pending(chain, value) for chain, value in zip(kept, values, strict=True)]
         paths = [(*first, *chain.sync) for first, chain in zip(each or [()] * len(kept), kept, strict=True)]
         if not paths[0]:  # no collective makes a new tensor: what the engine shares must not become .grad
             values = [v.clone() for v in values]
-        finish = self.start([_cast(v, c.reduce_dtype) for c, v in zip(kept, values, strict=True)], paths)
+        finish = self._reduce(kept, values, paths)
         self._later(lambda: self._hand_out(kept, finish()))
+
+    def _reduce(
+        self, chains: Sequence[ParameterChain], values: Tensors, paths: Sequence[Sequence[Step]]
+    ) -> Callable[[], Tensors]:
+        """Takes gradients along their paths, in the dtype in which they travel."""
+        return self.start([cast(v, c.reduce_dtype) for c, v in zip(chains, values, strict=True)], paths)
 
     def _later(self, hand_out: Callable[[], None]) -> None:
         """Has ``hand_out`` called when the running backward ends, with its collectives under way until then."""
@@ -118,9 +124,10 @@ class GradientStore:
         self._running.append(hand_out)
 
     def _finish_backward(self) -> None:
-        self.finish()
         if self.synchronise:
             self.flush()
+        else:
+            self.finish()
 
     def sum_uses(self, chain: ParameterChain, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """One gradient, in the layout in which they add up, from those of the parameter's uses."""
@@ -143,7 +150,7 @@ class GradientStore:
                 known = grad.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
             else:
                 sums.append(known)
-                addends.append(_cast(grad, known.dtype))
+                addends.append(cast(grad, known.dtype))
             self._keep(chain, known)
         if sums:
             torch._foreach_add_(sums, addends)
@@ -196,7 +203,7 @@ class GradientStore:
         addends: Tensors = []
         for chain, value in zip(chains, values, strict=True):
             parameter = self.parameters[chain.name]
-            value = _cast(value, parameter.dtype)
+            value = cast(value, parameter.dtype)
             if parameter.grad is None:
                 # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
                 sliced = any(action(s.src, s.dst) == "slice" for s in (*chain.each, *chain.sync)[-1:])
@@ -235,8 +242,8 @@ class GradientStore:
                 groups.setdefault((kinds, chain.reduce_dtype, chain.accumulator_dtype), []).append(chain)
         self._pending.clear()
         for chains in groups.values():
-            locals_ = [_cast(_torch.local_of(self.parameters[c.name].grad), c.reduce_dtype) for c in chains]  # type: ignore[arg-type]
-            finish = self.start(locals_, [c.sync for c in chains])
+            locals_ = [_torch.local_of(self.parameters[c.name].grad) for c in chains]  # type: ignore[arg-type]
+            finish = self._reduce(chains, locals_, [c.sync for c in chains])
             for chain in chains:
                 self.parameters[chain.name].grad = None
             self._hand_out(chains, finish())
@@ -304,5 +311,6 @@ class GradientStore:
         return any(self.parameters[name].grad is not None for name in self._pending)
 
 
-def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same values in a dtype; the tensor itself where it has that already."""
     return value if value.dtype == dtype else value.to(dtype)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel.plan import GATHERS, REDUCTIONS, Plan
 from tests.distributed import WorkerError, run_distributed
+from tests.runtime.support import compiled_pair, gradients_off, parameters_off
 
 Batch = tuple[Tensor, Tensor]
 
@@ -75,28 +76,13 @@ def batches(rows: tuple[int, ...] = (4,) * 7) -> list[Batch]:
 
 
 def pair(plan: Any, shape: tuple[int, ...], loss: str = "token_mean", **options: Any) -> tuple[Any, nn.Module]:
-    torch.manual_seed(0)
-    plain = Tagger().double()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
-    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=LOSSES[loss], plan=plan, **options)
-    return model, plain
+    return compiled_pair(Tagger, *shape, loss_fn=LOSSES[loss], plan=plan, **options)
 
 
 def reference(plain: nn.Module, loss: str, window: list[Batch]) -> None:
     x, target = (torch.cat(parts) for parts in zip(*window, strict=True))
     value = LOSSES[loss](plain(x), target)
     (value[0] / value[1] if isinstance(value, tuple) else value).backward()
-
-
-def difference(model: Any, plain: nn.Module, of: Callable[[nn.Parameter], Any]) -> float:
-    worst = 0.0
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        a, b = of(mine), of(theirs)
-        assert (a is None) == (b is None), name
-        if a is not None:
-            a = a.full_tensor() if hasattr(a, "full_tensor") else a
-            worst = max(worst, (a - b).abs().max().item())
-    return worst
 
 
 def _train(plan: str, shape: tuple[int, ...], loss: str, rows: tuple[int, ...]) -> dict[str, Any]:
@@ -110,7 +96,7 @@ def _train(plan: str, shape: tuple[int, ...], loss: str, rows: tuple[int, ...]) 
             model(x, target).backward()
             seen.append((x, target))
         reference(plain, loss, seen)
-        worst["gradients"] = max(worst["gradients"], difference(model, plain, lambda p: p.grad))
+        worst["gradients"] = max(worst["gradients"], gradients_off(model, plain))
         norm, expected = model.clip_grad_norm_(0.05), nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         worst["norm"] = max(worst["norm"], abs(norm.item() - expected.item()))
         found["clipped"] &= norm.item() > 0.05
@@ -118,7 +104,7 @@ def _train(plan: str, shape: tuple[int, ...], loss: str, rows: tuple[int, ...]) 
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    worst["parameters"] = difference(model, plain, lambda p: p.detach())
+    worst["parameters"] = parameters_off(model, plain)
     return found | {"worst": worst}
 
 
@@ -153,7 +139,7 @@ def _equal(loss: str) -> float:
             model(x, target).backward()
     for x, target in data:
         (LOSSES[loss](plain(x), target) / 3).backward()
-    return difference(model, plain, lambda p: p.grad)
+    return gradients_off(model, plain)
 
 
 def test_equal_weights_take_the_mean_of_the_losses() -> None:
@@ -192,7 +178,7 @@ def _strategies(shape: tuple[int, ...], at_rest: str | None) -> dict[str, Any]:
                         model(x, target).backward()
                         token_mean(plain(x), target).backward()
             model._store.flush()  # synchronising twice changes nothing
-            worst = max(worst, difference(model, plain, lambda p: p.grad))
+            worst = max(worst, gradients_off(model, plain))
             counts = traffic.result()
             assert step == 0 or counts == model.plan.prediction.step(3), "predicted, not counted"
             optimizer.step()
@@ -322,7 +308,7 @@ def _some_microbatches() -> float:
     total = sum(int((t != -1).sum()) for _, t in data)
     for i, (x, target) in enumerate(data):
         (token_mean(plain(x, i > 0), target) * int((target != -1).sum()) / total).backward()
-    return difference(model, plain, lambda p: p.grad)
+    return gradients_off(model, plain)
 
 
 def test_a_parameter_used_in_the_first_microbatch_only_is_reduced() -> None:
@@ -387,7 +373,7 @@ def _unfinished() -> tuple[float, list[str]]:
         model.eval()
         model.train()
     model.clip_grad_norm_(1e9)
-    return difference(model, plain, lambda p: p.grad), [str(w.message) for w in caught]
+    return gradients_off(model, plain), [str(w.message) for w in caught]
 
 
 def test_an_unfinished_step_is_said_and_kept() -> None:
@@ -407,7 +393,7 @@ def _left_open() -> tuple[float, bool]:
         reference(plain, "token_mean", data)
         norm = model.clip_grad_norm_(0.05)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-        off = max(difference(model, plain, lambda p: p.grad), abs(norm.item() - expected.item()))
+        off = max(gradients_off(model, plain), abs(norm.item() - expected.item()))
         return off, norm.item() > 0.05
     raise AssertionError
 

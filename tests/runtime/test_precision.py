@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.func import functional_call
 
 import autoparallel
 from tests.distributed import run_distributed
+from tests.runtime.support import compiled_pair, off
 
 SHAPE, ROWS = (12, 32, 8), 8
 
@@ -39,13 +39,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def pair(rest: torch.dtype, policy: MixedPrecisionPolicy, plan: str, *shape: int) -> tuple[Any, nn.Module]:
-    torch.manual_seed(0)
-    plain = Net().to(rest)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
-    model = autoparallel.compile(
-        copy.deepcopy(plain), mesh, loss_fn=F.cross_entropy, plan=plan, precision=policy
-    )
-    return model, plain
+    return compiled_pair(Net, *shape, dtype=rest, loss_fn=F.cross_entropy, plan=plan, precision=policy)
 
 
 def plain_loss(plain: nn.Module, policy: MixedPrecisionPolicy, x: Tensor, y: Tensor) -> Tensor:
@@ -67,8 +61,8 @@ def _train(rest: torch.dtype, policy: MixedPrecisionPolicy, plan: str, shape: tu
             plain_loss(plain, policy, x, y).backward()
         for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert mine.dtype == rest and mine.grad.dtype == rest, name
-            off = (mine.grad.full_tensor() - theirs.grad).abs().max() / theirs.grad.abs().max()
-            worst["gradients"] = max(worst["gradients"], off.item())
+            relative = off(mine.grad, theirs.grad) / theirs.grad.abs().max().item()
+            worst["gradients"] = max(worst["gradients"], relative)
         norm, expected = model.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         assert expected > 0.1
         worst["norm"] = max(worst["norm"], abs(norm.item() / expected.item() - 1))
