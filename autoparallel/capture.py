@@ -385,12 +385,7 @@ def _describe(
 
 def _weigh(module: fx.GraphModule, first: int, counted: bool) -> LossWeight | None:
     """What the loss weighs, where one scalar output is differentiated."""
-    results = module.graph.output_node().args[0]
-    losses = [
-        i
-        for i, n in enumerate(results)  # type: ignore[arg-type]
-        if i >= first and n.meta["differentiable"] and n.meta["val"].ndim == 0
-    ]
+    losses = _differentiated(module.graph.output_node().args[0], first)
     if not losses:
         return None
     if len(losses) > 1:
@@ -490,12 +485,17 @@ def mark_differentiable(graph: fx.Graph, placeholders: set[str]) -> None:
         )
 
 
+def _differentiated(results: Any, first: int) -> list[int]:
+    """The indices, from ``first`` on, of the scalars that depend differentiably on what is trained."""
+    return [i for i, n in enumerate(results) if i >= first and n.meta["differentiable"] and n.meta["val"].ndim == 0]
+
+
 def _scalars(graph: fx.Graph, first: int, detach_others: bool) -> list[int]:
     """The indices of the scalar outputs that are differentiated; detaches new values of buffers, and, where there is
     such a scalar and ``detach_others``, the other outputs."""
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
-    scalars = [i for i, n in enumerate(results) if i >= first and n.meta["differentiable"] and n.meta["val"].ndim == 0]
+    scalars = _differentiated(results, first)
     for i, node in enumerate(results):
         if node.meta["differentiable"] and (i < first or (detach_others and scalars and i not in scalars)):
             with graph.inserting_before(output):

@@ -121,22 +121,17 @@ def _repeat_heads(emit: Emitter, x: fx.Node, heads: int) -> fx.Node:
     ratio = heads // shape[-3]
     if ratio == 1:
         return x
-    sizes: list[Any] = [_size(emit, x, d) for d in range(len(shape))]
+    sizes: list[Any] = [emit.size(x, d) for d in range(len(shape))]
     wide = emit(aten.unsqueeze.default, x, len(shape) - 2)
     wide = emit(aten.expand.default, wide, [*sizes[:-2], ratio, *sizes[-2:]])
     return emit(aten.reshape.default, wide, [*sizes[:-3], heads, *sizes[-2:]])
-
-
-def _size(emit: Emitter, x: fx.Node, dim: int) -> Any:
-    size = shape_of(x)[dim]
-    return size if isinstance(size, int) else emit(aten.sym_size.int, x, dim)
 
 
 def _count(emit: Emitter, x: fx.Node, dims: list[int]) -> Any:
     """The number of elements over some dims, as a node where a size is symbolic."""
     total: Any = 1
     for dim in dims:
-        size = _size(emit, x, dim)
+        size = emit.size(x, dim)
         if isinstance(size, int) and isinstance(total, int):
             total = total * size
         else:
@@ -298,7 +293,7 @@ def _sizes_like(emit: Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node])
         for x in tensors:
             dim = at - len(shape) + len(shape_of(x))
             if found is None and dim >= 0 and shape_of(x)[dim] == size:
-                found = _size(emit, x, dim)
+                found = emit.size(x, dim)
         sizes.append(found)
     return sizes
 
@@ -340,7 +335,7 @@ def _replace_empty_like(emit: Emitter, node: fx.Node) -> None:
 def _repeated(emit: Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) -> fx.Node:
     """``x`` with its dims repeated, as a view: as a whole (torch's ``repeat``), or element by element."""
     shape = (1,) * (len(repeats) - len(shape_of(x))) + shape_of(x)
-    sizes: list[Any] = [_size(emit, x, d) for d in range(len(shape_of(x)))]
+    sizes: list[Any] = [emit.size(x, d) for d in range(len(shape_of(x)))]
     sizes = [1] * (len(shape) - len(sizes)) + sizes
     split, wide, result = [], [], []
     for size, known, count in zip(sizes, shape, repeats, strict=True):

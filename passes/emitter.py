@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel.rules.calls import shape_of
+
 
 class Emitter:
     """Inserts calls before a node and computes their fake values; the new nodes inherit its module and line."""
@@ -23,6 +25,11 @@ class Emitter:
         with mode, torch.no_grad():
             new.meta["val"] = target(*values, **named)
         return new
+
+    def size(self, x: fx.Node, dim: int) -> Any:
+        """A global size: a number, or the node that asks for it where it is symbolic."""
+        size = shape_of(x)[dim]
+        return size if isinstance(size, int) else self(torch.ops.aten.sym_size.int, x, dim)
 
 
 def fake_tensors(values: Any) -> list[Any]:

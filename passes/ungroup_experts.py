@@ -196,12 +196,8 @@ class _Unsort:
         """The sums of every ``copies`` rows."""
         if shape_of(like)[0] * copies != self.rows:
             return None
-        sizes = [self._size(emit, like, d) for d in range(len(shape_of(like)))]
+        sizes = [emit.size(like, d) for d in range(len(shape_of(like)))]
         return emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, [sizes[0], copies, *sizes[1:]]), [1])
-
-    def _size(self, emit: Emitter, x: fx.Node, dim: int) -> Any:
-        size = shape_of(x)[dim]
-        return size if isinstance(size, int) else emit(aten.sym_size.int, x, dim)
 
     def _looked_up(self, node: fx.Node, emit: Emitter) -> _Unsorted | None:
         """Rows fetched in the sorted order; the permutation divided by the number of copies of a token."""
@@ -224,9 +220,9 @@ class _Unsort:
             return None
         if where.copies == 1:
             return cast(fx.Node, x)
-        sizes = [self._size(emit, x, d) for d in range(len(shape_of(x)))]
+        sizes = [emit.size(x, d) for d in range(len(shape_of(x)))]
         copied = emit(aten.expand.default, emit(aten.unsqueeze.default, x, 1), [sizes[0], where.copies, *sizes[1:]])
-        return emit(aten.reshape.default, copied, [self._size(emit, self.experts, 0), *sizes[1:]])
+        return emit(aten.reshape.default, copied, [emit.size(self.experts, 0), *sizes[1:]])
 
     def _multiplied(self, node: fx.Node, emit: Emitter) -> _Unsorted | None:
         """A grouped product of sorted rows."""

@@ -20,30 +20,9 @@ def _localize_embedding(call: LocalCall) -> None:
     group = call.joint_group("v")
     if group:
         weight, indices = call.args[:2]
+        values = arguments(call.node)
         call.target = ops.embedding_sharded
-        call.args, call.kwargs = (weight, indices, arguments(call.node)["padding_idx"], group), {}
-
-
-def _localize_padded_embedding(call: LocalCall) -> None:
-    group = call.joint_group("v")
-    if group:
-        weight, indices, padding_idx, rows = call.args
-        call.target = ops.embedding_sharded
-        call.args = (weight, indices, padding_idx, group, rows)
-
-
-@rule(ops.padded_embedding)
-def _padded_embedding(node: fx.Node) -> Rule:
-    shapes = [shape_of(o) for o in tensor_operands(node)]
-    rows = " ".join(f"i{k}" for k in range(len(shapes[1])))
-    return make_rule(
-        f"v d, {rows} -> {rows} d",
-        shapes,
-        shape_of(node),
-        reductions={"v": "sum"},
-        linear=[(0,)],
-        localize=_localize_padded_embedding,
-    )
+        call.args, call.kwargs = (weight, indices, values["padding_idx"], group, values.get("rows")), {}
 
 
 def _localize_pad_rows(call: LocalCall) -> None:
@@ -56,19 +35,15 @@ def _localize_pad_rows(call: LocalCall) -> None:
 def _pad_rows(node: fx.Node) -> Rule:
     """A rank fills up its own piece: the pieces that ``torch.chunk`` cuts begin where those of the padded whole do."""
     shape = shape_of(node)
-    rest = [f"d{i}" for i in range(1, len(shape))]
-    notation = " ".join(["v", *rest])
-    return make_rule(
-        f"{notation} -> {notation}", [shape], shape, linear=[(0,)], localize=_localize_pad_rows
-    )
+    return make_rule("v ... -> v ...", [shape], shape, linear=[(0,)], localize=_localize_pad_rows)
 
 
-@rule(aten.embedding.default)
+@rule(aten.embedding.default, ops.padded_embedding)
 def _embedding(node: fx.Node) -> Rule:
     values, operands = arguments(node), tensor_operands(node)
     shapes = [shape_of(o) for o in operands]
     # A gradient divided by how often each row was looked up needs all look-ups at once: only columns may be cut.
-    counts = bool(values["scale_grad_by_freq"])
+    counts = bool(values.get("scale_grad_by_freq"))
     rows = [f"i{k}" for k in range(len(shapes[1]))]
     return make_rule(
         f"v d, {' '.join(rows)} -> {' '.join([*rows, 'd'])}",
