@@ -71,12 +71,13 @@ def extent_of(step: Step, axes: Sequence[str]) -> Extent | None:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One tensor of a transfer, and where it goes."""
+    """One tensor of a transfer, where it goes, and whether the transfer may write to its memory."""
 
     x: torch.Tensor
     src: Placement
     dst: Placement
     extent: Extent | None
+    owned: bool
 
     def sent(self) -> torch.Tensor:
         """The value in the shape in which every rank sends it."""
@@ -149,6 +150,7 @@ def start_transfers(
     dsts: Sequence[Placement],
     group: str,
     extents: Sequence[Extent | None] | None = None,
+    owned: bool = False,
 ) -> Callable[[], list[torch.Tensor]]:
     """Starts the redistribution of many tensors in one collective, and returns a function that waits for them.
 
@@ -156,21 +158,41 @@ def start_transfers(
 
     Args:
         extents: for each tensor what ``extent_of`` says; None where all shards are equal.
+        owned: whether the tensors' memory may be written to: an all-reduce of what ``pack`` made then copies nothing.
     """
     kinds = {action(s, d) for s, d in zip(srcs, dsts, strict=True)}
     if len(kinds) != 1:
         raise ValueError(f"one collective cannot serve different redistributions: {sorted(kinds)}")
     rows = zip(tensors, srcs, dsts, extents or [None] * len(tensors), strict=True)
-    return _STARTERS[kinds.pop()]([_Item(*row) for row in rows], group)
+    return _STARTERS[kinds.pop()]([_Item(*row, owned) for row in rows], group)
 
 
 Starter = Callable[[Sequence[_Item], str], Callable[[], list[torch.Tensor]]]
 
 
+def pack(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors of one dtype that lie one behind the other in one piece of memory."""
+    return _split(torch.cat([t.reshape(-1) for t in tensors]), [t.shape for t in tensors])
+
+
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All elements one behind the other: the tensors' own memory where they lie like that, or a copy."""
     if len(tensors) == 1:
         return tensors[0].contiguous().view(-1)
-    return torch.cat([t.reshape(-1) for t in tensors])
+    return _adjacent(tensors) if _are_adjacent(tensors) else torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
+    for t in tensors:
+        if t.untyped_storage().data_ptr() != storage or t.storage_offset() != end or not t.is_contiguous():
+            return False
+        end += t.numel()
+    return True
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))
 
 
 def _split(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -183,7 +205,9 @@ def _split(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Te
 def _start_all_reduce(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
     sent = [item.sent() for item in items]
-    flat = sent[0].reshape(-1).clone() if len(sent) == 1 else _flatten(sent)
+    flat = _flatten(sent)
+    if flat.data_ptr() == sent[0].data_ptr() and not all(item.owned for item in items):
+        flat = flat.clone()
     wait = communicator.all_reduce(flat, axis)
     shapes = [x.shape for x in sent]
     return lambda: [item.received(x) for x, item in zip(_split(wait(), shapes), items, strict=True)]
@@ -345,4 +369,6 @@ def redistribute(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tenso
     return _Redistribute.apply(x, src, dst, group)
 
 
-__all__ = ["Extent", "Wait", "all_reduce", "extent_of", "local_shape", "redistribute", "start_transfers", "transfer"]
+__all__ = [
+    "Extent", "Wait", "all_reduce", "extent_of", "local_shape", "pack", "redistribute", "start_transfers", "transfer",
+]  # fmt: skip

@@ -53,10 +53,16 @@ class MeshGroups:
     """The communicator of a ``DeviceMesh``; every collective is started at once and returns a function that waits.
 
     A group of one rank is never called: what it would compute is a copy.
+
+    Attributes:
+        mesh: the mesh.
+        groups: by name, the process group, its size, and this rank's place in it.
+        first: what must be done before the next collective (see ``before_next_collective``).
     """
 
     mesh: DeviceMesh
     groups: dict[str, tuple[dist.ProcessGroup, int, int]]
+    first: Callable[[], None] | None = None
 
     def size(self, axis: str) -> int:
         return self.groups[axis][1]
@@ -64,11 +70,22 @@ class MeshGroups:
     def index(self, axis: str) -> int:
         return self.groups[axis][2]
 
+    def settle(self) -> None:
+        """Does what must be done before the next collective."""
+        first, self.first = self.first, None
+        if first is not None:
+            first()
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of an axis, for a collective that begins now."""
+        self.settle()
+        return self.groups[axis][0]
+
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
         """Reduces the contiguous ``x`` in place."""
         if self.size(axis) == 1:
             return lambda: x
-        work = dist.all_reduce(x, _REDUCE[op], self.groups[axis][0], async_op=True)
+        work = dist.all_reduce(x, _REDUCE[op], self._group(axis), async_op=True)
         return lambda: _finish(work, x)
 
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
@@ -76,7 +93,7 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
-        work = _torch.all_gather_single(out.view(-1), x.view(-1), group=self.groups[axis][0], async_op=True)
+        work = _torch.all_gather_single(out.view(-1), x.view(-1), group=self._group(axis), async_op=True)
         return lambda: _finish(work, out)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
@@ -84,7 +101,7 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x[0])
         out = x.new_empty(x.shape[1:])
-        work = _torch.reduce_scatter_single(out.view(-1), x.view(-1), group=self.groups[axis][0], async_op=True)
+        work = _torch.reduce_scatter_single(out.view(-1), x.view(-1), group=self._group(axis), async_op=True)
         return lambda: _finish(work, out)
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
@@ -92,9 +109,8 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x)
         out = torch.empty_like(x)
-        work = dist.all_to_all_single(out, x, group=self.groups[axis][0], async_op=True)
+        work = dist.all_to_all_single(out, x, group=self._group(axis), async_op=True)
         return lambda: _finish(work, out)
-
 
     def all_to_all_rows(
         self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str
@@ -103,7 +119,7 @@ class MeshGroups:
         if self.size(axis) == 1:
             return x.clone()
         out = x.new_empty((sum(received), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.groups[axis][0])
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self._group(axis))
         return out
 
 
@@ -186,6 +202,21 @@ def whole_group(key: str) -> dist.ProcessGroup:
     bound = _BOUND[key]
     assert isinstance(bound, MeshGroups)
     return bound.groups["+".join(bound.mesh.mesh_dim_names or ())][0]
+
+
+def before_next_collective(key: str, check: Callable[[], None]) -> None:
+    """Has ``check`` called before the next of our collectives on a bound mesh is entered, or when ``settle`` is."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    bound.settle()
+    bound.first = check
+
+
+def settle(key: str) -> None:
+    """Does what must be done before the next collective on a bound mesh, if anything."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    bound.settle()
 
 
 def unbind_all() -> None:

@@ -62,14 +62,23 @@ class Agreement:
                 )
             self.group = _GROUPS[key]
 
-    def table(self, mine: bytes) -> torch.Tensor:
-        """Every rank's digest, one row each."""
+    def ask(self, mine: bytes) -> Callable[[], torch.Tensor]:
+        """Sends this rank's digest, and returns a function that waits for every rank's: a table of a row each."""
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         if self.alone:
-            return own.unsqueeze(0)
+            return lambda: own.unsqueeze(0)
         table = torch.empty(len(self.ranks), len(own), dtype=torch.uint8)
-        _torch.all_gather_single(table.view(-1), own, group=self.group)
-        return table
+        work = _torch.all_gather_single(table.view(-1), own, group=self.group, async_op=True)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return table
+
+        return wait
+
+    def table(self, mine: bytes) -> torch.Tensor:
+        """Every rank's digest, one row each."""
+        return self.ask(mine)()
 
     def require_same(self, what: str, mine: bytes, describe: Callable[[], str]) -> None:
         """Raises on every rank when the digests differ on any.

@@ -25,6 +25,8 @@ class Call:
         in_spec: how the leaves nest in ``(args, kwargs)``.
         batch: the batch size.
         with_target: whether the last positional argument is the target of the loss function.
+        training: every submodule's training flag.
+        trainable: for every submodule's parameters, whether they are trained.
     """
 
     leaves: tuple[Any, ...]
@@ -33,6 +35,8 @@ class Call:
     in_spec: pytree.TreeSpec
     batch: int
     with_target: bool
+    training: tuple[bool, ...]
+    trainable: tuple[bool, ...]
 
 
 def fits(captured: Captured, specs: Sequence[Any]) -> bool:

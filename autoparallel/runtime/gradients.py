@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.collectives import Extent, extent_of, start_transfers
+from autoparallel.collectives import Extent, extent_of, pack, start_transfers
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import group_name
 from autoparallel.placements import Layout, action, dual_layout, to_dtensor_placements
@@ -53,11 +53,14 @@ class GradientStore:
 
     # -- collectives over many tensors ------------------------------------------------------------------------------
 
-    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Callable[[], Tensors]:
-        """Takes each tensor along its path; all paths go the same way.  The first collective starts at once."""
+    def start(
+        self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False
+    ) -> Callable[[], Tensors]:
+        """Takes each tensor along its path; all paths go the same way.  The first collective starts at once, in the
+        tensors' own memory if that is ``owned``."""
         if not paths or not paths[0]:
             return lambda: tensors
-        begun = self._start_step(tensors, [p[0] for p in paths])
+        begun = self._start_step(tensors, [p[0] for p in paths], owned)
 
         def finish() -> Tensors:
             values = begun()
@@ -67,10 +70,10 @@ class GradientStore:
 
         return finish
 
-    def _start_step(self, tensors: Tensors, steps: Sequence[Step]) -> Callable[[], Tensors]:
+    def _start_step(self, tensors: Tensors, steps: Sequence[Step], owned: bool = False) -> Callable[[], Tensors]:
         group = group_name(self.prefix, self.names, steps[0].axes)
         extents = [self._extent(s) for s in steps]
-        return start_transfers(tensors, [s.src for s in steps], [s.dst for s in steps], group, extents)
+        return start_transfers(tensors, [s.src for s in steps], [s.dst for s in steps], group, extents, owned)
 
     def _extent(self, step: Step) -> Extent | None:
         """What this rank must know of a step between shards that differ in size."""
@@ -104,18 +107,19 @@ class GradientStore:
             return
         if each[0] and any(chain.name in self._pending for chain in kept):
             values, each = self._reduce(kept, values, each)(), []
-        values = [self._with_pending(chain, value) for chain, value in zip(kept, values, strict=True)]
+        sums = [self._with_pending(chain, value) for chain, value in zip(kept, values, strict=True)]
+        owned = all(a is not b for a, b in zip(sums, values, strict=True))
         paths = [(*first, *chain.sync) for first, chain in zip(each or [()] * len(kept), kept, strict=True)]
-        if not paths[0]:  # no collective makes a new tensor: what the engine shares must not become .grad
-            values = [v.clone() for v in values]
-        finish = self._reduce(kept, values, paths)
+        if not paths[0] and not owned:  # no collective makes a new tensor: what the engine shares must not become .grad
+            sums = [s.clone() for s in sums]
+        finish = self._reduce(kept, sums, paths, owned)
         self._later(lambda: self._hand_out(kept, finish()))
 
     def _reduce(
-        self, chains: Sequence[ParameterChain], values: Tensors, paths: Sequence[Sequence[Step]]
+        self, chains: Sequence[ParameterChain], values: Tensors, paths: Sequence[Sequence[Step]], owned: bool = False
     ) -> Callable[[], Tensors]:
         """Takes gradients along their paths, in the dtype in which they travel."""
-        return self.start([cast(v, c.reduce_dtype) for c, v in zip(chains, values, strict=True)], paths)
+        return self.start([cast(v, c.reduce_dtype) for c, v in zip(chains, values, strict=True)], paths, owned=owned)
 
     def _later(self, hand_out: Callable[[], None]) -> None:
         """Has ``hand_out`` called when the running backward ends, with its collectives under way until then."""
@@ -141,19 +145,16 @@ class GradientStore:
         return total
 
     def _accumulate(self, chains: Sequence[ParameterChain], grads: Tensors) -> None:
-        sums: Tensors = []
-        addends: Tensors = []
-        for chain, grad in zip(chains, grads, strict=True):
-            known = self._take_accumulator(chain)
-            if known is None:
-                # The engine may hand the same tensor to others, and a view may keep a larger one alive.
-                known = grad.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
-            else:
-                sums.append(known)
-                addends.append(cast(grad, known.dtype))
-            self._keep(chain, known)
+        addends = [cast(grad, chain.accumulator_dtype) for chain, grad in zip(chains, grads, strict=True)]
+        known = [self._take_accumulator(chain) for chain in chains]
+        sums = [k for k in known if k is not None]
         if sums:
-            torch._foreach_add_(sums, addends)
+            torch._foreach_add_(sums, [a for a, k in zip(addends, known, strict=True) if k is not None])
+        # Copied, because the engine may hand a gradient to others, too; side by side, as they will be reduced.
+        first = [a for a, k in zip(addends, known, strict=True) if k is None]
+        copies = iter(pack(first) if first else ())
+        for chain, accumulator in zip(chains, known, strict=True):
+            self._keep(chain, next(copies) if accumulator is None else accumulator)
 
     def _keep(self, chain: ParameterChain, accumulator: torch.Tensor) -> None:
         """Makes a local sum the parameter's gradient, until it is reduced."""
@@ -180,6 +181,8 @@ class GradientStore:
         return self._along(local, chain.shape, layout, chain.accumulator)
 
     def _along(self, value: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
+        if src == dst:
+            return value
         # Of the axes that shard a dim the innermost, which is the last, is left first and entered last.
         order = sorted(range(len(src)), key=lambda i: (src[i].kind != "S", -i if src[i].kind == "S" else i))
         layout = src
@@ -243,7 +246,7 @@ class GradientStore:
         self._pending.clear()
         for chains in groups.values():
             locals_ = [_torch.local_of(self.parameters[c.name].grad) for c in chains]  # type: ignore[arg-type]
-            finish = self._reduce(chains, locals_, [c.sync for c in chains])
+            finish = self._reduce(chains, locals_, [c.sync for c in chains], owned=True)
             for chain in chains:
                 self.parameters[chain.name].grad = None
             self._hand_out(chains, finish())

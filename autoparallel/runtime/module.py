@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture import Captured, InputSpec, _Constant, describe_inputs
+from autoparallel.groups import before_next_collective, settle
 from autoparallel.ops import RandomState, set_random_state
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements
 from autoparallel.plan import Plan
@@ -83,12 +84,14 @@ class ParallelModule(nn.Module):
         """
         call, problem = self._flatten(args, kwargs)
         kind = self._agree(call, problem)
-        if self.training:
-            self._calls += 1
         if self._store.window is not None and torch.is_grad_enabled():
             self._require_weight(kind)
-        set_random_state(RandomState(self._seed, self._calls if self.training else 0))
-        return self._finish(kind, kind.runner(call.leaves), call)
+        calls = self._calls + self.training
+        set_random_state(RandomState(self._seed, calls if self.training else 0))
+        results = kind.runner(call.leaves)
+        settle(self._store.prefix)
+        self._calls = calls
+        return self._finish(kind, results, call)
 
     def _require_weight(self, kind: Kind) -> None:
         weight = kind.runner.program.captured.weight
@@ -108,8 +111,9 @@ class ParallelModule(nn.Module):
         with_target = self._has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
         leaves, in_spec = pytree.tree_flatten((args, kwargs))
         problem: str | None = None
-        held = {id(p) for p in self._plain.parameters()}
-        if held != self._parameter_ids:
+        modules = list(self._plain.modules())
+        parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        if {id(p) for p in parameters} != self._parameter_ids:
             problem = (
                 "a parameter was added, removed or replaced after compile(), so that it would not be trained: change "
                 "the plain model, then compile it"
@@ -136,7 +140,10 @@ class ParallelModule(nn.Module):
         specs, batch = describe_inputs(leaves)
         if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
             problem = "the batch is empty: its first tensor has 0 rows"
-        return Call(tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target), problem
+        training = tuple(m.training for m in modules)
+        trainable = tuple(p.requires_grad for p in parameters)
+        call = Call(tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable)
+        return call, problem
 
     def _binds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         try:
@@ -147,19 +154,22 @@ class ParallelModule(nn.Module):
 
     def _key(self, call: Call) -> Any:
         """What a trace depends on, except for the batch size where it is symbolic."""
-        training = tuple(m.training for m in self._plain.modules())
-        trainable = tuple(p.requires_grad for p in self._plain.parameters())
         specs = tuple(
             (s.batch, s.shape[1:] if s.batch else s.shape, s.dtype, s.requires_grad) if isinstance(s, InputSpec) else s
             for s in call.specs
         )
-        return training, trainable, str(call.in_spec), repr(specs), call.layouts, call.with_target
+        return call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts, call.with_target
 
     def _agree(self, call: Call, problem: str | None) -> Kind:
-        """The program of this kind of call, once all ranks have shown that they are about to make the same call."""
+        """The program of this kind of call, once all ranks have shown that they are about to make the same call; or,
+        where that call has been made before, with its first collective waiting for them to have shown it."""
         key = self._key(call)
-        self._require_same_call(call, key, problem)
         known = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
+        require_same = self._compare_call(call, key, problem)
+        if known in self._ready and self._calls >= CHECKED_CALLS and not problem:
+            before_next_collective(self._store.prefix, require_same)
+            return self._ready[known]
+        require_same()
         if known in self._ready:
             return self._ready[known]
         kind = self._kinds.get(key)
@@ -178,13 +188,11 @@ class ParallelModule(nn.Module):
         self._ready[known] = kind
         return kind
 
-    def _require_same_call(self, call: Call, key: Any, problem: str | None) -> None:
-        if self._agreement.alone:
-            if problem:
-                raise ValueError(problem)
-            return
+    def _compare_call(self, call: Call, key: Any, problem: str | None) -> Callable[[], None]:
+        """Shows the other ranks which call this is; the function returned raises where theirs differ."""
         shapes = [s.shape for s in call.specs if isinstance(s, InputSpec)]
-        structure = digest(key, shapes, problem, self._store.synchronise, torch.is_grad_enabled(), len(self._kinds))
+        modes = torch.is_grad_enabled(), self._store.synchronise
+        structure = digest(key, shapes, problem, modes, len(self._kinds))
         checked = self._calls < CHECKED_CALLS or not self._kinds
         plain = [
             leaf
@@ -192,25 +200,30 @@ class ParallelModule(nn.Module):
             if layout is None and isinstance(leaf, torch.Tensor)
         ]
         values = digest(*[tensor_digest(x) for x in plain]) if checked else bytes(32)
-        table = self._agreement.table(structure + values)
-        if not bool((table[:, :32] == table[0, :32]).all()):
-            self._agreement.fail("the ranks call the model differently:", problem or self._describe(call))
-        if problem:
-            raise ValueError(problem)
-        if not bool((table == table[0]).all()):
-            raise RankMismatchError(
-                "the ranks pass different values as plain inputs. A plain tensor is the global batch, the same on "
-                "every rank (unlike DistributedDataParallel, which takes each rank's own rows). Pass the same batch "
-                "everywhere, or give each rank its rows as a DTensor: "
-                "DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards the batch."
-            )
+        table_of_all = self._agreement.ask(structure + values)
 
-    def _describe(self, call: Call) -> str:
+        def require_same() -> None:
+            table = table_of_all()
+            if not bool((table[:, :32] == table[0, :32]).all()):
+                self._agreement.fail("the ranks call the model differently:", problem or self._describe(call, *modes))
+            if problem:
+                raise ValueError(problem)
+            if not bool((table == table[0]).all()):
+                raise RankMismatchError(
+                    "the ranks pass different values as plain inputs. A plain tensor is the global batch, the same on "
+                    "every rank (unlike DistributedDataParallel, which takes each rank's own rows). Pass the same "
+                    "batch everywhere, or give each rank its rows as a DTensor: "
+                    "DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards the batch."
+                )
+
+        return require_same
+
+    def _describe(self, call: Call, gradients: bool, synchronise: bool) -> str:
         """A call in words, for comparison with those of other ranks."""
         parameters = list(self._plain.parameters())
         trained = sum(p.requires_grad for p in parameters)
         modes = ["train" if self.training else "eval"]
-        modes += ["under no_grad"] * (not torch.is_grad_enabled()) + ["in no_sync"] * (not self._store.synchronise)
+        modes += ["under no_grad"] * (not gradients) + ["in no_sync"] * (not synchronise)
         modes += [f"{trained} of {len(parameters)} parameters trained"] * (trained < len(parameters))
         inputs = [
             f"{s.shape} {s.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"

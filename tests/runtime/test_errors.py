@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from autoparallel.runtime.module import CHECKED_CALLS
 from tests.distributed import run_distributed
 from tests.runtime.support import Net, batch, compiled_pair, gradients_off, make, mesh_of, parameters_off, raised
 
@@ -154,12 +155,16 @@ def test_compile_refuses(name: str, compilations: list[Results]) -> None:
 # --------------------------------------------------------------------------------------------------------- at a call
 
 
-def _call_badly(first: bool) -> Results:
-    rank = dist.get_rank()
+def _call_badly(before: int) -> Results:
+    """Mistakes in a model that has been called ``before`` times, in every way that is no mistake."""
+    rank, first = dist.get_rank(), not before
     model, plain = compiled_pair(plan="data_parallel")
     x, y = batch(1)
-    if not first:
+    for _ in range(before):
         correct_call(model, plain)
+    if before > 1:
+        model(*batch(1, rows=16)), model(x), _without_gradients(model, x, y), _without_sync(model, x, y)
+        model.eval()(x, y)
     calls: dict[str, Callable[[], Any]] = {
         "other values on a rank": lambda: model(x + rank, y),
         "other targets on a rank": lambda: model(x, y + rank),
@@ -189,6 +194,7 @@ def _call_badly(first: bool) -> Results:
     if first:  # nothing was compiled so far, and now it is
         assert not model._kinds
         results[name] = (message, correct_call(model, plain))
+    results["calls"] = (f"{model._calls}", 0.0)
     return results
 
 
@@ -241,12 +247,18 @@ CALL = {
 
 @pytest.fixture(scope="module")
 def first_calls() -> list[Results]:
-    return run_distributed(_call_badly, True, world_size=2)
+    return run_distributed(_call_badly, 0, world_size=2)
 
 
 @pytest.fixture(scope="module")
 def later_calls() -> list[Results]:
-    return run_distributed(_call_badly, False, world_size=2)
+    return run_distributed(_call_badly, 1, world_size=2)
+
+
+@pytest.fixture(scope="module")
+def known_calls() -> list[Results]:
+    """After the first calls, ranks compare while the program runs already, and compare values no more."""
+    return run_distributed(_call_badly, CHECKED_CALLS + 1, world_size=2)
 
 
 @pytest.mark.parametrize("name", CALL)
@@ -257,6 +269,17 @@ def test_a_first_call_refuses(name: str, first_calls: list[Results]) -> None:
 @pytest.mark.parametrize("name", CALL)
 def test_a_later_call_refuses(name: str, later_calls: list[Results]) -> None:
     check(later_calls, name, *CALL[name])
+
+
+@pytest.mark.parametrize("name", [name for name in CALL if not name.startswith("other ")])
+def test_a_known_call_refuses(name: str, known_calls: list[Results]) -> None:
+    check(known_calls, name, *CALL[name])
+
+
+def test_a_refused_call_is_not_counted(later_calls: list[Results], known_calls: list[Results]) -> None:
+    """Dropout depends on the number of calls, which must stay the same on all ranks."""
+    for ranks, before in ((later_calls, 1), (known_calls, CHECKED_CALLS + 1 + 3)):
+        assert {rank["calls"][0] for rank in ranks} == {str(before + len(CALL) + 2 * (before > 1))}
 
 
 class _Branching(Net):
