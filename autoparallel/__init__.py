@@ -7,12 +7,13 @@ from autoparallel.processes import ProcessError
 from autoparallel.report.verification import VerifyError, VerifyReport
 from autoparallel.rules import RuleError, register_rule
 from autoparallel.runtime.agreement import RankMismatchError
+from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.traffic import Traffic, count_traffic
 from autoparallel.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "CaptureError", "ParallelModule", "Plan", "PlanError", "ProcessError", "RankMismatchError", "RuleError", "Traffic",
-    "VerifyError", "VerifyReport", "compile", "count_traffic", "register_rule", "verify",
+    "CaptureError", "ClipGradNorm", "ParallelModule", "Plan", "PlanError", "ProcessError", "RankMismatchError",
+    "RuleError", "Traffic", "VerifyError", "VerifyReport", "compile", "count_traffic", "register_rule", "verify",
 ]  # fmt: skip

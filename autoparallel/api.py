@@ -30,7 +30,7 @@ from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.calls import Call
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.limits import Limit, require_limits
+from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.optimizers import note_replaced
 from autoparallel.runtime.runner import Kind, Runner
@@ -60,7 +60,7 @@ def compile(
     outputs: str = "auto",
     backend: str = "eager",
     precision: MixedPrecisionPolicy | None = None,
-    clip_grad_norm: Limit | None = None,
+    clip_grad_norm: float | Mapping[str, float] | ClipGradNorm | None = None,
 ) -> ParallelModule:
     """Makes a plain single-device model train on a whole mesh.
 
@@ -81,7 +81,8 @@ def compile(
             accumulators keep the model's dtype. Give an ``output_dtype`` of float32 for the loss to be computed in it.
         backend: "eager" runs the program in plain autograd, "inductor" compiles its body with ``torch.compile``.
         clip_grad_norm: every step of an optimizer first clips the gradients to this global norm, as
-            :meth:`ParallelModule.clip_grad_norm_` does; a number, or limits by pattern of parameter names.
+            :meth:`ParallelModule.clip_grad_norm_` does; a number, limits by pattern of parameter names, or a
+            :class:`ClipGradNorm` with another p or a policy for norms that are not finite.
             ``model.last_grad_norm`` is the norm of the last step.
 
     Raises:
@@ -101,8 +102,8 @@ def compile(
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}")
     _require_policy(precision)
-    if clip_grad_norm is not None:
-        require_limits(clip_grad_norm)
+    if clip_grad_norm is not None and not isinstance(clip_grad_norm, ClipGradNorm):
+        clip_grad_norm = ClipGradNorm(clip_grad_norm)
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     mesh = usable_mesh(mesh, model)

@@ -18,7 +18,6 @@ After:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,14 +41,6 @@ class NormProgram:
     sets: tuple[tuple[str, ...], ...]
 
 
-def require_norm_type(norm_type: float) -> float:
-    """p as a float. Raises ValueError when it is not positive."""
-    p = float(norm_type)
-    if math.isnan(p) or p <= 0:
-        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-    return p
-
-
 def reduce_gradient_norm(
     gradients: Mapping[str, Layout],
     norm_type: float,
@@ -69,7 +60,7 @@ def reduce_gradient_norm(
     Raises:
         ValueError: when ``norm_type`` is not positive, or when no norm has any gradient.
     """
-    norm_type = require_norm_type(norm_type)
+    norm_type = norm.require_norm_type(norm_type)
     wanted = [frozenset(gradients)] if norms is None else [frozenset(names) for names in norms]
     sets: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name, layout in gradients.items():

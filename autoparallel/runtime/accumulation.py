@@ -25,8 +25,8 @@ class Weight:
 
     Attributes:
         value: what it is a mean over, a number or a scalar tensor on the device; None for a sum, which is added up.
-        expected: about what the value is, known without looking at the device: gradients are multiplied by numbers
-            near 1, which neither overflow nor vanish in half precision.
+        expected: about what the value is, known without looking at the device: gradients are divided by about the
+            number of microbatches, as a loop by hand does, and neither overflow nor vanish in half precision.
     """
 
     value: float | torch.Tensor | None = 1.0
@@ -71,13 +71,15 @@ class Window(Generic[T]):
         if weight.value is None:
             return 1.0
         if self._reference is None:
-            self._reference = weight.expected
+            self._reference = weight.expected * self.steps
         self._total = weight.value if self._total is None else self._total + weight.value
         return weight.value / self._reference
 
     def divisor(self) -> Any:
-        """What the summed gradients are divided by; None before any backward."""
-        return None if self._total is None else self._total / self._reference
+        """What the summed gradients are divided by; None for nothing, as of a full window of equal weights."""
+        if self._total is None or (isinstance(self._total, float) and self._total == self._reference):
+            return None
+        return self._total / self._reference
 
 
 class _Ahead(Generic[T]):

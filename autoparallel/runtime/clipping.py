@@ -5,26 +5,48 @@ device, so that nothing non-finite reaches whatever reads them.  An optimizer th
 at all: no parameter (neither by weight decay nor by momentum), no state, no count of steps.  Fused optimizers are
 told so on the device, through the ``found_inf`` that gradient scalers use; for the others the decision is looked at
 when they step, which waits for the device, as ``torch.amp.GradScaler`` does.
+
+[Note: norms on the way] Where steps clip by themselves, the norm of a bucket's gradients is taken as soon as its
+reduction ends, while the other buckets still travel and while they are in the cache.  Clipping then reads one number
+instead of those gradients, if nothing has written to them since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.passes.reduce_gradient_norm import NormProgram, reduce_gradient_norm, require_norm_type
+from autoparallel.passes.reduce_gradient_norm import NormProgram, reduce_gradient_norm
 from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.runtime import norm as arithmetic
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.limits import Groups, Limit, Limits, ParameterNames
+from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Limits, ParameterNames, require_nonfinite
 
-Nonfinite = Literal["propagate", "skip", "raise"]
-NONFINITE = get_args(Nonfinite)
+Mark = tuple[int, int, int]
+Place = tuple[int, int, torch.dtype]
+
+
+@dataclass
+class _OnTheWay:
+    """Norms taken as reductions ended (see [Note: norms on the way]).
+
+    Attributes:
+        backward: the backward that they are of.
+        norms: by the memory that they are of.
+        marks: of the gradients that lie there, by name.
+        grads: these gradients, so that no others come to lie there.
+    """
+
+    backward: int
+    norms: dict[Place, torch.Tensor] = field(default_factory=dict)
+    marks: dict[str, Mark] = field(default_factory=dict)
+    grads: list[torch.Tensor] = field(default_factory=list)
 
 
 class Clipper:
@@ -33,27 +55,31 @@ class Clipper:
     Args:
         store: where the gradients are.
         model: the model, for the names of its parameters.
-        max_norm: what an optimizer's step clips to by itself, if anything.
+        in_step: how an optimizer's step clips by itself, if it does.
 
     Attributes:
         last_norm: the norm of the last clipping, before it, as :meth:`clip_norm` returned it.
     """
 
-    def __init__(self, store: GradientStore, model: nn.Module, max_norm: Limit | None = None) -> None:
+    def __init__(self, store: GradientStore, model: nn.Module, in_step: ClipGradNorm | None = None) -> None:
         self.store = store
         self.names = ParameterNames(model, store.parameters)
-        self.limits = None if max_norm is None else self.names.limits(max_norm)
+        self.in_step = in_step
+        self.limits = None if in_step is None else self.names.limits(in_step.max_norm)
         self.last_norm: Any = None
         self._programs: dict[Any, NormProgram] = {}
         self._known: dict[str, Any] = {}  # name to the description of its last gradient, found to be right
         self._skipped: tuple[int, torch.Tensor] | None = None
-        self._done: tuple[int, dict[str, tuple[int, int]]] | None = None
+        self._done: tuple[int, dict[str, Mark]] | None = None
+        self._on_the_way = _OnTheWay(store.backwards)
+        if in_step is not None:
+            store.when_reduced = self._measure_on_the_way
 
     # -- what ParallelModule offers ---------------------------------------------------------------------------------
 
     def norm(self, norm_type: float, groups: Groups | None) -> Any:
         """See ``ParallelModule.grad_norm``."""
-        p = require_norm_type(norm_type)
+        p = arithmetic.require_norm_type(norm_type)
         wanted = None if groups is None else self.names.groups(groups)
         grads = self.gradients("grad_norm()")
         names = (frozenset(grads),) if wanted is None else tuple(wanted.values())
@@ -62,25 +88,16 @@ class Clipper:
 
     def clip_norm(self, max_norm: Limit, norm_type: float, error_if_nonfinite: bool, nonfinite: str) -> Any:
         """See ``ParallelModule.clip_grad_norm_``."""
-        p = require_norm_type(norm_type)
-        if nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, got {nonfinite!r}")
+        p = arithmetic.require_norm_type(norm_type)
+        require_nonfinite(nonfinite)
         limits = self.names.limits(max_norm)
         grads = self.gradients("clip_grad_norm_()")
         norms, runs = self._measure(grads, limits.names, p)
-        if (error_if_nonfinite or nonfinite == "raise") and not bool(norms.isfinite().all()):
-            raise RuntimeError(
-                f"the global norm of order {norm_type} of the gradients is {_text(norms)}, so they cannot be clipped; "
-                "pass error_if_nonfinite=False to scale them anyway, or nonfinite='skip' to leave the step out"
-            )
+        if error_if_nonfinite or nonfinite == "raise":
+            _require_finite(norms, p)
         self._scale(runs, norms, limits)
         if nonfinite == "skip":
-            bad = ~norms.isfinite().all()
-            before = self.skipped()  # by an earlier clipping of the same gradients, which are zero since
-            bad = bad if before is None else bad | before
-            for run in arithmetic.join([_torch.local_of(g) for g in grads.values()]):
-                run.masked_fill_(bad, 0)
-            self._skipped = (self.store.backwards, bad)
+            self._skip_nonfinite(norms, grads)
         self.last_norm = limits.result(self._visible(norms, grads))
         return self.last_norm
 
@@ -109,22 +126,30 @@ class Clipper:
         Returns:
             Where the optimizer takes it over: what it must divide the gradients by, a float32 scalar.
         """
-        assert self.limits is not None
+        assert self.limits is not None and self.in_step is not None
         held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
         grads = {n: p.grad for n, p in self.store.parameters.items() if p.grad is not None}
         mine = [n for n in grads if id(self.store.parameters[n]) in held]
         if optimizer is not None and (not mine or self._is_done(grads, mine)):
             return None
         grads = self.gradients("optimizer.step()")
-        norms, runs = self._measure(grads, self.limits.names, 2.0)
+        norms, runs = self._measure(grads, self.limits.names, self.in_step.norm_type)
+        self._on_the_way = _OnTheWay(self.store.backwards)
+        if self.in_step.nonfinite == "raise":
+            _require_finite(norms, self.in_step.norm_type)
         scale = getattr(optimizer, "grad_scale", None)  # the gradients still bear it, as a gradient scaler's do
         if scale is not None:
             norms = norms / scale.to(norms)
         self.last_norm = self.limits.result(self._visible(norms, grads))
+        skip = self.in_step.nonfinite == "skip"
         if len(norms) == 1 and optimizer is not None and self._can_fold(optimizer, grads, len(mine)):
+            if skip:
+                self._skip_nonfinite(norms, grads)
             inverse = 1.0 / arithmetic.clip_coefficient(norms[0], self.limits.values[0])
             return (inverse if scale is None else inverse * scale.to(inverse)).float()
         self._scale(runs, norms, self.limits)
+        if skip:
+            self._skip_nonfinite(norms, grads)
         self._done = self.store.backwards, {n: _mark(g) for n, g in grads.items()}
         return None
 
@@ -206,8 +231,38 @@ class Clipper:
             program = reduce_gradient_norm(layouts, p, self.store.names, sizes, self.store.prefix, norms)
             self._programs[key] = program
         runs = {names: arithmetic.join([_torch.local_of(grads[n]) for n in names]) for names in program.sets}
+        known = self._known_norms(grads, p)  # a tensor's norm has the same norm
+        measured = ([known.get(_place(run), run) for run in runs[names]] for names in program.sets)
         with torch.no_grad():
-            return program.module(*(runs[names] or _empty(grads, names) for names in program.sets)), runs
+            inputs = [tensors or _empty(grads, names) for tensors, names in zip(measured, program.sets, strict=True)]
+            return program.module(*inputs), runs
+
+    def _measure_on_the_way(self, names: Sequence[str]) -> None:
+        """See [Note: norms on the way]."""
+        assert self.in_step is not None
+        if self._on_the_way.backward != self.store.backwards:
+            self._on_the_way = _OnTheWay(self.store.backwards)
+        grads: dict[str, Any] = {n: self.store.parameters[n].grad for n in names}
+        for run in arithmetic.join([_torch.local_of(g) for g in grads.values()]):
+            self._on_the_way.norms[_place(run)] = arithmetic.local_norm(run, self.in_step.norm_type)
+        self._on_the_way.marks.update((n, _mark(g)) for n, g in grads.items())
+        self._on_the_way.grads.extend(grads.values())
+
+    def _known_norms(self, grads: Mapping[str, torch.Tensor], p: float) -> Mapping[Place, torch.Tensor]:
+        """The norms taken on the way, if nothing has written to any gradient since."""
+        if self.in_step is None or p != self.in_step.norm_type:
+            return {}
+        marks = self._on_the_way.marks
+        return self._on_the_way.norms if all(marks.get(n) == _mark(g) for n, g in grads.items()) else {}
+
+    def _skip_nonfinite(self, norms: torch.Tensor, grads: Mapping[str, torch.Tensor]) -> None:
+        """See [Note: skipping a step]."""
+        bad = ~norms.isfinite().all()
+        before = self.skipped()  # by an earlier clipping of the same gradients, which are zero since
+        bad = bad if before is None else bad | before
+        for run in arithmetic.join([_torch.local_of(g) for g in grads.values()]):
+            run.masked_fill_(bad, 0)
+        self._skipped = (self.store.backwards, bad)
 
     def _scale(self, runs: Mapping[tuple[str, ...], list[torch.Tensor]], norms: torch.Tensor, limits: Limits) -> None:
         for i, (names, limit) in enumerate(zip(limits.names, limits.values, strict=True)):
@@ -229,12 +284,22 @@ def _empty(grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[torc
     return [_torch.local_of(grads[names[0]])]
 
 
-def _mark(grad: torch.Tensor) -> tuple[int, int]:
-    return id(grad), _torch.local_of(grad)._version
+def _mark(grad: torch.Tensor) -> Mark:
+    """Changes when a gradient is replaced or written to: through the ``DTensor``, or by its local tensor itself."""
+    return id(grad), grad._version, _torch.local_of(grad)._version
 
 
-def _text(norms: torch.Tensor) -> str:
-    return ", ".join(str(x) for x in norms.tolist())
+def _place(x: torch.Tensor) -> Place:
+    return x.data_ptr(), x.numel(), x.dtype
 
 
-__all__ = ["NONFINITE", "Clipper", "Nonfinite"]
+def _require_finite(norms: torch.Tensor, p: float) -> None:
+    if not bool(norms.isfinite().all()):
+        raise RuntimeError(
+            f"the global norm of order {p} of the gradients is {', '.join(str(x) for x in norms.tolist())}, so they "
+            "cannot be clipped; pass error_if_nonfinite=False to scale them anyway, or nonfinite='skip' to leave the "
+            "step out"
+        )
+
+
+__all__ = ["Clipper"]

@@ -41,6 +41,7 @@ class GradientStore:
         self.parameters = parameters
         self.synchronise = True
         self.backwards = 0
+        self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
         self._held: dict[str, None] = {}  # parameters that got a gradient in the window
         for parameter in parameters.values():
@@ -217,6 +218,8 @@ class GradientStore:
                 addends.append(value)
         if sums:
             torch._foreach_add_(sums, addends)
+        if self.when_reduced is not None and (self.window is None or self.window.divisor() is None):
+            self.when_reduced([chain.name for chain in chains])
 
     def finish(self) -> None:
         """Waits for the reductions that a backward has started and hands their results out."""

@@ -6,16 +6,50 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+
+from autoparallel.runtime.norm import require_norm_type
 
 Groups = Mapping[str, str | Sequence[str]] | Literal["module", "parameter"]
 """Name of a norm to the patterns of the parameters in it; or one norm for each submodule or parameter."""
 
 Limit = float | Mapping[str, float] | torch.optim.Optimizer
 """One limit; or limits by pattern of parameter names; or the ``"max_norm"`` of an optimizer's groups."""
+
+Nonfinite = Literal["propagate", "skip", "raise"]
+NONFINITE = get_args(Nonfinite)
+
+
+@dataclass(frozen=True)
+class ClipGradNorm:
+    """How every step of an optimizer clips; for ``compile(clip_grad_norm=...)``.
+
+    Attributes:
+        max_norm: the limit of the global norm, or limits by pattern of parameter names.
+        norm_type: p of the p-norm; positive, or ``inf``.
+        nonfinite: what to do when a norm is nan or inf, as in ``ParallelModule.clip_grad_norm_``.
+
+    Raises:
+        TypeError: for an optimizer, which cannot exist before its model is compiled.
+        ValueError: for a limit that is negative or nan, a p that is not positive, an unknown ``nonfinite``.
+    """
+
+    max_norm: float | Mapping[str, float]
+    norm_type: float = 2.0
+    nonfinite: Nonfinite = "propagate"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_norm, torch.optim.Optimizer):
+            raise TypeError(
+                "clip_grad_norm must be a number or limits by pattern: the optimizer is made after compile()"
+            )
+        for limit in self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]:
+            require_limit(limit)
+        require_norm_type(self.norm_type)
+        require_nonfinite(self.nonfinite)
 
 
 @dataclass(frozen=True)
@@ -141,17 +175,13 @@ def require_limit(value: Any) -> float:
     return limit
 
 
-def require_limits(max_norm: Limit) -> None:
-    """Checks limits of which the model is not known yet.
-
-    Raises:
-        TypeError: for an optimizer, which cannot exist before its model is compiled.
-        ValueError: for a limit that is negative or nan.
-    """
-    if isinstance(max_norm, torch.optim.Optimizer):
-        raise TypeError("clip_grad_norm must be a number or limits by pattern: the optimizer is made after compile()")
-    for limit in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
-        require_limit(limit)
+def require_nonfinite(policy: str) -> None:
+    """Raises ValueError for something else than a policy."""
+    if policy not in NONFINITE:
+        raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, got {policy!r}")
 
 
-__all__ = ["Groups", "Limit", "Limits", "ParameterNames", "require_limit", "require_limits"]
+__all__ = [
+    "NONFINITE", "ClipGradNorm", "Groups", "Limit", "Limits", "Nonfinite", "ParameterNames", "require_limit",
+    "require_nonfinite",
+]  # fmt: skip

@@ -24,9 +24,9 @@ from autoparallel.plan import Plan
 from autoparallel.runtime.accumulation import T, Weight, Window, windows
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
 from autoparallel.runtime.calls import Call, fits, require_divides, sizes_of
-from autoparallel.runtime.clipping import Clipper, Nonfinite
+from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.limits import Groups, Limit
+from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
 from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.runner import Kind, Outputs
 from autoparallel.runtime.state import distribute_like
@@ -52,7 +52,7 @@ class ParallelModule(nn.Module):
         make_kind: Callable[[ParallelModule, Call], Kind],
         has_loss_fn: bool,
         seed: int,
-        clip_grad_norm: Limit | None = None,
+        clip_grad_norm: ClipGradNorm | None = None,
     ) -> None:
         super().__init__()
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):

@@ -23,6 +23,14 @@ _PIECE = 1 << 15
 A conversion to float64 of so many stays in the cache."""
 
 
+def require_norm_type(norm_type: float) -> float:
+    """p as a float. Raises ValueError when it is not positive."""
+    p = float(norm_type)
+    if math.isnan(p) or p <= 0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    return p
+
+
 def join(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The same memory in as few tensors as possible: neighbours in one storage become one flat view.
 
@@ -124,6 +132,12 @@ def local_sum(grads: Sequence[Tensor], p: float) -> Tensor:
         by_dtype.setdefault(g.dtype, []).append(g)
     sums = [_norms(same, p).pow(p).sum() for same in by_dtype.values()]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def local_norm(grad: Tensor, p: float) -> Tensor:
+    """The p-norm of a rank's elements of one gradient; float64 scalar."""
+    total = local_sum([grad], p)
+    return total if math.isinf(p) else total.pow(1.0 / p)
 
 
 def _largest(g: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed import run_distributed
-from tests.runtime.support import Net, batch, compiled_pair, gradients_off, off, parameters_off
+from tests.runtime.support import Net, batch, compiled_pair, gradients_off, off, parameters_off, raised
 from tests.runtime.test_clipping import MESHES, backward
 
 STEPPING: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -190,3 +190,101 @@ def _scaled() -> dict[str, float]:
 def test_the_norm_is_unscaled_under_a_gradient_scaler() -> None:
     for results in run_distributed(_scaled, world_size=2):
         assert all(far < 1e-5 for far in results.values()), results
+
+
+def _other_norms() -> dict[str, float]:
+    from autoparallel import ClipGradNorm
+
+    results: dict[str, float] = {}
+    for p in (1.0, 3.0, math.inf):
+        model, plain = compiled_pair(Net, 2, plan="fsdp", clip_grad_norm=ClipGradNorm(0.01, norm_type=p))
+        mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain))
+        backward(model, plain, 0)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type=p)
+        assert expected > 0.01
+        mine.step(), theirs.step()
+        results[f"norm {p}"] = off(model.last_grad_norm, expected)
+        results[f"parameters {p}"] = parameters_off(model, plain)
+    return results
+
+
+def test_a_step_clips_by_other_norms() -> None:
+    for results in run_distributed(_other_norms, world_size=2):
+        assert all(far < 1e-9 for far in results.values()), results
+
+
+def _not_finite(policy: str, fused: bool) -> dict[str, Any]:
+    from autoparallel import ClipGradNorm
+
+    results: dict[str, Any] = {}
+    limits = ClipGradNorm(0.05, nonfinite=policy)  # type: ignore[arg-type]
+    model, plain = compiled_pair(Net, 2, plan="data_parallel", dtype=torch.float32, clip_grad_norm=limits)
+    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1, eps=0.1, fused=fused) for m in (model, plain))
+    for step in range(3):
+        model.zero_grad(), plain.zero_grad()
+        x, y = batch(step, dtype=torch.float32)
+        if step == 1:
+            x[0, 0] = math.nan
+            model(x, y).backward()
+            results["error"] = raised(mine.step)
+        else:
+            model(x, y).backward()
+            F.mse_loss(plain(x), y).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            mine.step(), theirs.step()
+        results[f"parameters {step}"] = parameters_off(model, plain)
+    return results
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_a_step_on_what_is_not_finite_changes_nothing(policy: str, fused: bool) -> None:
+    for results in run_distributed(_not_finite, policy, fused, world_size=2):
+        error = results.pop("error")
+        assert ("nan" in error) == (policy == "raise") == bool(error), error
+        assert all(far < 1e-5 for far in results.values()), results
+
+
+def _on_the_way() -> dict[str, float]:
+    """How many elements are looked at when a step clips, and whether what was written to is measured again."""
+    results: dict[str, float] = {}
+    for plan in ("data_parallel", "fsdp"):
+        model, plain = compiled_pair(Net, 2, plan=plan, clip_grad_norm=0.05)
+        mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain))
+        for changed in (False, True):
+            model.zero_grad(), plain.zero_grad()
+            for window in model.accumulate(2, [batch(0), batch(1)]):
+                for x, y in window:
+                    model(x, y).backward()
+            for i in range(2):
+                (F.mse_loss(plain(batch(i)[0]), batch(i)[1]) / 2).backward()
+            if changed:
+                for m in (model, plain):
+                    m.up.weight.grad.mul_(3)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            looked = _elements_looked_at(model._clipper)
+            mine.step(), theirs.step()
+            held = sum(p.to_local().numel() for p in model.parameters())
+            results[f"{plan} {changed} looked at"] = float(looked != [held * changed])
+            results[f"{plan} {changed} norm"] = off(model.last_grad_norm, expected)
+            results[f"{plan} {changed} parameters"] = parameters_off(model, plain)
+    return results
+
+
+def _elements_looked_at(clipper: Any) -> list[int]:
+    """Notes from now on how many elements have a norm that is known already, and how many are looked at."""
+    looked: list[int] = []
+    known = type(clipper)._known_norms
+
+    def note(grads: Any, p: float) -> Any:
+        found = known(clipper, grads, p)
+        looked.append(sum(g.to_local().numel() for g in grads.values()) - sum(size for _, size, _ in found))
+        return found
+
+    clipper._known_norms = note
+    return looked
+
+
+def test_norms_are_taken_on_the_way() -> None:
+    for results in run_distributed(_on_the_way, world_size=2):
+        assert all(far < 1e-9 for far in results.values()), results
