@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,18 +14,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture import Captured, InputSpec, capture
+from autoparallel.capture import Captured
 from autoparallel.groups import bind, whole_group
 from autoparallel.placements import Invariant, format_layout, parse_layout
-from autoparallel.plan import ParameterPlan, Plan, PlanError
-from autoparallel.planner.accumulation import choose_reductions, with_reductions
-from autoparallel.planner.hardware import profile_for
-from autoparallel.planner.presets import PRESETS, Constraints, constraints_for
-from autoparallel.planner.search import search
-from autoparallel.planner.space import SearchSpace
-from autoparallel.program import build_program, input_layouts, wanted_outputs
-from autoparallel.redistribution import Redistributor
-from autoparallel.report.predict import predict
+from autoparallel.plan import ParameterPlan, Plan
+from autoparallel.planner.hardware import Profile, profile_for
+from autoparallel.planner.pins import parse_pins
+from autoparallel.planner.presets import PRESETS
+from autoparallel.planning import Planner, Request, limit_in_bytes
+from autoparallel.report.reasons import Reasons
 from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.calls import Call
 from autoparallel.runtime.compiled import compile_body
@@ -56,6 +53,9 @@ def compile(
     loss_fn: Callable[..., Any] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
     plan: str | Plan = "auto",
+    pins: Mapping[str, Any] | Plan | None = None,
+    forbid: Mapping[str, Any] | None = None,
+    hardware: str | Path | Profile | None = None,
     memory_limit: float | None = None,
     outputs: str = "auto",
     backend: str = "eager",
@@ -72,7 +72,15 @@ def compile(
             returns the loss, or ``(sum, count)`` with an integer count: the loss is their quotient then.
         example_inputs: positional inputs of a first call (the target last): traces and plans now instead of then.
         plan: "auto", a preset ("data_parallel", "fsdp", "tensor_parallel", "expert_parallel"), or a :class:`Plan`.
-        memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations.
+        pins: what some parameters and modules must be, beside ``plan``: ``{"layers.*.up.weight": (Replicate(),
+            Shard(0))}`` with one of torch's placements for each mesh axis, or None for an axis that stays open. A
+            parameter lies so between steps; a module makes its result so. Or a saved :class:`Plan`, of which all is
+            kept that the model still has, while the rest is searched again.
+        forbid: the same for how they must not lie.
+        hardware: what the plan is made for: "a100", "h100", "h200", "b200", "cpu", a profile, or the file of one that
+            ``python -m autoparallel calibrate`` wrote. None: "h100" on GPUs, "cpu" on CPUs.
+        memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations; at most 1, a
+            part of the device's memory.
         outputs: "auto" returns outputs whole, or sharded and detached beside a loss; "gather" and "sharded" always do
             the one or the other.
         precision: torch's own ``MixedPrecisionPolicy``: the dtype parameters are cast to, then gathered and used in
@@ -97,6 +105,8 @@ def compile(
         raise TypeError(f"plan must be one of {', '.join(PRESETS)}, or a Plan, not a {type(plan).__name__}")
     if isinstance(plan, str) and plan not in PRESETS:
         raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(PRESETS)}, or a Plan")
+    if isinstance(plan, Plan) and (pins is not None or forbid is not None):
+        raise ValueError("a Plan is carried out as it is, so that nothing can be pinned: give it as pins=plan instead")
     if outputs not in OUTPUTS:
         raise ValueError(f"unknown outputs {outputs!r}: expected one of {', '.join(OUTPUTS)}")
     if backend not in BACKENDS:
@@ -108,15 +118,28 @@ def compile(
         raise ValueError("the model is compiled already")
     mesh = usable_mesh(mesh, model)
     require_on_device(model, mesh)
+    profile = profile_for(mesh.device_type, hardware)
+    request = Request(
+        axes=tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        profile=profile,
+        plan=plan,
+        pins=parse_pins(pins, forbid),
+        loss_fn=loss_fn,
+        memory_limit=limit_in_bytes(memory_limit, profile),
+        outputs=outputs,
+        precision=precision,
+        device=mesh.device_type,
+        hoist_all=backend == "inductor",
+    )
     agreement = Agreement(mesh)
-    _require_same_model(agreement, model, plan, memory_limit, outputs, backend, precision, clip_grad_norm)
+    _require_same_model(agreement, model, request, backend, clip_grad_norm)
     prefix = bind(mesh)
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
     broadcast_from_first(tensors, mesh, whole_group(prefix))
     note_replaced(make_dtensors(model, mesh))
     seed = int(agreement.from_first(lambda: str(torch.initial_seed())))
     store = GradientStore(mesh, prefix, dict(model.named_parameters()))
-    compiler = _Compiler(model, mesh, agreement, store, loss_fn, plan, memory_limit, outputs, backend, precision)
+    compiler = _Compiler(model, mesh, agreement, store, request)
     module = ParallelModule(
         model,
         mesh,
@@ -170,12 +193,15 @@ def usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
     return mesh
 
 
-def _require_same_model(agreement: Agreement, model: nn.Module, plan: str | Plan, *options: object) -> None:
+def _require_same_model(agreement: Agreement, model: nn.Module, request: Request, *options: object) -> None:
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    plan = request.plan
+    options = (request.memory_limit, request.outputs, *options, request.precision, request.profile)
     lines = [
         f"model {type(model).__name__}",
         f"plan {plan!r}, options {options}" if isinstance(plan, str) else f"options {options}, plan",
         *(plan.to_json().splitlines() if isinstance(plan, Plan) else ()),
+        *request.pins.text().splitlines(),
         *(f"{n} {list(t.shape)} {t.dtype} on {t.device.type}{', trained' * t.requires_grad}" for n, t in tensors),
     ]
     agreement.require_same_text("the ranks compile different models or options:", "\n".join(lines))
@@ -185,126 +211,38 @@ class _Compiler:
     """Makes the program of each new kind of call; keeps what must be the same for all of them."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        agreement: Agreement,
-        store: GradientStore,
-        loss_fn: Callable[..., Any] | None,
-        plan: str | Plan,
-        memory_limit: float | None,
-        outputs: str,
-        backend: str,
-        precision: MixedPrecisionPolicy | None,
+        self, model: nn.Module, mesh: DeviceMesh, agreement: Agreement, store: GradientStore, request: Request
     ) -> None:
         self.model, self.mesh, self.agreement, self.store = model, mesh, agreement, store
-        self.loss_fn, self.requested, self.memory_limit = loss_fn, plan, memory_limit
-        self.outputs, self.backend, self.precision = outputs, backend, precision
-        self.axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-        self.profile = profile_for(mesh.device_type)
-        sizes = tuple(mesh.shape)
-        self.redistributor = Redistributor(
-            sizes, lambda kind, axes, size: self.profile.step_seconds(sizes, kind, axes, size)
-        )
+        self.request, self.planner = request, Planner(model, request)
         self.at_rest: dict[str, ParameterPlan] | None = None
-        self.padded: list[str] | None = None  # the same for all kinds: found in the first trace, which trains
-        # With a limit, when gradients are reduced is chosen on the first program that trains, for all kinds.
-        self.reductions: Mapping[str, str] | None = None
-        if memory_limit is None or isinstance(plan, Plan):
-            self.reductions = {n: p.reduce for n, p in plan.parameters.items()} if isinstance(plan, Plan) else {}
 
     def make_kind(self, module: ParallelModule, call: Call) -> Kind:
         """Captures, plans and builds; every rank alike, before any collective of the model."""
         at_rest = self.at_rest
         if at_rest is None and not module.training:
             # Layouts at rest are planned on the training graph, whatever is called first.
-            training = self.agreement.together(lambda: self._capture(call, training=True))
+            training = self.agreement.together(lambda: self.planner.capture(call, training=True))
             at_rest = self._resting(self._plan(training, call, None))
-        captured = self.agreement.together(lambda: self._capture(call))
+        captured = self.agreement.together(lambda: self.planner.capture(call))
         plan = self._plan(captured, call, at_rest)
         if at_rest is None:
             at_rest = self._resting(plan)
-        plan = with_reductions(plan, self.reductions or {})
-        wanted = wanted_outputs(captured, self.outputs, self.mesh.ndim)
-        program = build_program(
-            captured,
-            plan,
-            prefix=self.store.prefix,
-            redistributor=self.redistributor,
-            outputs=wanted,
-            inputs=input_layouts(captured, call.specs, call.layouts),
-            device=torch.device(self.mesh.device_type),
-            hoist_all=self.backend == "inductor",
-            reduce_dtype=self.precision.reduce_dtype if self.precision is not None else None,
-        )
-        prediction = predict(program, plan, self.profile)
-        if self.reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
-            assert self.memory_limit is not None
-            left = self.memory_limit - prediction.total_memory
-            self.reductions = choose_reductions(program.buckets, tuple(self.mesh.shape), self.profile, left)
-            plan = with_reductions(plan, self.reductions)
-            program.reducing(plan)
-            prediction = predict(program, plan, self.profile)
+        plan, program = self.planner.finish(captured, plan, call, self.store.prefix)
         self.agreement.require_same_text("the ranks have different programs:", f"{program.text()}\n{plan.to_json()}")
         if self.at_rest is None:
             self._settle(at_rest)
-        runner = Runner(
-            program,
-            self.store,
-            self.model,
-            compile_body(program) if self.backend == "inductor" else program.body,
-        )
-        return Kind(runner, plan.with_prediction(prediction))
-
-    def _capture(self, call: Call, training: bool | None = None) -> Captured:
-        captured = capture(
-            self.model,
-            call.specs,
-            call.in_spec,
-            loss_fn=self.loss_fn if call.with_target else None,
-            least_batch=2 * self.mesh.size(),
-            batch=call.batch,
-            training=training,
-            precision=self.precision,
-            vocabulary_shards=math.prod(self.mesh.size(axis) for axis in self._constraints().tensor),
-            padded=self.padded,
-        )
-        self.padded = captured.padded if self.padded is None else self.padded
-        return captured
+        body = compile_body(program) if self.request.hoist_all else program.body
+        return Kind(Runner(program, self.store, self.model, body), plan.with_reasons(Reasons(self.planner, call)))
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
-        if isinstance(self.requested, Plan) and at_rest is None:
-            plan = self.requested
-            plan.require_fits(captured.graph, self.axes, captured.parameters)
+        plan = self.request.plan
+        if isinstance(plan, Plan) and at_rest is None:
+            plan.require_fits(captured.graph, self.request.axes, captured.parameters)
             return plan
-        text = self.agreement.from_first(lambda: self._search(captured, call, at_rest).to_json())
-        return Plan.from_json(text)
-
-    def _search(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
-        origin, constraints = self._origin(), self._constraints()
-        if constraints.data and not captured.actual and any(isinstance(s, InputSpec) for s in call.specs):
-            raise PlanError(
-                f"the plan {origin!r} shards the batch, but the model fixes the batch size at {call.batch}: "
-                "use x.shape[0] instead of a number, or plan='tensor_parallel'"
-            )
-        space = SearchSpace(
-            captured,
-            self.axes,
-            self.profile,
-            constraints,
-            self.redistributor,
-            wanted_outputs(captured, self.outputs, self.mesh.ndim),
-            pinned=at_rest,
-            input_layouts=input_layouts(captured, call.specs, call.layouts),
+        return Plan.from_json(
+            self.agreement.from_first(lambda: self.planner.search(captured, call, at_rest).to_json())
         )
-        return search(space, origin, self.memory_limit)
-
-    def _origin(self) -> str:
-        return self.requested.origin if isinstance(self.requested, Plan) else self.requested
-
-    def _constraints(self) -> Constraints:
-        origin = self._origin()
-        return constraints_for(origin if origin in PRESETS else "auto", [n for n, _ in self.axes])
 
     def _resting(self, plan: Plan) -> dict[str, ParameterPlan]:
         """How every parameter lies from now on; whole, where the plan does not meet it."""

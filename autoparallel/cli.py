@@ -1,4 +1,4 @@
-"""The command line: ``python -m autoparallel verify`` and ``explain``.
+"""The command line: ``python -m autoparallel plan``, ``verify`` and ``explain``.
 
 Exit status: 0 when all is well, 1 when a model fails (it differs, or cannot be compiled), 2 for a wrong command line.
 """
@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
 
 import autoparallel
-from autoparallel.plan import Plan, PlanError
+from autoparallel import cli_plan
+from autoparallel.cli_plan import plan_of
+from autoparallel.plan import PlanError
 from autoparallel.planner.presets import PRESETS
 from autoparallel.processes import Job, Process, ProcessError, require_plain_process, run_processes
+from autoparallel.sources import UsageError, call_factory, find_factory
 from autoparallel.verify import Task, compile_task, make_task, verify
 
 _FACTORY = """\
@@ -36,19 +34,13 @@ loss_fn(output, target), for which the last of the inputs is the target:
 """
 
 
-class UsageError(Exception):
-    """A wrong command line."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     console, errors = Console(), Console(stderr=True)
     try:
-        require_plain_process(f"autoparallel {options.command}")
-        made = _make(options.factory)
-        return int(options.run(options, made, console))
+        return int(options.run(options, console))
     except (UsageError, PlanError) as error:
         parser.exit(2, f"autoparallel {options.command}: error: {error}\n")
     except (ProcessError, RuntimeError, ValueError) as error:
@@ -107,6 +99,16 @@ def _parser() -> argparse.ArgumentParser:
         "how parameters and activations are sharded, what is communicated, and what it is predicted to cost.",
         _explain,
     )
+    command = commands.add_parser(
+        "plan",
+        help="plan for any mesh and hardware, without it",
+        description="Plans a model for a mesh and hardware that need not be here: on fake tensors, without process\n"
+        "groups, for any number of devices. Prints what the plan is predicted to cost, and what the presets would.",
+        epilog=_FACTORY + "\nA factory that takes batch= and seq= gets those of the command line.\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cli_plan.add_arguments(command, _mesh)
+    command.set_defaults(run=cli_plan.run)
     return parser
 
 
@@ -128,66 +130,11 @@ def _tolerance(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
-def _make(factory: str) -> tuple[Callable[[], Any], str]:
-    """The function that the command line names, and that name."""
-    place, colon, name = factory.rpartition(":")
-    if not colon or not place or not name:
-        raise UsageError(f"{factory!r} does not name a function: write package.module:function or file.py:function")
-    # Like `python -m`: what lies in the current directory can be imported.
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
-            raise RuntimeError(f"importing {place} failed: {error}") from error
-        raise UsageError(f"there is no module {place!r} here (for a file, write its path with .py)") from None
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise UsageError(f"{place} has no {part!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"{factory} is a {type(found).__name__}, not a function that returns (model, example_inputs)")
-    return found, factory
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UsageError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # torch.export looks classes up by their module
-    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: files beside it can be imported
-    spec.loader.exec_module(module)
-    return module
-
-
-def _call_factory(factory: Callable[[], Any], name: str, seed: int) -> tuple[nn.Module, Any, Any]:
-    torch.manual_seed(seed)
-    made = factory()
-    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-        model, inputs, loss_fn = (*made, None)[:3]
-        if isinstance(inputs, (tuple, list, Mapping, torch.Tensor)) and (loss_fn is None or callable(loss_fn)):
-            return model, inputs, loss_fn
-    said = f"a tuple of {', '.join(type(x).__name__ for x in made)}" if isinstance(made, tuple) else type(made).__name__
-    raise UsageError(
-        f"{name} must return (model, example_inputs) or (model, example_inputs, loss_fn), it returned {said}"
-    )
-
-
-def _plan(text: str) -> str | Plan:
-    if text in PRESETS:
-        return text
-    if Path(text).is_file():
-        return Plan.load(text)
-    raise UsageError(f"unknown plan {text!r}: expected one of {', '.join(PRESETS)}, or a plan's .json file")
-
-
-def _verify(options: argparse.Namespace, made: tuple[Callable[[], Any], str], console: Console) -> int:
-    plan = _plan(options.plan)
-    model, inputs, loss_fn = _call_factory(*made, options.seed)
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    require_plain_process(f"autoparallel {options.command}")
+    factory = find_factory(options.factory)
+    plan = plan_of(options.plan)
+    model, inputs, loss_fn = call_factory(factory, options.factory, options.seed)
     with _busy(console, f"checking {type(model).__name__}"):
         report = verify(
             model,
@@ -205,9 +152,11 @@ def _verify(options: argparse.Namespace, made: tuple[Callable[[], Any], str], co
     return 0 if report.ok else 1
 
 
-def _explain(options: argparse.Namespace, made: tuple[Callable[[], Any], str], console: Console) -> int:
-    plan = _plan(options.plan)
-    model, inputs, loss_fn = _call_factory(*made, options.seed)
+def _explain(options: argparse.Namespace, console: Console) -> int:
+    require_plain_process(f"autoparallel {options.command}")
+    factory = find_factory(options.factory)
+    plan = plan_of(options.plan)
+    model, inputs, loss_fn = call_factory(factory, options.factory, options.seed)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     with _busy(console, f"planning {type(model).__name__}"):
         task = make_task(model, options.mesh, inputs, loss_fn, plan=plan, dtype=dtype, seed=options.seed, cast=False)

@@ -31,6 +31,7 @@ from autoparallel.rules.typing import Mode, parse_mode
 
 if TYPE_CHECKING:
     from autoparallel.report.explain import Prediction
+    from autoparallel.report.reasons import Reasons
 
 FORMAT = 1
 GATHERS = ("per_use", "per_microbatch", "per_step")
@@ -96,6 +97,11 @@ class Plan:
     unruled: Mapping[str, int] = field(default_factory=dict)
     search_seconds: float = 0.0
     prediction: Prediction | None = field(default=None, compare=False)
+    reasons: Reasons | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process: all but the model that ``reasons`` holds."""
+        return {**self.__dict__, "reasons": None}
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -117,11 +123,34 @@ class Plan:
         """The same plan with its predicted traffic, time and memory."""
         return replace(self, prediction=prediction)
 
-    def explain(self) -> str:
-        """The plan in words and tables: layouts, collectives and bytes per step, predicted time and memory."""
+    def with_reasons(self, reasons: Reasons) -> Plan:
+        """The same plan, able to say what the next best would have cost."""
+        return replace(self, reasons=reasons)
+
+    def explain(self, module: str | None = None) -> str:
+        """The plan in words and tables: layouts, collectives and bytes per step, predicted time and memory.
+
+        Args:
+            module: instead explains what was decided about the modules and parameters of this pattern, such as
+                ``"layers.0.mlp"`` or ``"layers.*.mlp.up"``: each decision, and what the next best would cost, for all
+                of them together. Each alternative is a search of its own, on this rank alone.
+
+        Raises:
+            PlanError: when nothing matches, or the plan was loaded from a file and is not compiled yet.
+        """
+        if module is not None:
+            from autoparallel.report.reasons import explain_module
+
+            return explain_module(self, module)
         from autoparallel.report.explain import explain
 
         return explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """What another plan decides differently, and what that is predicted to change, in words and tables."""
+        from autoparallel.report.diff import diff
+
+        return diff(self, other)
 
     def to_json(self) -> str:
         """The decisions as JSON text."""
@@ -191,7 +220,7 @@ class Plan:
             PlanError: naming what differs.
         """
         if self.mesh != mesh:
-            raise PlanError(f"the plan is for the mesh {_mesh_text(self.mesh)}, not for {_mesh_text(mesh)}: plan again")
+            raise PlanError(f"the plan is for the mesh {mesh_text(self.mesh)}, not for {mesh_text(mesh)}: plan again")
         keys = {n.meta["key"] for n in graph.nodes if is_planned(n)}
         missing, extra = sorted(keys - set(self.operators)), sorted(set(self.operators) - keys)
         if missing or extra or fingerprint(graph) != self.fingerprint:
@@ -253,7 +282,7 @@ class Plan:
                 if size is None or isinstance(size, int) and not fits((size,), alone, self.axis_sizes):
                     raise PlanError(
                         f"{what}: a tensor of shape {[s if isinstance(s, int) else '?' for s in shape]} cannot lie as "
-                        f"{format_layout(layout)} on {_mesh_text(self.mesh)} (axis {self.axis_names[axis]})"
+                        f"{format_layout(layout)} on {mesh_text(self.mesh)} (axis {self.axis_names[axis]})"
                     )
 
 
@@ -261,7 +290,8 @@ def _fills_up(whole: int, shape: Sequence[int], layout: Layout, axis_sizes: Sequ
     return fills_up(shape, (whole,), layout, axis_sizes)
 
 
-def _mesh_text(mesh: tuple[tuple[str, int], ...]) -> str:
+def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
+    """A mesh as reports and messages write it: ``(dp=2, tp=4)``."""
     return "(" + ", ".join(f"{name}={size}" for name, size in mesh) + ")"
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from autoparallel.planner.hardware import Profile
-from autoparallel.rules import Rule
+from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.typing import Mode
 
 OPTIMIZER_STATES = 2
@@ -37,9 +38,7 @@ def operator_seconds(
     """
     points = 0.0
     if rule is not None and rule.flops:
-        points = float(rule.flops)
-        for factor in {f for tensor in (*rule.operands, rule.result) for dim in tensor for f in dim}:
-            points *= size(rule.sizes[factor])
+        points = rule_points(rule, size)
     for mode, n in zip(modes, axis_sizes, strict=bool(modes)):
         if mode.kind == "shard":
             points /= n
@@ -82,3 +81,26 @@ def bytes_kept(bytes_at_rest: int, trainable: bool) -> int:
 def update_seconds(profile: Profile, kept: float) -> float:
     """The time of the optimizer's step: what is kept is read and written."""
     return 2 * kept / profile.memory_bandwidth
+
+
+def model_flops(graph: fx.Graph, size: Callable[[Any], int]) -> dict[torch.dtype, float]:
+    """The floating-point operations of a model on the whole batch, forward and backward, by dtype.
+
+    A backward is twice its forward; nothing is computed twice.
+    """
+    found: dict[torch.dtype, float] = {}
+    for node in graph.nodes:
+        rule = rule_for(node)
+        if rule is not None and rule.flops:
+            dtype = node.meta["val"].dtype
+            passes = 3 if node.meta["backward"] else 1
+            found[dtype] = found.get(dtype, 0.0) + passes * rule_points(rule, size)
+    return found
+
+
+def rule_points(rule: Rule, size: Callable[[Any], int]) -> float:
+    """The floating-point operations of a whole call, forward."""
+    points = float(rule.flops)
+    for factor in {f for tensor in (*rule.operands, rule.result) for dim in tensor for f in dim}:
+        points *= size(rule.sizes[factor])
+    return points

@@ -1,13 +1,47 @@
-"""Hardware profiles: the numbers that the cost model predicts with."""
+"""Hardware profiles: the numbers that the cost model predicts with.
+
+A profile is one of the well-known kinds of node (``PROFILES``), or one that ``python -m autoparallel calibrate`` has
+measured and saved as JSON.
+
+[Note: links] A collective costs a latency, and its bytes (``placements.sent_bytes``) over a bandwidth.  Both depend on
+its kind and on how its ranks lie over nodes: ranks fill the nodes in order, so the last axes of a mesh lie inside nodes
+first.  A group inside a node uses the node's links.  A group across nodes uses the network, one adapter for each of its
+ranks in a node (an all-to-all cannot share adapters: what a rank sends leaves by its own).  A ring's latency grows with
+the number of its ranks, a tree's (an all-reduce) with the logarithm.  What has been measured is used as measured.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from autoparallel.placements import COLLECTIVES, sent_bytes
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one kind of collective was measured to cost over groups of one size.
+
+    Attributes:
+        kind: one of ``COLLECTIVES``.
+        ranks, nodes: of the group.
+        latency: seconds that it costs beside its bytes.
+        bandwidth: bytes per second that a rank sends.
+    """
+
+    kind: str
+    ranks: int
+    nodes: int
+    latency: float
+    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -16,12 +50,21 @@ class Profile:
 
     Attributes:
         name: as reports write it.
-        flops: dtype to floating-point operations per second of a large matrix product.
-        memory_bandwidth: bytes per second.
+        flops: dtype to floating-point operations per second that a large matrix product reaches.
+        memory_bandwidth: bytes per second that an operator bound by memory reaches.
         launch: seconds that any operator costs, however small.
-        latency: seconds that a collective costs beside its bytes.
-        bandwidth: bytes per second that a rank sends in a collective.
+        latency, bandwidth: of a collective inside a node: seconds beside its bytes, and bytes per second that a rank
+            sends.
         memory: bytes of memory of a device, if known.
+        default_flops: for dtypes that ``flops`` does not name.
+        peak: dtype to the floating-point operations per second that the maker names, for MFU; else ``flops``.
+        attention: the part of ``flops`` that fused attention reaches.
+        node: how many devices a node has; 0 where all devices are one node.
+        network_latency, network_bandwidth: of a collective across nodes; bytes per second of one device's adapter.
+        hop: seconds that each further rank of a ring adds; ``network_hop`` for each further node.
+        overlap: the part of a collective that is hidden while the device computes; 1 where the network needs nothing
+            of what computes.
+        links: what was measured, in place of the numbers above.
     """
 
     name: str
@@ -32,22 +75,116 @@ class Profile:
     bandwidth: float
     memory: float | None = None
     default_flops: float = field(default=1e12)
+    peak: Mapping[torch.dtype, float] = field(default_factory=dict)
+    attention: float = 1.0
+    node: int = 0
+    network_latency: float = 0.0
+    network_bandwidth: float = 0.0
+    hop: float = 0.0
+    network_hop: float = 0.0
+    overlap: float = 0.0
+    links: tuple[Link, ...] = ()
+    _known: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def compute_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
         """Roofline: the slower of computing and of moving memory, and never less than a launch."""
         rate = self.flops.get(dtype, self.default_flops)
         return max(flops / rate, moved_bytes / self.memory_bandwidth) + self.launch
 
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """What MFU is a fraction of."""
+        return self.peak.get(dtype) or self.flops.get(dtype, self.default_flops)
+
     def step_seconds(self, axis_sizes: Sequence[int], kind: str, axes: Sequence[int], full_bytes: int) -> float:
         """The time of one step of a redistribution; local actions cost a copy, "nothing" next to nothing."""
         if kind in COLLECTIVES:
-            size = 1
-            for axis in axes:
-                size *= axis_sizes[axis]
-            return self.latency + sent_bytes(kind, full_bytes, size) / self.bandwidth
+            key = (tuple(axis_sizes), kind, tuple(axes))
+            if key not in self._known:
+                self._known[key] = self._link(*key)
+            latency, bandwidth = self._known[key]
+            return latency + sent_bytes(kind, full_bytes, math.prod(axis_sizes[a] for a in axes)) / bandwidth
         if kind == "nothing":
             return 1e-9
         return 0.1 * self.launch + (full_bytes / self.memory_bandwidth if kind != "slice" else 0.0)
+
+    def nodes_of(self, axis_sizes: Sequence[int], axes: Sequence[int]) -> int:
+        """Over how many nodes a group over some mesh axes is spread; ranks fill the nodes in order."""
+        if not self.node:
+            return 1
+        ids = [0]
+        stride = 1
+        for axis in reversed(range(len(axis_sizes))):
+            if axis in axes:
+                ids = [rank + i * stride for i in range(axis_sizes[axis]) for rank in ids]
+            stride *= axis_sizes[axis]
+        return len({rank // self.node for rank in ids})
+
+    def _link(self, axis_sizes: tuple[int, ...], kind: str, axes: tuple[int, ...]) -> tuple[float, float]:
+        """Latency and bandwidth of a collective (see [Note: links])."""
+        ranks = math.prod(axis_sizes[axis] for axis in axes)
+        nodes = self.nodes_of(axis_sizes, axes)
+        measured = [link for link in self.links if link.kind == kind and (link.nodes > 1) == (nodes > 1)]
+        if measured:
+            near = min(measured, key=lambda link: abs(math.log(link.ranks / ranks)))
+            return near.latency, near.bandwidth
+        ring = kind != "all_reduce"
+        inside = -(-ranks // nodes)
+        latency = self.latency + self.hop * (inside - 1 if ring else math.log2(inside))
+        if nodes == 1:
+            return latency, self.bandwidth
+        latency += self.network_latency + self.network_hop * (nodes - 1 if ring else math.log2(nodes))
+        if kind == "all_to_all":
+            return latency, min(self.bandwidth, self.network_bandwidth * nodes / (nodes - 1))
+        return latency, min(self.bandwidth, inside * self.network_bandwidth)
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """The numbers as JSON text."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        for name in ("flops", "peak"):
+            data[name] = {str(dtype).removeprefix("torch."): rate for dtype, rate in data[name].items()}
+        data["links"] = [asdict(link) for link in self.links]
+        return json.dumps({"format": FORMAT, **data}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Reads a profile.
+
+        Raises:
+            ValueError: when the text is no profile of this format, or a number cannot be.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data.pop("format") != FORMAT:
+                raise ValueError(f"it has another format than {FORMAT}")
+            for name in ("flops", "peak"):
+                data[name] = {_dtype(dtype): float(rate) for dtype, rate in data.get(name, {}).items()}
+            data["links"] = tuple(Link(**link) for link in data.get("links", ()))
+            profile = Profile(**data)
+            numbers = [profile.memory_bandwidth, profile.bandwidth, profile.default_flops, *profile.flops.values()]
+            numbers += [link.bandwidth for link in profile.links]
+            if not all(math.isfinite(n) and n > 0 for n in numbers):
+                raise ValueError("rates and bandwidths must be positive")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a hardware profile: {type(error).__name__}: {error}") from error
+        return profile
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """Reads a profile that :meth:`save` wrote."""
+        return Profile.from_json(Path(path).read_text())
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype")
+    return dtype
 
 
 CPU = Profile(
@@ -59,20 +196,69 @@ CPU = Profile(
     bandwidth=1e9,
     default_flops=3e10,
 )
-H100 = Profile(
-    name="h100",
-    flops={torch.float32: 4e14, torch.float64: 5e13, torch.bfloat16: 7e14, torch.float16: 7e14},
-    memory_bandwidth=2.8e12,
-    launch=5e-6,
-    latency=2e-5,
-    bandwidth=3e11,
-    memory=80e9,
-    default_flops=4e14,
-)
+
+
+def _node(
+    name: str,
+    peak: tuple[float, float, float],
+    memory: float,
+    memory_bandwidth: float,
+    nvlink: float,
+    network: float,
+    attention: float,
+) -> Profile:
+    """A node of eight GPUs, from what its makers say: teraflops dense in bf16, float32 and float64, bytes, bytes/s.
+
+    Large matrix products reach about 70% of the peak in bf16 and 75% in float32 (TF32 is off unless it is asked for),
+    copies 85% of the memory's bandwidth, collectives 75% of the links' and 90% of the network's.
+    """
+    half, single, double = (1e12 * rate for rate in peak)
+    named = {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double}
+    return Profile(
+        name=name,
+        flops={dtype: rate * (0.7 if dtype.itemsize == 2 else 0.75) for dtype, rate in named.items()},
+        memory_bandwidth=0.85 * memory_bandwidth,
+        launch=5e-6,
+        latency=1.5e-5,
+        bandwidth=0.75 * nvlink,
+        memory=memory,
+        default_flops=0.7 * half,
+        peak=named,
+        attention=attention,
+        node=8,
+        network_latency=1e-5,
+        network_bandwidth=0.9 * network,
+        hop=1e-6,
+        network_hop=5e-6,
+        overlap=1.0,
+    )
+
+
+A100 = _node("a100", (312, 19.5, 19.5), 80e9, 2.0e12, 3.0e11, 2.5e10, 0.8)
+H100 = _node("h100", (989, 67, 67), 80e9, 3.35e12, 4.5e11, 5.0e10, 0.55)
+H200 = _node("h200", (989, 67, 67), 141e9, 4.8e12, 4.5e11, 5.0e10, 0.55)
+B200 = _node("b200", (2250, 75, 37), 180e9, 8.0e12, 9.0e11, 5.0e10, 0.55)
+PROFILES = {profile.name: profile for profile in (A100, H100, H200, B200, CPU)}
+"""By the name that ``hardware=`` and ``--hardware`` take."""
 
 _BY_DEVICE = {"cpu": CPU, "cuda": H100}
 
 
-def profile_for(device_type: str) -> Profile:
-    """The profile used for a mesh's kind of device."""
-    return _BY_DEVICE.get(device_type, H100)
+def profile_for(device_type: str, hardware: str | Path | Profile | None = None) -> Profile:
+    """The profile that is asked for: itself, by name, or from a file; else one for the mesh's kind of device.
+
+    Raises:
+        ValueError: for a name that is no profile and no file.
+    """
+    if isinstance(hardware, Profile):
+        return hardware
+    if hardware is None:
+        return _BY_DEVICE.get(device_type, H100)
+    if isinstance(hardware, str) and hardware in PROFILES:
+        return PROFILES[hardware]
+    if Path(hardware).is_file():
+        return Profile.load(hardware)
+    raise ValueError(
+        f"unknown hardware {str(hardware)!r}: expected one of {', '.join(PROFILES)}, or a file that "
+        "'python -m autoparallel calibrate' wrote"
+    )

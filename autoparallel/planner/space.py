@@ -30,6 +30,7 @@ from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_sec
 from autoparallel.planner.elimination import Factor
 from autoparallel.planner.experts import Experts, find_experts
 from autoparallel.planner.hardware import Profile
+from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
 from autoparallel.redistribution import Redistributor, local_numel
 from autoparallel.rules import operator_name, rule_for
@@ -95,11 +96,13 @@ class SearchSpace:
         outputs: Sequence[Layout | None],
         pinned: Mapping[str, ParameterPlan] | None = None,
         input_layouts: Mapping[str, Layout] | None = None,
+        pins: ResolvedPins | None = None,
     ) -> None:
         self.captured, self.mesh, self.profile = captured, tuple(mesh), profile
         self.constraints, self.redistributor = constraints, redistributor
         self.outputs, self.pinned = outputs, pinned or {}
         self.input_layouts = input_layouts or {}
+        self.pins = pins or Pins().resolve(captured, self.mesh)
         self.axis_sizes = tuple(n for _, n in mesh)
         self.axes = range(len(self.axis_sizes))
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
@@ -160,7 +163,8 @@ class SearchSpace:
     def options(self, node: fx.Node) -> list[Option] | None:
         """The ways to run an operator or to keep a parameter; None for a node that has no choice and no tensors."""
         if node not in self._known:
-            self._known[node] = self._options(node)
+            options = self._options(node)
+            self._known[node] = None if options is None else self.pins.options(node, options)
         return self._known[node]
 
     def _options(self, node: fx.Node) -> list[Option] | None:
@@ -299,9 +303,12 @@ class SearchSpace:
             gathers = [plan.gather]
         else:
             fills = [user for user in node.users if user.target is ops.pad_rows]
-            layouts = self._layouts_at_rest(shape, self.experts.parameters.get(node), fills)
+            if node in self.pins:
+                layouts = self._pinned_layouts(node, shape)
+            else:
+                layouts = self._layouts_at_rest(shape, self.experts.parameters.get(node), fills)
             gathers = ["per_step", "per_use"]
-            if self.constraints.gather_per_use:
+            if self.constraints.gather_per_use and node not in self.pins:
                 gathers = ["per_use"]
         options = []
         for layout in layouts:
@@ -312,6 +319,14 @@ class SearchSpace:
             for gather in gathers if sharded else ["per_step"]:
                 options.append(Option((), (), layout, update, float(kept), gather))
         return options
+
+    def _pinned_layouts(self, node: fx.Node, shape: tuple[int, ...]) -> list[Layout]:
+        """The layouts that a user's pins leave, whatever the preset permits."""
+        choices = [Invariant, *(Shard(d) for d in range(len(shape)))]
+        offered = [
+            x for x in itertools.product(choices, repeat=len(self.axis_sizes)) if reaches_all(shape, x, self.axis_sizes)
+        ]
+        return self.pins.layouts(node, offered)
 
     def _layouts_at_rest(
         self, shape: tuple[int, ...], experts: int | None = None, fills: Sequence[fx.Node] = ()
@@ -424,6 +439,7 @@ class SearchSpace:
         whole = "R" if node.meta["differentiable"] else "I"
         stacked = self.experts.parameters.get(node)
         pinned = self.captured.parameters[node.name] in self.pinned
+        free = node in self.pins  # its user knows better than the preset
         for j, column in enumerate(columns):
             for axis in self.constraints.data:
                 if stacked is not None and axis in self.constraints.expert:
@@ -435,10 +451,10 @@ class SearchSpace:
             for i, option in enumerate(options):
                 for axis in self.constraints.tensor:
                     at_rest, used = option.result[axis], column[axis]
-                    if at_rest.kind == "S" and used != at_rest:
+                    if at_rest.kind == "S" and used != at_rest and not free:
                         out[i, j] = np.inf
                     kept = used if pinned else at_rest
-                    if large and kept.kind != "S" and self._can_shard(node, axis):
+                    if large and not free and kept.kind != "S" and self._can_shard(node, axis):
                         out[i, j] = np.inf
         return out
 

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from autoparallel.placements import Layout
-from autoparallel.plan import Plan
+from autoparallel.plan import Plan, mesh_text
 from autoparallel.report.predict import ACCUMULATORS, ModuleRow, ParameterRow, Prediction
 from autoparallel.report.text import duration, plain_text, units
 from autoparallel.rules.typing import parse_mode
@@ -23,9 +23,8 @@ def explain(plan: Plan) -> str:
 
     A plan that was loaded from a file knows what was decided, but predicts nothing before it is compiled again.
     """
-    mesh = ", ".join(f"{name}={size}" for name, size in plan.mesh)
     origin = "chosen by the search" if plan.origin == "auto" else f"the preset {plan.origin!r}"
-    parts: list[Table | str] = [f"Plan: {origin}, on the mesh ({mesh})"]
+    parts: list[Table | str] = [f"Plan: {origin}, on the mesh {mesh_text(plan.mesh)}"]
     if plan.prediction is not None:
         parts += [_modules_table(plan.prediction.modules, plan), *_predicted(plan.prediction, plan)]
     else:
@@ -52,7 +51,8 @@ def describe_layout(layout: Layout, axes: Sequence[str]) -> str:
     return ", ".join(f"{what} over {'+'.join(names)}" for what, names in over.items()) or "whole"
 
 
-def _describe_modes(modes: Sequence[str], axes: Sequence[str]) -> str:
+def describe_modes(modes: Sequence[str], axes: Sequence[str]) -> str:
+    """How an operator runs, in words: ``whole``, ``n over tp``, ``b over dp, k over tp``."""
     over: dict[str, list[str]] = {}
     for text, axis in zip(modes, axes, strict=True):
         mode = parse_mode(text)
@@ -104,7 +104,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -125,7 +125,7 @@ def _modules_table(modules: Sequence[ModuleRow], plan: Plan) -> Table:
         for i, line in enumerate(content):
             lines.append((path or "(the model)" if i == 0 else "", *line))
     shown = [i for i in range(len(headers)) if any(line[i] for line in lines)]
-    table = _table(*(headers[i] for i in shown))
+    table = plain_table(*(headers[i] for i in shown))
     for line in lines:
         table.add_row(*(line[i] for i in shown))
     return table
@@ -153,11 +153,11 @@ def _rows_of(plan: Plan) -> list[ModuleRow]:
 
 def _operators_table(plan: Plan) -> Table:
     """How each module's operators run: what a plan alone knows about activations."""
-    table = _table("module", "operators")
+    table = plain_table("module", "operators")
     found: dict[str, dict[str, None]] = {}
     for key, modes in plan.operators.items():
         path, _, operator = key.partition("#")[0].rpartition("/")
-        found.setdefault(path, {})[f"{operator}: {_describe_modes(modes, plan.axis_names)}"] = None
+        found.setdefault(path, {})[f"{operator}: {describe_modes(modes, plan.axis_names)}"] = None
     for path, content in fold((path, tuple(operators)) for path, operators in found.items()):
         table.add_row(path or "(the model)", "\n".join(content))
     return table
@@ -181,7 +181,7 @@ def _predicted(prediction: Prediction, plan: Plan) -> list[Table | str]:
         f"gradients {duration(p.gradient_seconds)}, update {duration(p.update_seconds)}), nothing overlapped."
     )
     parts.append(f"Predicted memory per device: {units(p.total_memory)}, with two states of Adam:")
-    memory = _table("of which", "bytes", right=["bytes"])
+    memory = plain_table("of which", "bytes", right=["bytes"])
     for what, size in p.memory.items():
         if what != ACCUMULATORS:
             memory.add_row(what, units(size))
@@ -200,7 +200,7 @@ _WHEN = {
 
 def _reductions(p: Prediction, plan: Plan) -> Table:
     """The ways to add up gradients: which parameters take each, and what each would cost."""
-    table = _table("gradients are", "parameters", "more memory", "time per microbatch", right=["more memory"])
+    table = plain_table("gradients are", "parameters", "more memory", "time per microbatch", right=["more memory"])
     taken = [parameter.reduce for parameter in plan.parameters.values()]
     shown: set[tuple[float, float]] = set()
     for when, cost in p.reductions.items():
@@ -219,7 +219,7 @@ def _traffic(p: Prediction) -> Table:
     }  # fmt: skip
     if not p.unshard.total_collectives:
         del columns["unshard"]
-    table = _table("collective", "mesh axis", *columns, right=list(columns))
+    table = plain_table("collective", "mesh axis", *columns, right=list(columns))
 
     each = list(columns.values())
     total = columns["step"]

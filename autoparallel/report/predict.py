@@ -79,6 +79,7 @@ class Prediction:
         regathered: how many buckets of parameters the backward gathers again.
         modules: how the model's modules lie, in the model's order.
         profile: the name of the hardware profile.
+        timeline: over one step with one microbatch, seconds since its begin and the bytes that a device holds then.
     """
 
     unshard: Traffic = field(default_factory=Traffic)
@@ -95,6 +96,7 @@ class Prediction:
     reductions: Mapping[str, ReductionCost] = field(default_factory=dict)
     regathered: int = 0
     modules: tuple[ModuleRow, ...] = ()
+    timeline: tuple[tuple[float, float], ...] = ()
     profile: str = ""
 
     def step(self, microbatches: int = 1) -> Traffic:

@@ -23,15 +23,20 @@ def plain_text(*parts: RenderableType) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def units(count: float) -> str:
+def units(count: float, unit: str = "B") -> str:
     """Bytes as people write them: ``512 B``, ``1.2 kB``, ``3.4 MB``."""
     if abs(count) < 1000:
-        return f"{count:.0f} B"
-    size, names = float(count), ["kB", "MB", "GB", "TB"]
-    while abs(size) >= 999_950 and len(names) > 1:
+        return f"{count:.0f} {unit}"
+    size, scales = float(count), ["k", "M", "G", "T"]
+    while abs(size) >= 999_950 and len(scales) > 1:
         size /= 1000
-        names.pop(0)
-    return f"{size / 1000:.1f} {names[0]}"
+        scales.pop(0)
+    return f"{size / 1000:.1f} {scales[0]}{unit}"
+
+
+def operations(count: float) -> str:
+    """Floating-point operations as people write them: ``1.2 Gflop``."""
+    return units(count, "flop")
 
 
 def duration(seconds: float) -> str:

@@ -194,5 +194,6 @@ def _attention(node: fx.Node) -> Rule | None:
         sizes=sizes,
         linear=[(2,)],
         blocked=["e", "s", "v"] + (["l"] if values["is_causal"] else []),
-        flops=4,
+        # Each query meets each key, and their weight each value: e and v are never met by one another.
+        flops=(2 / q[-1] + 2 / v[-1]) * (0.5 if values["is_causal"] else 1),
     )

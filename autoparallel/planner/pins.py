@@ -1,0 +1,269 @@
+"""Pins: what some parameters and modules must be, or must not be, whatever else the search chooses.
+
+A pin names parameters or modules by a pattern (``layers.*.mlp.up.weight``; ``*`` stands for any text, dots included)
+and says one placement for each mesh axis, in the words of ``torch.distributed.tensor``, ``Shard(d)`` and
+``Replicate()``, or None for an axis that stays open.  Of a parameter it says how it lies between steps, as
+``parameter.placements`` will say; of a module, how its result is made.  A saved plan pins what it decided, as far as
+the model still has it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autoparallel.capture import Captured
+from autoparallel.placements import Layout, format_layout
+from autoparallel.plan import ParameterPlan, Plan, PlanError, mesh_text
+from autoparallel.rules.calls import is_tensor
+
+if TYPE_CHECKING:
+    from autoparallel.planner.space import Option
+
+Placements = Sequence[Placement | None]
+"""One for each mesh axis; None leaves an axis open."""
+
+WHOLE = ("I", "R")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What one pattern pins or forbids.
+
+    Attributes:
+        pattern: of parameter names, or else of module paths.
+        placements: for each mesh axis ``"R"`` (whole), ``"S0"``, ``"S1"``, ..., or ``"*"`` (open).
+        forbid: whether tensors must not lie so, instead of that they must.
+    """
+
+    pattern: str
+    placements: tuple[str, ...]
+    forbid: bool = False
+
+    def __str__(self) -> str:
+        return f"{'forbid' if self.forbid else 'pin'} {self.pattern}={','.join(self.placements)}"
+
+    def agrees(self, layout: Layout, dims: int) -> bool:
+        """Whether a tensor of so many dims that lies so is as the pin says (or, forbidden, not as it says)."""
+        return self._matches(layout, dims) != self.forbid
+
+    def _matches(self, layout: Layout, dims: int) -> bool:
+        for text, placement in zip(self.placements, layout, strict=True):
+            if text == "*":
+                continue
+            if text == "R":
+                if placement.kind not in WHOLE:
+                    return False
+            elif placement.kind != "S" or placement.dim - int(text[1:]) not in (0, dims):
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class Pins:
+    """All pins of a search; the same on every rank.
+
+    Attributes:
+        pins: by pattern.
+        kept: a saved plan whose decisions are kept as far as the model still has them.
+        excluded: decisions that are not to be taken again: parameter name to layouts at rest, operator key to modes.
+    """
+
+    pins: tuple[Pin, ...] = ()
+    kept: Plan | None = None
+    excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def resolve(self, captured: Captured, axes: Sequence[tuple[str, int]]) -> ResolvedPins:
+        """Looks up what the pins mean in a graph.
+
+        Raises:
+            PlanError: for a pattern that nothing matches, or a pin that does not fit the mesh.
+        """
+        return ResolvedPins(self, captured, axes)
+
+    def text(self) -> str:
+        """All of it, for ranks to compare."""
+        lines = [*map(str, self.pins), *(f"not {k} {sorted(v)}" for k, v in sorted(self.excluded.items()))]
+        return "\n".join([*lines, *([self.kept.to_json()] if self.kept is not None else [])])
+
+
+class ResolvedPins:
+    """Pins of one graph: which options of a node they leave."""
+
+    def __init__(self, pins: Pins, captured: Captured, axes: Sequence[tuple[str, int]]) -> None:
+        self.kept, self.excluded = pins.kept, pins.excluded
+        self.parameters = captured.parameters
+        self.freed: list[str] = []
+        self._pins: dict[fx.Node, list[Pin]] = {}
+        if pins.kept is not None and tuple(pins.kept.mesh) != tuple(axes):
+            raise PlanError(f"the pinned plan is for the mesh {mesh_text(pins.kept.mesh)}, not for {mesh_text(axes)}")
+        nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+        named = {name: nodes[placeholder] for placeholder, name in captured.parameters.items()}
+        modules = results_of_modules(captured.graph)
+        for pin in pins.pins:
+            if len(pin.placements) != len(axes):
+                mesh = ", ".join(name for name, _ in axes)
+                raise PlanError(f"{pin} gives {len(pin.placements)} placements, the mesh has the axes ({mesh})")
+            found = matching(pin.pattern, named) or matching(pin.pattern, modules)
+            if not found:
+                near = difflib.get_close_matches(pin.pattern, [*named, *modules], 3, 0.4)
+                hint = f"; did you mean {', '.join(near)}?" if near else ""
+                raise PlanError(f"{pin}: the model has no such parameter or module{hint}")
+            for name in found:
+                self._pins.setdefault(named.get(name) or modules[name], []).append(pin)
+
+    def __contains__(self, node: fx.Node) -> bool:
+        """Whether a parameter is pinned, so that a preset leaves it alone."""
+        return node in self._pins or self._kept_layout(node) is not None
+
+    def layouts(self, node: fx.Node, layouts: Sequence[Layout]) -> list[Layout]:
+        """The layouts of a pinned parameter that its pins leave.
+
+        Raises:
+            PlanError: where a pattern leaves none.
+        """
+        if node not in self._pins:
+            return [x for x in layouts if format_layout(x) == self._kept_layout(node)] or list(layouts)
+        left = [x for x in layouts if self._agrees(node, x)]
+        if not left:
+            texts = sorted({format_layout(x).replace("I", "R") for x in layouts})
+            raise PlanError(
+                f"{' and '.join(map(str, self._pins[node]))}: {self._name(node)} cannot lie so; it can lie as "
+                f"{', '.join(texts[:12])}"
+            )
+        return left
+
+    def _kept_layout(self, node: fx.Node) -> str | None:
+        known = None if self.kept is None else self.kept.parameters.get(self.parameters.get(node.name, ""))
+        return None if known is None else known.at_rest
+
+    def options(self, node: fx.Node, options: list[Option]) -> list[Option]:
+        """The options that are left.
+
+        Raises:
+            PlanError: where a pattern leaves none.
+        """
+        if node in self._pins and node.op == "call_function":
+            options = self._require([o for o in options if self._agrees(node, o.result)], node, options)
+        keep = self._decision(node)
+        if keep is not None:
+            left = [o for o in options if keep(o)]
+            if left:
+                options = left
+            else:
+                self.freed.append(self._name(node))
+        excluded = self.excluded.get(self._name(node))
+        if excluded:
+            options = [o for o in options if decided(o) not in excluded]
+            if not options:
+                raise PlanError(f"nothing else is possible for {self._name(node)}")
+        return options
+
+    def _require(self, left: list[Option], node: fx.Node, options: Sequence[Option]) -> list[Option]:
+        if not left:
+            texts = sorted({format_layout(o.result) for o in options})
+            raise PlanError(
+                f"{' and '.join(map(str, self._pins[node]))}: the result of {self._name(node)} cannot be made so; it "
+                f"can be made as {', '.join(texts[:12])} (P is a summand, S a shard)"
+            )
+        return left
+
+    def _agrees(self, node: fx.Node, layout: Layout) -> bool:
+        return all(pin.agrees(layout, node.meta["val"].ndim) for pin in self._pins[node])
+
+    def _decision(self, node: fx.Node) -> Callable[[Option], bool] | None:
+        """What the kept plan decided about a node, unless a pattern says something else."""
+        if self.kept is None or node in self._pins:
+            return None
+        if node.name in self.parameters:
+            known: ParameterPlan | None = self.kept.parameters.get(self.parameters[node.name])
+            if known is None:
+                return None
+            return lambda o: format_layout(o.result) == known.at_rest and o.gather == known.gather
+        modes = self.kept.operators.get(node.meta.get("key", "")) if node.op == "call_function" else None
+        return None if modes is None else lambda o: tuple(map(str, o.modes)) == tuple(modes)
+
+    def _name(self, node: fx.Node) -> str:
+        return self.parameters.get(node.name) or str(node.meta.get("key", node.name))
+
+
+def decided(option: Option) -> str:
+    """An option as ``Pins.excluded`` names it."""
+    return ",".join(map(str, option.modes)) if option.modes else format_layout(option.result)
+
+
+def results_of_modules(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Module path to the call that makes the module's result: the last one in it."""
+    found: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and is_tensor(node):
+            parts = str(node.meta.get("module", "")).split(".")
+            for count in range(1, len(parts) + 1):
+                if parts[0]:
+                    found[".".join(parts[:count])] = node
+    return found
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern means."""
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+
+
+# ------------------------------------------------------------------------------------------------------ from the user
+
+
+def parse_pins(pins: Mapping[str, Any] | Plan | None, forbid: Mapping[str, Any] | None) -> Pins:
+    """Pins as ``compile()`` takes them.
+
+    Raises:
+        TypeError, ValueError: for what is no pin.
+    """
+    kept = pins if isinstance(pins, Plan) else None
+    table = {} if pins is None or isinstance(pins, Plan) else pins
+    found: list[Pin] = []
+    for given, negative, what in ((table, False, "pins"), (forbid or {}, True, "forbid")):
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{what} must be a dict of patterns, not a {type(given).__name__}")
+        for pattern, placements in given.items():
+            found.append(Pin(pattern, parse_placements(pattern, placements), negative))
+    return Pins(tuple(found), kept)
+
+
+def parse_placements(pattern: str, placements: Any) -> tuple[str, ...]:
+    """Placements as ``Pin`` writes them; from torch's, or from a text such as ``"R,S0"``."""
+    if not isinstance(pattern, str):
+        raise TypeError(f"a pin is named by a pattern, not by a {type(pattern).__name__}")
+    if isinstance(placements, Placement):
+        placements = (placements,)
+    if isinstance(placements, str):
+        placements = placements.split(",")
+    if not isinstance(placements, Sequence):
+        given = type(placements).__name__
+        raise TypeError(f"the pin {pattern!r} needs one placement for each mesh axis, not a {given}")
+    return tuple(_text_of(pattern, p) for p in placements)
+
+
+def _text_of(pattern: str, placement: Any) -> str:
+    if placement is None:
+        return "*"
+    if type(placement) is Shard:
+        return f"S{placement.dim}"
+    if isinstance(placement, Replicate):
+        return "R"
+    if isinstance(placement, str) and re.fullmatch(r"\*|R|S-?\d+", placement.strip()):
+        return placement.strip()
+    raise ValueError(
+        f"the pin {pattern!r} has the placement {placement!r}: expected Shard(dim), Replicate() or None (for an axis "
+        "that stays open) of torch.distributed.tensor; on the command line S0, R or *"
+    )
+
+
+__all__ = ["Pin", "Pins", "ResolvedPins", "decided", "matching", "parse_pins", "parse_placements", "results_of_modules"]

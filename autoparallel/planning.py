@@ -1,0 +1,265 @@
+"""From a model and a call to a plan, a rank's program and a prediction: the part of ``compile()`` that needs no ranks.
+
+Nothing here needs a process group, a device, or a parameter's memory, so it plans for any number of devices on a
+laptop.  ``compile()`` uses it on every rank, and ``python -m autoparallel plan`` on none.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
+from autoparallel.plan import ParameterPlan, Plan, PlanError
+from autoparallel.planner.accumulation import choose_reductions, with_reductions
+from autoparallel.planner.hardware import Profile
+from autoparallel.planner.pins import Pins
+from autoparallel.planner.presets import PRESETS, Constraints, constraints_for
+from autoparallel.planner.search import search
+from autoparallel.planner.space import SearchSpace
+from autoparallel.program import LocalProgram, build_program, input_layouts, wanted_outputs
+from autoparallel.redistribution import Redistributor
+from autoparallel.report.predict import Prediction, predict
+from autoparallel.runtime.calls import Call
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+Axes = tuple[tuple[str, int], ...]
+Told = Callable[[str], None]
+"""Is told the phase that begins, in a word or two."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the planner, for all calls of a model.
+
+    Attributes:
+        axes: the mesh axes by name and size.
+        profile: the hardware that is planned for.
+        plan: "auto", a preset, or a plan to carry out as it is.
+        pins: what some parameters, modules and operators must be, whatever else is chosen.
+        loss_fn, memory_limit, outputs, precision: as ``compile()`` takes them; the limit in bytes.
+        device: the kind of device that programs run on.
+        hoist_all: gathers every parameter before the body.
+    """
+
+    axes: Axes
+    profile: Profile
+    plan: str | Plan = "auto"
+    pins: Pins = field(default_factory=Pins)
+    loss_fn: Callable[..., Any] | None = None
+    memory_limit: float | None = None
+    outputs: str = "auto"
+    precision: MixedPrecisionPolicy | None = None
+    device: str = "cpu"
+    hoist_all: bool = False
+
+    @property
+    def origin(self) -> str:
+        """The preset's name, that of a plan's preset, or "auto"."""
+        return self.plan.origin if isinstance(self.plan, Plan) else self.plan
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    def constraints(self) -> Constraints:
+        """What the preset asks of each mesh axis."""
+        return constraints_for(self.origin if self.origin in PRESETS else "auto", [name for name, _ in self.axes])
+
+
+def limit_in_bytes(limit: float | None, profile: Profile) -> float | None:
+    """A limit on memory in bytes; one that is at most 1 is a part of what the profile's device has.
+
+    Raises:
+        ValueError: for a part of a memory that is not known.
+    """
+    if limit is None or limit > 1:
+        return limit
+    if limit <= 0:
+        raise ValueError(f"memory_limit must be positive, got {limit}")
+    if profile.memory is None:
+        raise ValueError(
+            f"memory_limit={limit} is a part of the device's memory, which the profile {profile.name!r} does not know: "
+            "give bytes"
+        )
+    return limit * profile.memory
+
+
+class Planner:
+    """Captures, searches and builds for one model; keeps what must be the same for all of its calls."""
+
+    def __init__(self, model: nn.Module, request: Request) -> None:
+        self.model, self.request = model, request
+        sizes, profile = request.sizes, request.profile
+        self.redistributor = Redistributor(sizes, partial(profile.step_seconds, sizes))
+        self.padded: list[str] | None = None  # the same for all kinds: found in the first trace, which trains
+        # With a limit, when gradients are reduced is chosen on the first program that trains, for all kinds.
+        self.reductions: Mapping[str, str] | None = None
+        if isinstance(request.plan, Plan):
+            self.reductions = {name: p.reduce for name, p in request.plan.parameters.items()}
+        elif request.memory_limit is None:
+            self.reductions = {}
+
+    def capture(self, call: Call, training: bool | None = None) -> Captured:
+        """The forward graph of a call."""
+        request = self.request
+        captured = capture(
+            self.model,
+            call.specs,
+            call.in_spec,
+            loss_fn=request.loss_fn if call.with_target else None,
+            least_batch=2 * math.prod(request.sizes),
+            batch=call.batch,
+            training=training,
+            precision=request.precision,
+            vocabulary_shards=math.prod(request.sizes[axis] for axis in request.constraints().tensor),
+            padded=self.padded,
+        )
+        self.padded = captured.padded if self.padded is None else self.padded
+        return captured
+
+    def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
+        """The plan that the search chooses.
+
+        Args:
+            at_rest: how the parameters lie already; None where that is open.
+
+        Raises:
+            PlanError: when no plan satisfies the constraints, the pins or the limit.
+        """
+        request = self.request
+        constraints = request.constraints()
+        if constraints.data and not captured.actual and any(isinstance(s, InputSpec) for s in call.specs):
+            raise PlanError(
+                f"the plan {request.origin!r} shards the batch, but the model fixes the batch size at {call.batch}: "
+                "use x.shape[0] instead of a number, or plan='tensor_parallel'"
+            )
+        space = SearchSpace(
+            captured,
+            request.axes,
+            request.profile,
+            constraints,
+            self.redistributor,
+            self.wanted(captured),
+            pinned=at_rest,
+            input_layouts=input_layouts(captured, call.specs, call.layouts),
+            pins=request.pins.resolve(captured, request.axes),
+        )
+        plan = search(space, request.origin, request.memory_limit)
+        if space.pins.freed:
+            warnings.warn(
+                f"{len(space.pins.freed)} decisions of the pinned plan are not possible any more and were searched "
+                f"again: {', '.join(space.pins.freed[:5])}",
+                stacklevel=2,
+            )
+        return plan
+
+    def wanted(self, captured: Captured) -> Sequence[Any]:
+        """The layout that each output must have; None where it may stay as it is made."""
+        return wanted_outputs(captured, self.request.outputs, len(self.request.axes))
+
+    def build(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> LocalProgram:
+        """A rank's program; the captured graph becomes its body."""
+        precision = self.request.precision
+        return build_program(
+            captured,
+            plan,
+            prefix=prefix,
+            redistributor=self.redistributor,
+            outputs=self.wanted(captured),
+            inputs=input_layouts(captured, call.specs, call.layouts),
+            device=torch.device(self.request.device),
+            hoist_all=self.request.hoist_all,
+            reduce_dtype=precision.reduce_dtype if precision is not None else None,
+        )
+
+    def finish(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> tuple[Plan, LocalProgram]:
+        """The plan with its prediction and with the times of reducing that fit the limit, and a rank's program."""
+        profile, limit = self.request.profile, self.request.memory_limit
+        plan = with_reductions(plan, self.reductions or {})
+        program = self.build(captured, plan, call, prefix)
+        prediction = predict(program, plan, profile)
+        if self.reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
+            assert limit is not None
+            left = limit - prediction.total_memory
+            self.reductions = choose_reductions(program.buckets, self.request.sizes, profile, left)
+            plan = with_reductions(plan, self.reductions)
+            program.reducing(plan)
+            prediction = predict(program, plan, profile)
+        return plan.with_prediction(prediction), program
+
+
+# ------------------------------------------------------------------------------------------------ without any ranks
+
+
+def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_target: bool = False) -> Call:
+    """A call with plain global inputs; of their tensors only shapes and dtypes matter."""
+    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    specs, batch = describe_inputs(leaves)
+    return Call(tuple(leaves), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target)
+
+
+def copy_captured(captured: Captured) -> Captured:
+    """The same graph once more, for another program to be made of."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(captured.graph, known))
+    graph.output_node().meta = dict(captured.graph.output_node().meta)
+    return replace(captured, module=fx.GraphModule(nn.Module(), graph))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan that was made without ranks.
+
+    Attributes:
+        plan: with its prediction.
+        program: what a rank would run.
+    """
+
+    plan: Plan
+    program: LocalProgram
+
+    @property
+    def prediction(self) -> Prediction:
+        assert self.plan.prediction is not None
+        return self.plan.prediction
+
+
+def draft(model: nn.Module, call: Call, request: Request, told: Told = lambda phase: None) -> Draft:
+    """Plans one call of a model in training, without ranks.
+
+    Args:
+        model: the plain model; meta tensors will do.
+        told: is told each phase as it begins.
+
+    Raises:
+        PlanError, CaptureError: when the model cannot be planned so.
+    """
+    planner = Planner(model, request)
+    told("trace")
+    captured = planner.capture(call)
+    return draft_captured(planner, captured, call, told)
+
+
+def draft_captured(planner: Planner, captured: Captured, call: Call, told: Told = lambda phase: None) -> Draft:
+    """The same for a graph that has been captured already; it is used up."""
+    told("search")
+    requested = planner.request.plan
+    if isinstance(requested, Plan):
+        requested.require_fits(captured.graph, planner.request.axes, captured.parameters)
+        plan = requested
+    else:
+        plan = planner.search(captured, call)
+    told("predict")
+    return Draft(*planner.finish(captured, plan, call, "mesh0"))

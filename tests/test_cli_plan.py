@@ -1,0 +1,214 @@
+"""``python -m autoparallel plan``: without ranks, and its plan then runs on them without a search."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoparallel
+from autoparallel import planning
+from autoparallel.cli import main
+from autoparallel.plan import Plan
+from autoparallel.planner.hardware import CPU
+from tests.distributed import run_distributed
+from tests.plan_factories import net
+
+MODEL = "tests.plan_factories:net"
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def _train(path: str, batch: int) -> tuple[float, float, str]:
+    """One step by a plan's file; the search raises, were it asked."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(7)
+    model, (x, y), loss_fn = net(batch)
+    plain = loss_fn(model(x), y).item()
+    kept, planning.search = planning.search, None  # type: ignore[assignment]
+    try:
+        compiled = autoparallel.compile(model, mesh, loss_fn=loss_fn, plan=Plan.load(path))
+        loss = compiled(x, y)
+        loss.backward()
+    finally:
+        planning.search = kept
+    return plain, loss.item(), compiled.plan.to_json()
+
+
+class _Page(HTMLParser):
+    """What a page asks the network for, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.asked += [str(v) for k, v in attrs if k in ("src", "href")] + [tag] * (tag in ("script", "link", "img"))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_planned_here_and_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, page = tmp_path / "plan.json", tmp_path / "report.html"
+    status = main(
+        ["plan", "--model", MODEL, "--mesh", "dp=2,tp=2", "--hardware", "cpu", "--batch", "16", "--plan",
+         "tensor_parallel", "--compare", "fsdp", "--out", str(out), "--report", str(page), "--explain"]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert status == 0
+    lines = [line.split() for line in printed.out.splitlines()]
+    heads = next(line for line in lines if line[:2] == ["plan", "step"])
+    assert heads[2:5] == ["rows/s", "MFU", "memory"] and "all_reduce" in heads
+    assert {line[0] for line in lines if line} >= {"tensor_parallel", "fsdp"}
+    assert "Net on (dp=2, tp=2), cpu: 16 rows a step" in printed.out and "Predicted memory per device" in printed.out
+    phases = [line.rsplit(" ", 2)[0] for line in printed.err.splitlines()]
+    assert phases[:3] == ["tensor_parallel: trace", "tensor_parallel: search", "tensor_parallel: predict"]
+
+    ranks = run_distributed(_train, str(out), 24, world_size=4)  # another batch size than the planned one
+    for plain, loss, text in ranks:
+        assert abs(plain - loss) < 1e-12
+        assert text == out.read_text(), "what ran is the file"
+    parsed = _Page()
+    parsed.feed(page.read_text())
+    assert not parsed.asked, "one file, and nothing from the network"
+    assert "layers.0-1.0" in parsed.text and "dim 0 over tp" in parsed.text and "Memory of a device" in parsed.text
+
+
+def test_more_devices_than_anyone_has(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(
+        ["plan", "--model", MODEL, "--mesh", "dp=512,tp=16", "--batch", "8192", "--plan", "data_parallel",
+         "--compare", "none"]
+    )  # fmt: skip
+    assert status == 0 and "Net on (dp=512, tp=16), h100: 8,192 rows" in capsys.readouterr().out
+
+
+def test_a_config_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text(json.dumps(LLAMA))
+    arguments = ["plan", "--model", str(config), "--mesh", "dp=4,tp=2", "--seq", "32", "--out", str(out)]
+    assert main([*arguments, "--batch", "16", "--precision", "bfloat16", "--compare", "none"]) == 0
+    printed = capsys.readouterr().out
+    assert "LlamaForCausalLM on (dp=4, tp=2), h100: 512 tokens a step" in printed
+    assert "model(input_ids=input_ids, labels=labels)" in printed and "param_dtype=torch.bfloat16" in printed
+    assert "model.layers.1.mlp.down_proj.weight" in Plan.load(out).parameters
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "--batch is needed with a config.json" in capsys.readouterr().err
+
+
+def test_a_profile_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    CPU.save(tmp_path / "mine.json")
+    arguments = ["plan", "--model", MODEL, "--mesh", "2", "--compare", "none", "--hardware"]
+    assert main([*arguments, str(tmp_path / "mine.json")]) == 0
+    own = capsys.readouterr().out
+    assert main([*arguments, "cpu"]) == 0
+    assert capsys.readouterr().out == own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hardware", "abacus"], "unknown hardware 'abacus': expected one of a100, h100"),
+        (["--pin", "layers"], "'layers' is not a pin"),
+        (["--pin", "layers.9.weight=S0"], "the model has no such parameter or module; did you mean layers."),
+        (["--pin", "head.weight=S0,S1"], "gives 2 placements, the mesh has the axes (dp)"),
+        (["--pin", "head.weight=S5"], "head.weight cannot lie so; it can lie as R, S0, S1"),
+        (["--memory-limit", "much"], "'much' is not a limit"),
+        (["--memory-limit", "1kB"], "no plan fits in 0.0 MB per device"),
+        (["--seq", "8"], "takes no argument 'seq'"),
+        (["--compare", "best"], "unknown preset 'best' in --compare"),
+        (["--plan", "best"], "unknown plan 'best'"),
+    ],
+)
+def test_what_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", "--model", MODEL, "--mesh", "dp=2", "--compare", "none", *arguments])
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_factory_that_reads_values(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "tests.plan_factories:reads_values", "--mesh", "2", "--compare", "none"]
+    assert main(arguments) == 1
+    assert "cannot run on the meta device" in capsys.readouterr().err
+    assert main([*arguments, "--real-tensors"]) == 0
+
+
+def _pinned(saved: str | None) -> list[tuple[dict[str, Any], str, str]]:
+    """Compiles with pins; how parameters lie, and what the plan says of itself."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for pins, forbid in (
+        ({"layers.*.0.weight": (Replicate(), Shard(0)), "layers.*.2.weight": (None, Shard(-1))}, None),
+        ({"head.weight": (Shard(0), Replicate())}, {"layers.*.weight": (Replicate(), Replicate())}),
+        (Plan.load(saved) if saved else None, None),
+    ):
+        torch.manual_seed(7)
+        model, (x, y), loss_fn = net(16)
+        plain = loss_fn(model(x), y).item()
+        compiled = autoparallel.compile(
+            model, mesh, loss_fn=loss_fn, plan="data_parallel", pins=pins, forbid=forbid, example_inputs=(x, y)
+        )
+        assert abs(compiled(x, y).item() - plain) < 1e-12
+        lying = {name: str(p.placements) for name, p in compiled.named_parameters()}  # type: ignore[attr-defined]
+        # Each rank may ask on its own: nobody else takes part.
+        why = compiled.plan.explain("layers.*.0") if not found and mesh.get_rank() == 0 else ""
+        found.append((lying, compiled.plan.to_json(), why))
+    return found
+
+
+def test_pins_beside_a_preset(tmp_path: Path) -> None:
+    """Parameters lie as they are pinned, in ``placements``' own words, whatever the preset; and the loss stays."""
+    out = tmp_path / "plan.json"
+    main(["plan", "--model", MODEL, "--mesh", "dp=2,tp=2", "--batch", "16", "--plan", "fsdp", "--compare", "none",
+          "--hardware", "cpu", "--out", str(out)])  # fmt: skip
+    ranks = run_distributed(_pinned, str(out), world_size=4)
+    (first, _, why), (second, _, _), (third, text, _) = ranks[0]
+    for i in range(2):
+        assert first[f"layers.{i}.0.weight"] == "(Replicate(), Shard(dim=0))"
+        assert first[f"layers.{i}.2.weight"].endswith("Shard(dim=1))")
+        assert second[f"layers.{i}.0.weight"] != "(Replicate(), Replicate())"
+    assert second["head.weight"] == "(Shard(dim=0), Replicate())"
+    plan, saved = Plan.from_json(text), Plan.load(out)
+    assert plan.parameters == saved.parameters and plan.operators == saved.operators, "a saved plan is kept whole"
+    assert "Shard" in third["head.weight"]
+    assert "weight (2 x)" in why and "next best" in why
+    assert all(rank[0][0] == first for rank in ranks)
+
+
+def test_an_edit_elsewhere_keeps_a_pinned_plan() -> None:
+    def planned(model: nn.Module, **options: Any) -> Plan:
+        request = planning.Request(axes=(("dp", 2), ("tp", 2)), profile=CPU, loss_fn=net()[2], **options)
+        return planning.draft(model, planning.call_of(net(16)[1], with_target=True), request).plan
+
+    before, _, _ = net()
+    saved = planned(before, plan="fsdp")
+    edited, _, _ = net()
+    edited.head = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    free = planned(edited)
+    kept = planned(edited, pins=planning.Pins(kept=Plan.from_json(saved.to_json())))
+    same = [name for name in saved.parameters if name in kept.parameters]
+    assert len(same) == 8, "all but the head's"
+    assert all(kept.parameters[name] == saved.parameters[name] for name in same)
+    assert any(free.parameters[name] != saved.parameters[name] for name in same), "which is not what auto would choose"
+    changes = saved.diff(kept)
+    assert "different models" in changes and "(absent)" in changes and "head.0" in changes
+    assert "layers.0.0.weight" not in changes
+    assert saved.diff(Plan.from_json(saved.to_json())) == "The plans decide the same."
+    moved = planned(before, plan="data_parallel")
+    text = saved.diff(moved)
+    assert "(dp=2, tp=2), fsdp  ->  (dp=2, tp=2), data_parallel" in text
+    assert "layers.0-1" in text and "memory per device" in text
