@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,8 +233,9 @@ class _Compiler:
         self.agreement.require_same_text("the ranks have different programs:", f"{program.text()}\n{plan.to_json()}")
         if self.at_rest is None:
             self._settle(at_rest)
+        reasons = Reasons(self.planner, replace(call, leaves=()))  # a plan keeps no batch alive
         body = compile_body(program) if self.request.hoist_all else program.body
-        return Kind(Runner(program, self.store, self.model, body), plan.with_reasons(Reasons(self.planner, call)))
+        return Kind(Runner(program, self.store, self.model, body), plan.with_reasons(reasons))
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         plan = self.request.plan

@@ -206,7 +206,7 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_t
     """A call with plain global inputs; of their tensors only shapes and dtypes matter."""
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     specs, batch = describe_inputs(leaves)
-    return Call(tuple(leaves), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target)
+    return Call((), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
 
 
 def copy_captured(captured: Captured) -> Captured:
