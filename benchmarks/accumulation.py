@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from side_by_side import GPT, LAYERS, WIDTH, Contender, launch, loss_fn, medians, tokens, updates
+from side_by_side import GPT, LAYERS, WIDTH, Comparison, Contender, launch, loss_fn, tokens, updates
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -92,20 +90,11 @@ def _run(arguments: argparse.Namespace) -> None:
         "sharded, gathered per step": (_sharded(mesh, "per_step"), "FSDP2 kept"),
     }
     title = f"GPT {LAYERS} x {WIDTH}, {count} microbatches of {ROWS} rows a rank, {world} ranks; ms per step"
-    table = Table(title=title)
-    for column in ("parameters", "autoparallel", "instead", "ms", "ratio", "wanted", "ours sends", "theirs sends"):
-        table.add_column(column, justify="left" if column in ("parameters", "instead") else "right")
+    table = Comparison(title, "parameters")
     for what, (plan, kind) in pairs.items():
-        pair = [
-            Contender("autoparallel", _ours(mesh, plan, count)[1]),
-            Contender(kind, _theirs(mesh, kind, count)),
-        ]
-        sent = [contender.sends() for contender in pair]
-        ours, theirs = medians(pair, arguments.rounds, 1)
-        verdict = f"{ours / theirs:.2f}x" + (" (lost)" if ours / theirs > WANTED else "")
-        table.add_row(what, f"{ours:.0f}", kind, f"{theirs:.0f}", verdict, f"{WANTED:.2f}x", *sent)
-    if dist.get_rank() == 0:
-        Console(width=140).print(table)
+        pair = [Contender("autoparallel", _ours(mesh, plan, count)[1]), Contender(kind, _theirs(mesh, kind, count))]
+        table.measure(what, pair, WANTED, arguments.rounds, 1)
+    table.print()
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -118,6 +120,27 @@ def medians(contenders: Sequence[Contender], rounds: int, steps: int) -> list[fl
                 contender.step()
             times[contender.name].append((time.perf_counter() - begin) / steps * 1e3)
     return [statistics.median(times[c.name]) for c in contenders]
+
+
+class Comparison:
+    """A table of ours against theirs, a row for each pair."""
+
+    def __init__(self, title: str, what: str) -> None:
+        self._table = Table(title=title)
+        for column in (what, "autoparallel", "instead", "ms", "ratio", "wanted", "ours sends", "theirs sends"):
+            self._table.add_column(column, justify="left" if column in (what, "instead") else "right")
+
+    def measure(self, what: str, pair: Sequence[Contender], wanted: float, rounds: int, steps: int) -> None:
+        """Lets ours and theirs alternate and adds their row; ``wanted`` is the ratio to reach."""
+        sent = [contender.sends() for contender in pair]
+        ours, theirs = medians(pair, rounds, steps)
+        verdict = f"{ours / theirs:.2f}x" + (" (lost)" if ours / theirs > wanted else "")
+        self._table.add_row(what, f"{ours:.0f}", pair[1].name, f"{theirs:.0f}", verdict, f"{wanted:.2f}x", *sent)
+
+    def print(self) -> None:
+        """Prints the table, once for all ranks."""
+        if dist.get_rank() == 0:
+            Console(width=140).print(self._table)
 
 
 def launch(run: Callable[[argparse.Namespace], None], arguments: argparse.Namespace, ranks: int) -> None:

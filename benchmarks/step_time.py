@@ -14,9 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from side_by_side import GPT, LAYERS, WIDTH, Contender, launch, loss_fn, medians, tokens, updates
+from side_by_side import GPT, LAYERS, WIDTH, Comparison, Contender, launch, loss_fn, tokens, updates
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,18 +86,12 @@ def contenders(strategy: str, mesh: DeviceMesh) -> list[Contender]:
 def _run(arguments: argparse.Namespace) -> None:
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    table = Table(title=f"GPT {LAYERS} x {WIDTH}, {ROWS} rows a rank, {world} ranks of one thread; ms per step")
-    for column in ("strategy", "autoparallel", "instead", "ms", "ratio", "wanted", "ours sends", "theirs sends"):
-        table.add_column(column, justify="left" if column in ("strategy", "instead") else "right")
+    title = f"GPT {LAYERS} x {WIDTH}, {ROWS} rows a rank, {world} ranks of one thread; ms per step"
+    table = Comparison(title, "strategy")
     for strategy in [arguments.only] if arguments.only else STRATEGIES:
         pair = contenders(strategy, mesh)
-        sent = [contender.sends() for contender in pair]
-        ours, theirs = medians(pair, arguments.rounds, arguments.steps)
-        name, wanted = STRATEGIES[strategy]
-        verdict = f"{ours / theirs:.2f}x" + (" (lost)" if ours / theirs > wanted else "")
-        table.add_row(strategy, f"{ours:.0f}", name, f"{theirs:.0f}", verdict, f"{wanted:.2f}x", *sent)
-    if dist.get_rank() == 0:
-        Console(width=140).print(table)
+        table.measure(strategy, pair, STRATEGIES[strategy][1], arguments.rounds, arguments.steps)
+    table.print()
 
 
 def main() -> None:
