@@ -327,14 +327,8 @@ class MoE(nn.Module):
         return y, config.experts * (share * probabilities.mean((0, 1))).sum()
 
 
-class DroplessMoE(nn.Module):
-    """A layer of experts without a capacity: tokens are sorted by expert, and put back into their order."""
-
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.router = nn.Linear(config.width, config.experts, bias=False)
-        self.experts = Experts(config)
+class DroplessMoE(MoE):
+    """The same without a capacity: tokens are sorted by expert, and put back into their order."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
