@@ -9,11 +9,14 @@ from autoparallel.rules import RuleError, register_rule
 from autoparallel.runtime.agreement import RankMismatchError
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
+from autoparallel.runtime.pipeline import PipelineError
+from autoparallel.staging import Pipeline
 from autoparallel.traffic import Traffic, count_traffic
 from autoparallel.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "CaptureError", "ClipGradNorm", "ParallelModule", "Plan", "PlanError", "ProcessError", "RankMismatchError",
-    "RuleError", "Traffic", "VerifyError", "VerifyReport", "compile", "count_traffic", "register_rule", "verify",
+    "CaptureError", "ClipGradNorm", "ParallelModule", "Pipeline", "PipelineError", "Plan", "PlanError", "ProcessError",
+    "RankMismatchError", "RuleError", "Traffic", "VerifyError", "VerifyReport", "compile", "count_traffic",
+    "register_rule", "verify",
 ]  # fmt: skip

@@ -61,6 +61,11 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
+def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of other ranks, on which ``DTensor``s of this rank are empty; nothing is communicated to make it."""
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+
+
 def outside_of_dynamo() -> AbstractContextManager[Any]:
     """A context in which a backend of ``torch.compile`` may trace on its own, apart from the trace that called it."""
     return tracing(None)
@@ -129,6 +134,6 @@ def _accumulates(node: Any) -> bool:
 
 __all__ = [
     "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "free_unbacked_symbols", "graph_break_of",
-    "is_compiled_call", "is_fake", "leave_open", "local_of", "make_fake_mode", "make_spec", "outside_of_dynamo",
-    "process_group", "reduce_scatter_single", "source_of", "spec_of", "wrap_local",
+    "is_compiled_call", "is_fake", "leave_open", "local_of", "make_fake_mode", "make_spec", "mesh_without_groups",
+    "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of", "spec_of", "wrap_local",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import Captured
-from autoparallel.groups import bind, whole_group
+from autoparallel.groups import bind, inner_mesh, other_slices, whole_group, whole_group_name, with_data_axis
 from autoparallel.placements import Invariant, format_layout, parse_layout
-from autoparallel.plan import ParameterPlan, Plan
+from autoparallel.plan import ParameterPlan, Plan, PlanError
 from autoparallel.planner.hardware import Profile, profile_for
 from autoparallel.planner.pins import parse_pins
 from autoparallel.planner.presets import PRESETS
@@ -39,6 +40,8 @@ from autoparallel.runtime.state import (
     materialize,
     require_on_device,
 )
+from autoparallel.staged import StagedPlanner, attach_stages, find_owners
+from autoparallel.staging import PIPELINE_AXIS, Pipeline
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -62,13 +65,15 @@ def compile(
     backend: str = "eager",
     precision: MixedPrecisionPolicy | None = None,
     clip_grad_norm: float | Mapping[str, float] | ClipGradNorm | None = None,
+    pipeline: Pipeline | None = None,
 ) -> ParallelModule:
     """Makes a plain single-device model train on a whole mesh.
 
     Args:
         model: the plain model; its parameters are replaced by ``DTensor``s of the same names. The first rank's
             weights are used. Parameters on the meta device are materialised, each rank its part.
-        mesh: one to three named axes. None: all ranks of the launcher on one axis "dp"; without a launcher, one rank.
+        mesh: one to three named axes, and one named "pp" for a pipeline: the model is cut into stages that lie along
+            it. None: all ranks of the launcher on one axis "dp"; without a launcher, one rank.
         loss_fn: called as ``loss_fn(output, target)``; the last positional argument of a call is the target then. It
             returns the loss, or ``(sum, count)`` with an integer count: the loss is their quotient then.
         example_inputs: positional inputs of a first call (the target last): traces and plans now instead of then.
@@ -93,6 +98,8 @@ def compile(
             :meth:`ParallelModule.clip_grad_norm_` does; a number, limits by pattern of parameter names, or a
             :class:`ClipGradNorm` with another p or a policy for norms that are not finite.
             ``model.last_grad_norm`` is the norm of the last step.
+        pipeline: what to fix of the pipeline over "pp": its schedule, its number of microbatches or of stages per rank,
+            or where it is cut. What is left open is planned.
 
     Raises:
         TypeError, ValueError: for a mesh, a model or an option that cannot be used.
@@ -115,13 +122,22 @@ def compile(
     _require_policy(precision)
     if clip_grad_norm is not None and not isinstance(clip_grad_norm, ClipGradNorm):
         clip_grad_norm = ClipGradNorm(clip_grad_norm)
+    if pipeline is not None and not isinstance(pipeline, Pipeline):
+        raise TypeError(f"pipeline must be an autoparallel.Pipeline, not a {type(pipeline).__name__}")
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     mesh = usable_mesh(mesh, model)
+    staged = PIPELINE_AXIS in (mesh.mesh_dim_names or ())
+    if pipeline is not None and not staged:
+        raise ValueError("pipeline=... was given, but the mesh has no axis named 'pp' for it")
+    if staged:
+        _require_pipelines(model, precision, outputs)
+        mesh = with_data_axis(mesh)
+    inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
     require_on_device(model, mesh)
     profile = profile_for(mesh.device_type, hardware)
     request = Request(
-        axes=tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        axes=tuple(zip(inner.mesh_dim_names or (), inner.shape, strict=True)),
         profile=profile,
         plan=plan,
         pins=parse_pins(pins, forbid),
@@ -133,14 +149,16 @@ def compile(
         hoist_all=backend == "inductor",
     )
     agreement = Agreement(mesh)
-    _require_same_model(agreement, model, request, backend, clip_grad_norm)
+    _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline)
     prefix = bind(mesh)
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
     broadcast_from_first(tensors, mesh, whole_group(prefix))
     note_replaced(make_dtensors(model, mesh))
     seed = int(agreement.from_first(lambda: str(torch.initial_seed())))
-    store = GradientStore(mesh, prefix, dict(model.named_parameters()))
-    compiler = _Compiler(model, mesh, agreement, store, request)
+    everyone = whole_group_name(prefix) if staged else None
+    store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
+    make = partial(_StagedCompiler, pipeline=pipeline or Pipeline()) if staged else _Compiler
+    compiler = make(model, mesh, agreement, store, request)
     module = ParallelModule(
         model,
         mesh,
@@ -181,17 +199,24 @@ def usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
         raise ValueError(
             "the mesh has no axis names: pass mesh_dim_names to init_device_mesh, for example ('dp', 'tp')"
         )
-    if "pp" in names:
-        raise ValueError(
-            "a mesh axis named 'pp' asks for pipeline parallelism, which is not built yet: leave it out of the mesh"
-        )
-    if mesh.ndim > 3:
-        raise ValueError(f"a mesh has one to three axes, this one has {mesh.ndim}: {names}")
+    if len(set(names) - {PIPELINE_AXIS}) > 3:
+        raise ValueError(f"a mesh has one to three axes beside 'pp', this one has {mesh.ndim}: {names}")
     if mesh.mesh.numel() > dist.get_world_size():
         raise ValueError(f"the mesh has {mesh.mesh.numel()} ranks, the world has {dist.get_world_size()}")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh; call compile() on the mesh's ranks only")
     return mesh
+
+
+def _require_pipelines(model: nn.Module, precision: MixedPrecisionPolicy | None, outputs: str) -> None:
+    """Refuses what pipelines do not do."""
+    used = precision.param_dtype if precision is not None else None
+    if torch.float16 in {used, *(p.dtype for p in model.parameters())}:
+        raise ValueError(
+            "a pipeline in float16 is not supported: its gradients are computed before the loss is scaled. Use bfloat16"
+        )
+    if outputs == "sharded":
+        raise ValueError("outputs='sharded' is not supported by pipelines: use outputs='gather', or 'auto'")
 
 
 def _require_same_model(agreement: Agreement, model: nn.Module, request: Request, *options: object) -> None:
@@ -227,8 +252,10 @@ class _Compiler:
             at_rest = self._resting(self._plan(training, call, None))
         captured = self.agreement.together(lambda: self.planner.capture(call))
         plan = self._plan(captured, call, at_rest)
-        if at_rest is None:
-            at_rest = self._resting(plan)
+        return self._build(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
+
+    def _build(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
+        """Builds the program and attaches it to the parameters, which then lie as ``at_rest`` says."""
         plan, program = self.planner.finish(captured, plan, call, self.store.prefix)
         self.agreement.require_same_text("the ranks have different programs:", f"{program.text()}\n{plan.to_json()}")
         if self.at_rest is None:
@@ -248,17 +275,65 @@ class _Compiler:
 
     def _resting(self, plan: Plan) -> dict[str, ParameterPlan]:
         """How every parameter lies from now on; whole, where the plan does not meet it."""
-        whole = ParameterPlan(format_layout((Invariant,) * self.mesh.ndim))
+        whole = ParameterPlan(format_layout((Invariant,) * self.store.mesh.ndim))
         return {name: plan.parameters.get(name, whole) for name in self.store.parameters}
+
+    def _homes(self) -> dict[str, DeviceMesh]:
+        """The mesh that each parameter lies on."""
+        return dict.fromkeys(self.store.parameters, self.store.mesh)
 
     def _settle(self, at_rest: dict[str, ParameterPlan]) -> None:
         """Gives every parameter its layout at rest, in place."""
         layouts = {name: parse_layout(plan.at_rest) for name, plan in at_rest.items()}
+        homes = self._homes()
         if any(_is_meta(p) for p in [*self.store.parameters.values(), *self.model.buffers()]):
-            materialize(self.model, layouts, self.mesh, whole_group(self.store.prefix))
+            materialize(self.model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)
         for name, parameter in self.store.parameters.items():
-            lay_out(parameter, layouts[name], self.mesh)
+            lay_out(parameter, layouts[name], homes[name])
         self.at_rest = at_rest
+
+
+class _StagedCompiler(_Compiler):
+    """The same for a mesh with an axis for a pipeline."""
+
+    planner: StagedPlanner
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        agreement: Agreement,
+        store: GradientStore,
+        request: Request,
+        pipeline: Pipeline,
+    ) -> None:
+        super().__init__(model, mesh, agreement, store, request)
+        ranks = mesh.size((mesh.mesh_dim_names or ()).index(PIPELINE_AXIS))
+        self.planner = StagedPlanner(model, request, ranks, pipeline)
+        self.owners: dict[str, int] = {}
+
+    def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
+        plan = super()._plan(captured, call, at_rest)
+        if plan.pipeline is None or plan.pipeline.ranks != self.planner.ranks:
+            raise PlanError(f"the plan is not for a pipeline over {self.planner.ranks} ranks: plan again")
+        self.planner.stages = self.planner.stages or plan.pipeline
+        return plan
+
+    def _build(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
+        """Builds every stage's program, on all ranks, and attaches this rank's."""
+        staged = self.planner.build_stages(captured, plan, self.store.prefix)
+        self.agreement.require_same_text("the ranks have different programs:", f"{staged.text()}\n{plan.to_json()}")
+        if self.at_rest is None:
+            self.owners = find_owners(staged, self.store.parameters)
+            self._settle(at_rest)
+        compiled = compile_body if self.request.hoist_all else None
+        prefix, redistributor = bind(self.mesh), self.planner.redistributor
+        runner = attach_stages(staged, self.store, self.model, prefix, self.owners, redistributor, compiled)
+        return Kind(runner, plan)
+
+    def _homes(self) -> dict[str, DeviceMesh]:
+        slices = other_slices(self.mesh, PIPELINE_AXIS, self.store.mesh)
+        return {name: slices[self.owners[name]] for name in self.store.parameters}
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

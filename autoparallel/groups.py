@@ -197,6 +197,56 @@ def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int
     return mine, size, index
 
 
+_EXPANDED: dict[DeviceMesh, DeviceMesh] = {}
+
+
+def with_data_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh itself, or, where it has one axis only, with an axis "dp" of one rank behind it.
+
+    Raises:
+        ValueError: where other ranks would have to take part in making it.
+    """
+    if mesh.ndim > 1:
+        return mesh
+    if mesh not in _EXPANDED:
+        names = tuple(mesh.mesh_dim_names or ())
+        if mesh.mesh.numel() != dist.get_world_size():
+            raise ValueError(f"a mesh of some ranks with the one axis {names[0]!r}: give it an axis 'dp' of size 1")
+        _EXPANDED[mesh] = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(*names, "dp"))
+    return _EXPANDED[mesh]
+
+
+def inner_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The mesh of all axes but one, through this rank."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != axis)]
+
+
+def other_slices(mesh: DeviceMesh, axis: str, own: DeviceMesh) -> list[DeviceMesh]:
+    """For each place on an axis, the mesh of the other axes there; this rank's is ``own``."""
+    names = list(mesh.mesh_dim_names or ())
+    rest = tuple(name for name in names if name != axis)
+    here = mesh.get_local_rank(axis)
+    return [
+        own if i == here else _torch.mesh_without_groups(mesh.device_type, mesh.mesh.select(names.index(axis), i), rest)
+        for i in range(mesh.size(names.index(axis)))
+    ]
+
+
+def axis_group(key: str, axis: str) -> tuple[dist.ProcessGroup, int]:
+    """The process group of one axis of a bound mesh, and this rank's place in it."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    group, _, index = bound.groups[axis]
+    return group, index
+
+
+def whole_group_name(key: str) -> str:
+    """How programs name the group of all ranks of a bound mesh."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    return f"{key}/{'+'.join(bound.mesh.mesh_dim_names or ())}"
+
+
 def whole_group(key: str) -> dist.ProcessGroup:
     """The process group of all ranks of a bound mesh."""
     bound = _BOUND[key]
@@ -222,6 +272,7 @@ def settle(key: str) -> None:
 def unbind_all() -> None:
     """Forgets every mesh; for processes that destroy their process groups and make new ones."""
     _BOUND.clear()
+    _EXPANDED.clear()
     _GROUP_NAMES.clear()
 
 

@@ -22,10 +22,15 @@ from autoparallel.groups import axis_index, axis_size
 
 @dataclass(frozen=True)
 class RandomState:
-    """What a call's dropout masks depend on beside the operator and the global position of an element."""
+    """What a call's dropout masks depend on beside the operator and the global position of an element.
+
+    The rows of microbatch ``microbatch`` of ``microbatches`` stand in the batch behind those of the ones before it.
+    """
 
     seed: int
     call: int
+    microbatch: int = 0
+    microbatches: int = 1
 
 
 class _Current(threading.local):
@@ -33,6 +38,10 @@ class _Current(threading.local):
 
 
 _CURRENT = _Current()
+
+MICROBATCH = "microbatch"
+"""Stands for an axis in what shards a dropout's dim: the microbatches of a pipeline cut the batch."""
+
 _MASK64 = (1 << 64) - 1
 
 
@@ -86,8 +95,11 @@ def _coordinate(groups: str) -> tuple[int, int]:
     """This rank's position and the number of positions along a dim sharded by ``groups`` (outermost first)."""
     index, count = 0, 1
     for group in groups.split(",") if groups else ():
-        n = axis_size(group)
-        index, count = index * n + axis_index(group), count * n
+        if group == MICROBATCH:
+            here, n = _CURRENT.state.microbatch, _CURRENT.state.microbatches
+        else:
+            here, n = axis_index(group), axis_size(group)
+        index, count = index * n + here, count * n
     return index, count
 
 
@@ -99,6 +111,7 @@ def dropout(x: Tensor, p: float, operator: int, shards: str = "") -> Tensor:
         p: the probability of a zero.
         operator: a number that tells this dropout from the others of the program.
         shards: for each dim (joined by ";") the axes that shard it (joined by ",", outermost first); empty when whole.
+            ``MICROBATCH`` counts as one.
     """
     return x * torch.ops.autoparallel.dropout_mask(x.detach(), p, operator, shards)
 

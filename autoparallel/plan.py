@@ -28,6 +28,7 @@ from autoparallel.placements import (
 )
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Mode, parse_mode
+from autoparallel.staging import PipelinePlan
 
 if TYPE_CHECKING:
     from autoparallel.report.explain import Prediction
@@ -86,6 +87,7 @@ class Plan:
             made in.
         parameters: parameter name to its plan.
         unruled: operators without a rule, which run replicated, with how often.
+        pipeline: how the model is cut into stages over one more mesh axis, which is not in ``mesh``.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -95,6 +97,7 @@ class Plan:
     shared: Mapping[str, str]
     parameters: Mapping[str, ParameterPlan]
     unruled: Mapping[str, int] = field(default_factory=dict)
+    pipeline: PipelinePlan | None = None
     search_seconds: float = 0.0
     prediction: Prediction | None = field(default=None, compare=False)
     reasons: Reasons | None = field(default=None, compare=False, repr=False)
@@ -154,7 +157,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The decisions as JSON text."""
-        data = {
+        data: dict[str, Any] = {
             "format": FORMAT,
             "mesh": [list(axis) for axis in self.mesh],
             "origin": self.origin,
@@ -164,6 +167,8 @@ class Plan:
             "shared": dict(self.shared),
             "unruled": dict(self.unruled),
         }
+        if self.pipeline is not None:
+            data["pipeline"] = self.pipeline.to_data()
         return json.dumps(data, indent=1)
 
     @staticmethod
@@ -185,6 +190,7 @@ class Plan:
                 shared={str(k): format_layout(parse_layout(v)) for k, v in data["shared"].items()},
                 parameters={str(k): ParameterPlan(**v) for k, v in data["parameters"].items()},
                 unruled={str(k): int(v) for k, v in data["unruled"].items()},
+                pipeline=PipelinePlan.from_data(data["pipeline"]) if "pipeline" in data else None,
             )
             for name, parameter in plan.parameters.items():
                 parameter.require_valid(name, len(plan.mesh))

@@ -55,11 +55,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The benchmark's model."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.token, self.position = nn.Embedding(vocabulary, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))

@@ -93,6 +93,17 @@ class ParameterChain:
             layout = step.apply(layout)
         return replace(self, each=each, accumulator=layout, sync=sync)
 
+    def with_made(self, made: Layout, redistributor: Redistributor) -> ParameterChain:
+        """The same chain for gradients that are added up in another layout than its own uses make them in."""
+        if made == self.made:
+            return self
+        ways = _ways(made, None, self.at_rest, self.shape, self.dtype, self.reduce_dtype, redistributor)
+        chain = replace(self, made=made, each=(), accumulator=made, sync=ways["per_step"][1], ways=ways)
+        if self.trainable:
+            for when in chain.ways:
+                _require_complete(chain.reducing(when))
+        return chain
+
     def __str__(self) -> str:
         uses = ", ".join(format_layout(u) for u in self.uses)
         made, kept = format_layout(self.made), format_layout(self.accumulator)
@@ -184,19 +195,9 @@ def _hoist(
             raise GradientError(f"{name} reaches a use on two ways")
         graph.erase_node(link)
     trainable = bool(node.meta["differentiable"])
-    made = _join([dual_layout(u) for u in uses])
-    if len(uses) == 1:
-        sync = tuple(step.transposed() for step in reversed(paths[0]))
-    else:
-        value = node.meta["val"]
-        sync = tuple(
-            redistributor.path(made, at_rest, sizes.shape(node), value.element_size(), True, False, uneven=True)
-        )
-    scattered = tuple(rest if rest.kind == "S" else p for p, rest in zip(made, at_rest, strict=True))
-    hybrid = tuple(
-        tuple(redistributor.path(src, dst, sizes.shape(node), dtypes[1].itemsize, True, False, uneven=True))
-        for src, dst in ((made, scattered), (scattered, at_rest))
-    )
+    made = join_layouts([dual_layout(u) for u in uses])
+    back = tuple(step.transposed() for step in reversed(paths[0])) if len(uses) == 1 else None
+    ways = _ways(made, back, at_rest, sizes.shape(node), node.meta["val"].dtype, dtypes[1], redistributor)
     chain = ParameterChain(
         name,
         sizes.shape(node),
@@ -209,8 +210,8 @@ def _hoist(
         made,
         (),
         made,
-        sync,
-        {"per_step": ((), sync), "per_microbatch": (sync, ()), "across_replicas_per_step": hybrid},  # type: ignore[dict-item]
+        ways["per_step"][1],
+        ways,
         trainable,
     )
     if trainable:
@@ -219,7 +220,32 @@ def _hoist(
     return chain, first
 
 
-def _join(layouts: list[Layout]) -> Layout:
+def _ways(
+    made: Layout,
+    back: tuple[Step, ...] | None,
+    at_rest: Layout,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    redistributor: Redistributor,
+) -> dict[str, tuple[tuple[Step, ...], tuple[Step, ...]]]:
+    """For each time of reducing, a gradient's steps before and after microbatches are added up.
+
+    Args:
+        made: the layout in which the gradient is made.
+        back: the steps from there to rest; None finds them.
+    """
+
+    def path(src: Layout, dst: Layout, itemsize: int) -> tuple[Step, ...]:
+        return tuple(redistributor.path(src, dst, shape, itemsize, True, False, uneven=True))
+
+    sync = path(made, at_rest, dtype.itemsize) if back is None else back
+    scattered = tuple(rest if rest.kind == "S" else p for p, rest in zip(made, at_rest, strict=True))
+    hybrid = path(made, scattered, reduce_dtype.itemsize), path(scattered, at_rest, reduce_dtype.itemsize)
+    return {"per_step": ((), sync), "per_microbatch": (sync, ()), "across_replicas_per_step": hybrid}
+
+
+def join_layouts(layouts: list[Layout]) -> Layout:
     """The layout in which gradients of different uses can be added: theirs, or a summand where they differ."""
 
     def one(placements: set[Placement]) -> Placement:

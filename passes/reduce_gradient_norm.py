@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx, nn
 
 from autoparallel.passes.insert_collectives import group_name
@@ -48,6 +49,8 @@ def reduce_gradient_norm(
     axis_sizes: Sequence[int],
     prefix: str,
     norms: Sequence[Collection[str]] | None = None,
+    everyone: str | None = None,
+    device: str = "cpu",
 ) -> NormProgram:
     """The program for some gradients.
 
@@ -56,6 +59,9 @@ def reduce_gradient_norm(
         norm_type: p, positive or infinite.
         axis_names, axis_sizes, prefix: the mesh, and the name under which it is bound.
         norms: the names that each norm is of, which may overlap; None: one norm of all.
+        everyone: the group to take the norms over, where ranks outside of the mesh hold other gradients; any number
+            of gradients then, also none. None: the whole mesh.
+        device: where to begin from, where there are none.
 
     Raises:
         ValueError: when ``norm_type`` is not positive, or when no norm has any gradient.
@@ -68,7 +74,7 @@ def reduce_gradient_norm(
         counted = tuple(i for i, names in enumerate(wanted) if name in names)
         if counted:
             sets.setdefault((replicas, counted), []).append(name)
-    if not sets:
+    if not sets and everyone is None:
         raise ValueError("none of the gradients counts in any of the norms")
     graph = fx.Graph()
     inputs = [graph.placeholder(f"grads_{i}") for i in range(len(sets))]
@@ -78,9 +84,12 @@ def reduce_gradient_norm(
         for total, (replicas, _) in zip(sums, sets, strict=True)
     ]
     parts = [[k for k, (_, counted) in enumerate(sets) if i in counted] for i in range(len(wanted))]
-    packed = graph.call_function(norm.pack, (shares, sums, norm_type, parts))
-    if any(n > 1 for n in axis_sizes):
-        every = group_name(prefix, axis_names, range(len(axis_names)))
+    if sets:
+        packed = graph.call_function(norm.pack, (shares, sums, norm_type, parts))
+    else:
+        packed = graph.call_function(torch.zeros, (2, len(wanted)), {"dtype": torch.float64, "device": device})
+    if everyone is not None or any(n > 1 for n in axis_sizes):
+        every = everyone or group_name(prefix, axis_names, range(len(axis_names)))
         packed = graph.call_function(norm.reduce_packed, (packed, norm_type, every))
     graph.output(graph.call_function(norm.finish_norm, (packed, norm_type)))
     return NormProgram(fx.GraphModule(nn.Module(), graph), tuple(map(tuple, sets.values())))

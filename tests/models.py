@@ -36,6 +36,8 @@ class Case:
     tolerance: float = 1e-9  # what float64 parity is held to
     tied: tuple[tuple[str, ...], ...] = ()  # names that are one and the same parameter
     buffers: tuple[str, ...] = field(default=())  # buffers that training changes
+    frozen: tuple[str, ...] = field(default=())  # parameters that are not trained
+    decoder: bool = False  # whether it has an encoder and a decoder, with tokens for each
 
 
 def _generator(step: int, seed: int) -> torch.Generator:
@@ -257,6 +259,54 @@ def _build_resnet(dtype: torch.dtype) -> Case:
     return Case("resnet", model, make_batch, F.cross_entropy, buffers=buffers)
 
 
+# -------------------------------------------------------------------------------------------------------------- U-Net
+
+
+class UNet(nn.Module):
+    """Two steps down, two up, each joined with what was there on the way down."""
+
+    def __init__(self, width: int = 4, classes: int = 3) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(2, width, 3, padding=1)
+        self.down1 = nn.Conv2d(width, 2 * width, 3, 2, padding=1)
+        self.down2 = nn.Conv2d(2 * width, 4 * width, 3, 2, padding=1)
+        self.up2 = nn.Conv2d(4 * width + 2 * width, 2 * width, 3, padding=1)
+        self.up1 = nn.Conv2d(2 * width + width, width, 3, padding=1)
+        self.leave = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        top = F.gelu(self.enter(x))
+        middle = F.gelu(self.down1(top))
+        x = F.gelu(self.down2(middle))
+        x = F.gelu(self.up2(torch.cat([x.repeat_interleave(2, 2).repeat_interleave(2, 3), middle], 1)))
+        x = F.gelu(self.up1(torch.cat([x.repeat_interleave(2, 2).repeat_interleave(2, 3), top], 1)))
+        return self.leave(x)
+
+
+def _build_unet(dtype: torch.dtype) -> Case:
+    model = UNet().to(dtype)
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        generator = _generator(step, seed)
+        x = torch.randn(rows, 2, 8, 8, generator=generator, dtype=torch.float64)
+        y = torch.randint(0, 3, (rows, 8, 8), generator=generator)
+        y[::2, :3] = -100  # different numbers of valid targets
+        return (x.to(dtype), y), {}
+
+    return Case("unet", model, make_batch, F.cross_entropy)
+
+
+def _build_frozen_tail(dtype: torch.dtype) -> Case:
+    """An MLP whose last layers are not trained, but hand gradients on."""
+    model = nn.Sequential(
+        nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8)
+    ).to(dtype)
+    for layer in (model[4], model[6]):
+        layer.requires_grad_(False)
+    names = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
+    return Case("frozen_tail", model, _build_mlp(dtype).make_batch, F.cross_entropy, frozen=names)
+
+
 # ------------------------------------------------------------------------------------------------- mixture of experts
 
 
@@ -470,6 +520,31 @@ def _build_gpt2(dtype: torch.dtype, mask: bool = False) -> Case:
     return Case("gpt2", model, make_batch, None, tolerance=1e-6, tied=tied)
 
 
+def _build_t5(dtype: torch.dtype) -> Case:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    options: dict[str, Any] = {
+        "vocab_size": 96,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "use_cache": False,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+    }
+    model: Any = T5ForConditionalGeneration(T5Config(**options))
+    model.to(dtype).train()
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        return _token_dictionary(step, rows, seed, vocabulary=96, length=12, mask=False)
+
+    tied = (("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),)
+    return Case("t5", model, make_batch, None, tolerance=1e-6, tied=tied, decoder=True)
+
+
 def _build_mixtral(dtype: torch.dtype, experts: str = "batched_mm") -> Case:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -517,10 +592,13 @@ _BUILDERS: dict[str, Callable[[torch.dtype], Case]] = {
     "moe_dropless": _build_moe_dropless,
     "mixtral": _build_mixtral,
     "mixtral_grouped": _build_mixtral_grouped,
+    "unet": _build_unet,
+    "frozen_tail": _build_frozen_tail,
+    "t5": _build_t5,
 }
 
-NAMES = tuple(name for name in _BUILDERS if name != "mixtral_grouped")
-"""The models that run plainly in float64."""
+NAMES = tuple(name for name in _BUILDERS if name not in ("mixtral_grouped", "unet", "frozen_tail", "t5"))
+"""The models that run plainly in float64, and are trained whole and without a pipeline."""
 
 
 def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Case:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from autoparallel.placements import Layout
 from autoparallel.plan import Plan, mesh_text
+from autoparallel.report.pipeline import explain_pipeline
 from autoparallel.report.predict import ACCUMULATORS, ModuleRow, ParameterRow, Prediction
 from autoparallel.report.text import duration, plain_text, units
 from autoparallel.rules.typing import parse_mode
@@ -25,12 +26,14 @@ def explain(plan: Plan) -> str:
     """
     origin = "chosen by the search" if plan.origin == "auto" else f"the preset {plan.origin!r}"
     parts: list[Table | str] = [f"Plan: {origin}, on the mesh {mesh_text(plan.mesh)}"]
+    if plan.pipeline is not None:
+        parts += explain_pipeline(plan.pipeline)
     if plan.prediction is not None:
         parts += [_modules_table(plan.prediction.modules, plan), *_predicted(plan.prediction, plan)]
     else:
+        parts += [_modules_table(_rows_of(plan), plan), _operators_table(plan)]
+    if plan.prediction is None and plan.pipeline is None:
         parts += [
-            _modules_table(_rows_of(plan), plan),
-            _operators_table(plan),
             "Traffic, time and memory are predicted when the plan is compiled: autoparallel.compile(..., plan=plan).",
         ]
     parts.append(_unruled(plan.unruled))

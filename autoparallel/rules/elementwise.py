@@ -130,7 +130,10 @@ def _prelu(node: fx.Node) -> Rule:
 
 
 def _localize_dropout(call: LocalCall) -> None:
-    call.set_argument("shards", ";".join(call.dim_groups()))
+    groups = call.dim_groups()
+    before = arguments(call.node)["shards"].split(";") if arguments(call.node)["shards"] else [""] * len(groups)
+    both = [",".join(filter(None, pair)) for pair in zip(before, groups, strict=True)]  # microbatches are outermost
+    call.set_argument("shards", ";".join(both))
 
 
 @rule(ops.dropout)

@@ -16,7 +16,7 @@ from torch import nn
 
 from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
-from autoparallel.runtime.gradients import GradientStore, Tensors, cast
+from autoparallel.runtime.gradients import GradientReceiver, Tensors, cast
 
 
 class ParameterBucket(nn.Module):
@@ -27,7 +27,7 @@ class ParameterBucket(nn.Module):
         store: where its gradients go.
     """
 
-    def __init__(self, bucket: Bucket, store: GradientStore) -> None:
+    def __init__(self, bucket: Bucket, store: GradientReceiver) -> None:
         super().__init__()
         self.bucket = bucket
         self.store = store

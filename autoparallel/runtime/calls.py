@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,12 @@ def fits(captured: Captured, specs: Sequence[Any]) -> bool:
 
 def require_divides(program: LocalProgram, specs: Sequence[Any], batch: int) -> None:
     """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""
-    actual = sizes_of(program.captured, specs)
-    for expression, pieces in program.divisors:
+    require_divisible(program.divisors, sizes_of(program.captured, specs), batch)
+
+
+def require_divisible(divisors: Sequence[tuple[object, int]], actual: Mapping[Any, int], batch: int) -> None:
+    """Raises ValueError when one of some sizes, as expressions of traced symbols, cannot be cut into its pieces."""
+    for expression, pieces in divisors:
         size = int(expression.subs(actual))  # type: ignore[attr-defined]
         if size % pieces:
             raise ValueError(

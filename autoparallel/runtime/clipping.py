@@ -13,7 +13,7 @@ instead of those gradients, if nothing has written to them since.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +106,9 @@ class Clipper:
         if not value >= 0:
             raise ValueError(f"value must not be negative, got {value}")
         runs = arithmetic.join([_torch.local_of(g) for g in self.gradients("clip_grad_value_()").values()])
-        torch._foreach_clamp_min_(runs, -float(value))
-        torch._foreach_clamp_max_(runs, float(value))
+        if runs:
+            torch._foreach_clamp_min_(runs, -float(value))
+            torch._foreach_clamp_max_(runs, float(value))
 
     # -- what an optimizer's step asks for --------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class Clipper:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
         grads = {n: p.grad for n, p in self.store.parameters.items() if p.grad is not None}
         mine = [n for n in grads if id(self.store.parameters[n]) in held]
-        if optimizer is not None and (not mine or self._is_done(grads, mine)):
+        if optimizer is not None and (not self._is_due(held, mine) or self._is_done(grads, mine)):
             return None
         grads = self.gradients("optimizer.step()")
         norms, runs = self._measure(grads, self.limits.names, self.in_step.norm_type)
@@ -152,6 +153,14 @@ class Clipper:
             self._skip_nonfinite(norms, grads)
         self._done = self.store.backwards, {n: _mark(g) for n, g in grads.items()}
         return None
+
+    def _is_due(self, held: Collection[int], mine: Sequence[str]) -> bool:
+        """Whether an optimizer has something to clip, on this rank or another: all ranks must say the same."""
+        if self.store.everyone is None:
+            return bool(mine)
+        return bool(self.store.backwards) and any(
+            p.requires_grad and id(p) in held for p in self.store.parameters.values()
+        )
 
     def _is_done(self, grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> bool:
         """Whether these gradients are those that were clipped for the step of another optimizer."""
@@ -220,15 +229,17 @@ class Clipper:
         self, grads: Mapping[str, torch.Tensor], norms: tuple[frozenset[str], ...], p: float
     ) -> tuple[torch.Tensor, dict[tuple[str, ...], list[torch.Tensor]]]:
         """The norms of some of the gradients, float64 [norms], and the memory they lie in, by set of gradients."""
-        if not any(n in names for names in norms for n in grads):
-            device = _torch.local_of(next(iter(grads.values()))).device
+        everyone, device = self.store.everyone, self.store.mesh.device_type
+        if everyone is None and not any(n in names for names in norms for n in grads):
             return torch.zeros(len(norms), dtype=torch.float64, device=device), {}
         key = (tuple(grads), norms, p)
         program = self._programs.get(key)
         if program is None:
             layouts = {n: from_dtensor_placements(g.placements) for n, g in grads.items()}  # type: ignore[attr-defined]
             sizes = tuple(self.store.mesh.shape)
-            program = reduce_gradient_norm(layouts, p, self.store.names, sizes, self.store.prefix, norms)
+            program = reduce_gradient_norm(
+                layouts, p, self.store.names, sizes, self.store.prefix, norms, everyone, device
+            )
             self._programs[key] = program
         runs = {names: arithmetic.join([_torch.local_of(grads[n]) for n in names]) for names in program.sets}
         known = self._known_norms(grads, p)  # a tensor's norm has the same norm
@@ -276,7 +287,8 @@ class Clipper:
 
     def _visible(self, norms: torch.Tensor, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Norms in the dtype that users see: float64 for gradients of float64, else float32."""
-        return norms if torch.float64 in {p.dtype for p in grads.values()} else norms.float()
+        held = grads.values() if self.store.everyone is None else self.store.parameters.values()
+        return norms if torch.float64 in {p.dtype for p in held} else norms.float()
 
 
 def _empty(grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ by clipping or by the optimizer's step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,16 +27,31 @@ from autoparallel.redistribution import Step
 Tensors = list[torch.Tensor]
 
 
+class GradientReceiver(Protocol):
+    """What the boundary between parameters and a program needs: the parameters, and where their gradients go."""
+
+    synchronise: bool
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Callable[[], Tensors]: ...
+    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None: ...
+
+
 class GradientStore:
     """The gradients of one model's parameters: which are whole, which are still to be reduced.
 
     Args:
         mesh, prefix: the mesh, and the name under which it is bound.
         parameters: the parameters at rest, by name.
+        everyone: where other ranks hold other parameters, the name of the group of all of them, over which norms are
+            taken; None where the mesh is all there is.
     """
 
-    def __init__(self, mesh: DeviceMesh, prefix: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.mesh, self.prefix = mesh, prefix
+    def __init__(
+        self, mesh: DeviceMesh, prefix: str, parameters: Mapping[str, nn.Parameter], everyone: str | None = None
+    ) -> None:
+        self.mesh, self.prefix, self.everyone = mesh, prefix, everyone
         self.names = mesh.mesh_dim_names or ()
         self.parameters = parameters
         self.synchronise = True
@@ -92,10 +107,12 @@ class GradientStore:
             for chain, values in zip(chains, grads, strict=True)
             if any(value is not None for value in values)
         ]
-        if not present:
-            return
-        kept = [chain for chain, _ in present]
-        values = [value for _, value in present]
+        if present:
+            self.receive_sums([chain for chain, _ in present], [value for _, value in present])
+
+    def receive_sums(self, kept: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
+        """Takes the gradients of some of a bucket's parameters in the layouts in which they are made; ``owned`` are
+        those that nobody else has."""
         each = [chain.each for chain in kept]
         if self.window is not None:
             self._held |= dict.fromkeys(chain.name for chain in kept)
@@ -109,7 +126,7 @@ class GradientStore:
         if each[0] and any(chain.name in self._pending for chain in kept):
             values, each = self._reduce(kept, values, each)(), []
         sums = [self._with_pending(chain, value) for chain, value in zip(kept, values, strict=True)]
-        owned = all(a is not b for a, b in zip(sums, values, strict=True))
+        owned = owned or all(a is not b for a, b in zip(sums, values, strict=True))
         paths = [(*first, *chain.sync) for first, chain in zip(each or [()] * len(kept), kept, strict=True)]
         if not paths[0] and not owned:  # no collective makes a new tensor: what the engine shares must not become .grad
             sums = [s.clone() for s in sums]
@@ -140,7 +157,7 @@ class GradientStore:
         for value, use in zip(values, chain.uses, strict=True):
             if value is None:
                 continue
-            value = self._along(value, chain.shape, dual_layout(use), chain.made)
+            value = self.along(value, chain.shape, dual_layout(use), chain.made)
             total = value if total is None else total + value
         assert total is not None
         return total
@@ -179,9 +196,10 @@ class GradientStore:
         if known is None:  # a whole gradient: it becomes a summand again, without communication
             local = local.to(chain.accumulator_dtype, copy=True)
         self.parameters[chain.name].grad = None
-        return self._along(local, chain.shape, layout, chain.accumulator)
+        return self.along(local, chain.shape, layout, chain.accumulator)
 
-    def _along(self, value: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
+    def along(self, value: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
+        """A parameter's value or gradient of a global shape, taken from one layout to another."""
         if src == dst:
             return value
         # Of the axes that shard a dim the innermost, which is the last, is left first and entered last.
@@ -303,7 +321,7 @@ class GradientStore:
             raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
         self.settle()
         grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        if not grads:
+        if not grads and not (self.everyone is not None and self.backwards):  # other ranks have some
             raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
         return grads
 

@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.capture import Captured, InputSpec, _Constant, describe_inputs
 from autoparallel.groups import before_next_collective, settle
-from autoparallel.ops import RandomState, set_random_state
+from autoparallel.ops import RandomState
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.runtime.accumulation import T, Weight, Window, windows
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
-from autoparallel.runtime.calls import Call, fits, require_divides, sizes_of
+from autoparallel.runtime.calls import Call, fits, sizes_of
 from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
@@ -87,14 +87,13 @@ class ParallelModule(nn.Module):
         if self._store.window is not None and torch.is_grad_enabled():
             self._require_weight(kind)
         calls = self._calls + self.training
-        set_random_state(RandomState(self._seed, calls if self.training else 0))
-        results = kind.runner(call.leaves)
+        results = kind.runner.run(call, RandomState(self._seed, calls if self.training else 0))
         settle(self._store.prefix)
         self._calls = calls
         return self._finish(kind, results, call)
 
     def _require_weight(self, kind: Kind) -> None:
-        weight = kind.runner.program.captured.weight
+        weight = kind.runner.captured.weight
         if self._store.window.weights == "loss" and (weight is None or weight.kind == "unknown"):
             raise ValueError(
                 "accumulate() cannot tell what the loss is a mean over: "
@@ -173,7 +172,7 @@ class ParallelModule(nn.Module):
         if known in self._ready:
             return self._ready[known]
         kind = self._kinds.get(key)
-        if kind is not None and not fits(kind.runner.program.captured, call.specs):
+        if kind is not None and not fits(kind.runner.captured, call.specs):
             key = (*key, call.batch)
             kind = self._kinds.get(key)
         if kind is None:
@@ -181,10 +180,10 @@ class ParallelModule(nn.Module):
                 kind = self._make_kind(self, call)
             if not self._kinds or self._plan is None:
                 self._plan = kind.plan
-            if not fits(kind.runner.program.captured, call.specs):
+            if not fits(kind.runner.captured, call.specs):
                 key = (*key, call.batch) if len(key) == 6 else key
             self._kinds[key] = kind
-        require_divides(kind.runner.program, call.specs, call.batch)
+        kind.runner.require_fits(call)
         self._ready[known] = kind
         return kind
 
@@ -233,16 +232,17 @@ class ParallelModule(nn.Module):
         ]
         return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
 
-    def _finish(self, kind: Kind, results: tuple[torch.Tensor, ...], call: Call) -> Any:
+    def _finish(self, kind: Kind, results: Sequence[Any], call: Call) -> Any:
         """Writes mutated buffers back and gives the outputs their outer form."""
-        captured = kind.runner.program.captured
+        captured = kind.runner.captured
         count = len(captured.mutated_buffers)
         with torch.no_grad():
             for path, value in zip(captured.mutated_buffers, results[:count], strict=True):
                 self._plain.get_buffer(path).copy_(value)
         values: list[Any] = list(results)
         weight = self._weight(captured, values, call)
-        flowing = [i for i in range(count, len(values)) if values[i].requires_grad]
+        kept = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
+        flowing = [i for i in kept if values[i].requires_grad]
         if flowing:
             outer = Outputs.apply(self._store, weight, *(values[i] for i in flowing))
             for i, value in zip(flowing, outer, strict=True):
@@ -434,11 +434,12 @@ class ParallelModule(nn.Module):
         for name, value in state_dict.items():
             parameter = own.get(name)
             if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
+                home = parameter.device_mesh
                 if value.shape == parameter.shape and not isinstance(value, DTensor):
                     layout = from_dtensor_placements(tuple(parameter.placements))
-                    value = distribute_like(value.to(parameter.device), parameter, self._mesh, layout)
+                    value = distribute_like(value.to(parameter.device), parameter, home, layout)
                 elif isinstance(value, DTensor) and value.placements != parameter.placements:
-                    value = value.redistribute(self._mesh, parameter.placements)
+                    value = value.redistribute(home, parameter.placements)
             converted[name] = value
         return super().load_state_dict(converted, strict=strict)
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from autoparallel.placements import to_dtensor_placements
+from autoparallel.capture import Captured
+from autoparallel.ops import RandomState, set_random_state
+from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram
 from autoparallel.runtime.accumulation import Weight
 from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks
-from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.calls import Call, require_divides
+from autoparallel.runtime.gradients import GradientReceiver, GradientStore
 
 
 class Runner:
     """A program attached to a model's tensors: runs it on local inputs."""
 
-    def __init__(self, program: LocalProgram, store: GradientStore, plain: nn.Module, body: Callable[..., Any]) -> None:
+    def __init__(
+        self, program: LocalProgram, store: GradientReceiver, plain: nn.Module, body: Callable[..., Any]
+    ) -> None:
         self.program, self.store, self.plain, self.body = program, store, plain, body
-        captured = program.captured
+        self.captured = captured = program.captured
         buckets = [ParameterBucket(b, store) for b in program.buckets]
         self.hoisted = [b for b in buckets if not b.bucket.per_use]
         self.per_use = [b for b in buckets if b.bucket.per_use]
@@ -36,11 +41,23 @@ class Runner:
         self.specs = [(to_dtensor_placements(layout), layout) for layout in program.output_layouts]
         self.regathered: list[int] = []
 
-    def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The local outputs for local inputs."""
+    def require_fits(self, call: Call) -> None:
+        """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""
+        require_divides(self.program, call.specs, call.batch)
+
+    def run(self, call: Call, random: RandomState) -> tuple[torch.Tensor, ...]:
+        """The local outputs of a call."""
+        set_random_state(random)
+        return self(call.leaves)
+
+    def __call__(
+        self, leaves: Sequence[Any], buffers: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """The local outputs for local inputs; ``buffers`` replaces some of the model's, by name."""
         values: dict[str, Any] = {**self.fixed}
         for name, path in self.program.captured.buffers.items():
-            values[name] = self.plain.get_buffer(path)
+            given = buffers.get(path) if buffers else None
+            values[name] = self.plain.get_buffer(path) if given is None else given
         for leaf_name, leaf in zip(self.leaf_names, leaves, strict=True):
             if leaf_name is not None:
                 values[leaf_name] = leaf
@@ -56,6 +73,17 @@ class Runner:
             outputs = self.body(*arguments)
         self.regathered = [b.number for b in hooks.regathered()]
         return outputs
+
+
+class CallRunner(Protocol):
+    """What runs one kind of call, and how its outputs leave: :class:`Runner`, or a pipeline of several."""
+
+    captured: Captured
+    @property
+    def specs(self) -> Sequence[tuple[Any, Layout]]: ...
+
+    def require_fits(self, call: Call) -> None: ...
+    def run(self, call: Call, random: RandomState) -> Sequence[Any]: ...
 
 
 class Outputs(torch.autograd.Function):
@@ -90,5 +118,5 @@ class Outputs(torch.autograd.Function):
 class Kind:
     """One kind of call: its runner, and what the runner is for."""
 
-    runner: Runner
+    runner: CallRunner
     plan: Plan

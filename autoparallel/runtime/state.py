@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,9 +87,10 @@ def _batches(tensors: list[torch.Tensor], elements: int) -> Iterator[list[torch.
 
 
 def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of a whole tensor that every rank has."""
+    """This rank's part of a whole tensor that every rank has; nothing where it is not part of the mesh."""
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None
+    if coordinate is None:
+        return whole.new_empty(0)
     part = whole
     for axis, placement in enumerate(layout):
         if placement.kind == "S":
@@ -98,10 +99,22 @@ def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.
     return part.contiguous().clone() if part is not whole else part
 
 
+def local_shape(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The shape of this rank's part of a tensor."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    local = list(shape)
+    for axis, placement in enumerate(layout):
+        if placement.kind == "S":
+            local[placement.dim] = chunk(local[placement.dim], mesh.size(axis), coordinate[axis])[1]
+    return tuple(local)
+
+
 def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     """Changes a whole parameter's layout in place, so that optimizers that hold it stay valid."""
     placements = to_dtensor_placements(layout)
-    if _torch.spec_of(parameter).placements == placements:  # type: ignore[arg-type]
+    known = _torch.spec_of(parameter)  # type: ignore[arg-type]
+    if known.placements == placements and known.mesh == mesh:
         return
     grad, parameter.grad = parameter.grad, None
     if grad is not None:
@@ -114,8 +127,14 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     swap_tensors(parameter, new)
 
 
-def materialize(model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, group: Any) -> None:
+def materialize(
+    model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, group: Any, homes: Mapping[str, DeviceMesh]
+) -> None:
     """Gives meta parameters and buffers values, one module at a time, and keeps this rank's part of each.
+
+    Args:
+        mesh, group: all ranks.
+        homes: the mesh that each parameter lies on; a rank outside of it keeps nothing.
 
     The first rank's random numbers are used, and drawn as when the modules are made; no rank ever holds more than one
     module's whole parameters.  A tied weight keeps the values of the module that comes first.
@@ -142,9 +161,9 @@ def materialize(model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMes
         for p, value in zip(parameters, values, strict=True):
             if not _is_meta(p):
                 continue  # tied, and done already
-            layout = layouts.get(names[id(p)], (Invariant,) * mesh.ndim)
-            spec = _torch.make_spec(mesh, to_dtensor_placements(layout), p.shape, p.dtype)
-            new = nn.Parameter(_torch.wrap_local(local_slice(value, layout, mesh), spec), requires_grad=p.requires_grad)
+            layout, home = layouts[names[id(p)]], homes[names[id(p)]]
+            spec = _torch.make_spec(home, to_dtensor_placements(layout), p.shape, p.dtype)
+            new = nn.Parameter(_torch.wrap_local(local_slice(value, layout, home), spec), requires_grad=p.requires_grad)
             new.__dict__.update(p.__dict__)
             swap_tensors(p, new)
 

@@ -68,7 +68,8 @@ def _compile_badly() -> Results:
     actions: dict[str, Callable[[], Any]] = {
         "mesh larger than the world": lambda: compile(on=_unready_mesh("cpu", 4)),
         "no axis names": lambda: compile(on=init_device_mesh("cpu", (2,))),
-        "pipeline axis": lambda: compile(on=init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))),
+        "no pipeline axis": lambda: compile(pipeline=autoparallel.Pipeline("1f1b")),
+        "not a pipeline": lambda: compile(pipeline="1f1b"),
         "four axes": lambda: compile(on=init_device_mesh("cpu", (2, 1, 1, 1), mesh_dim_names=tuple("abcd"))),
         "another device": lambda: compile(on=_unready_mesh("meta", 2)),
         "a buffer elsewhere": lambda: compile(used=_WithBuffer()),
@@ -120,7 +121,8 @@ def _unreachable(x: Tensor) -> Tensor:
 COMPILE = {
     "mesh larger than the world": (r"mesh has 4 ranks", r"world has 2"),
     "no axis names": ("no axis names", "mesh_dim_names"),
-    "pipeline axis": ("'pp'", "not built yet"),
+    "no pipeline axis": ("pipeline=", "no axis named 'pp'"),
+    "not a pipeline": (r"autoparallel\.Pipeline", "str"),
     "four axes": ("one to three axes",),
     "another device": (r"up\.weight is on cpu", "'meta'", "move the model"),
     "a buffer elsewhere": ("table is on cuda:0", "'cpu'", "move the model"),

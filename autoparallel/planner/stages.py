@@ -1,0 +1,413 @@
+"""Where a model is cut into pipeline stages, by which schedule they run, and in how many microbatches.
+
+The layouts inside of the stages are searched for first, for one microbatch on the other mesh axes.  Then the operators
+are gone through in the model's order with what each costs under these layouts, and dynamic programming finds the cuts
+that make the slowest stage as fast as possible, within the memory of a device: a stage keeps its parameters with
+gradients and optimizer states, and the activations of as many microbatches as the schedule has in flight there.  Each
+schedule is then played through with the times of its stages, and the fastest is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from autoparallel.capture import Captured
+from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
+from autoparallel.passes.insert_collectives import Sizes, typed_call
+from autoparallel.placements import Invariant, Layout, shards_of
+from autoparallel.plan import Plan, PlanError
+from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds
+from autoparallel.planner.hardware import Profile
+from autoparallel.redistribution import Redistributor, local_numel
+from autoparallel.rules import rule_for
+from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Passing,
+    Timeline,
+    actions_of,
+    play,
+    rank_of_stage,
+    require_schedule,
+)
+from autoparallel.staging import Pipeline, PipelinePlan, StageCost
+
+Array = npt.NDArray[np.float64]
+
+MAX_POSITIONS = 400
+"""Places for a cut that are looked at; of longer models, those where least crosses."""
+
+CHOICES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble_v", 2))
+"""The schedules tried, with their stages per rank, where none is asked for."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What one operator costs one rank for one microbatch."""
+
+    node: fx.Node
+    forward: float
+    backward: float
+    activations: float
+    kept: float
+    parameters: int
+    result: Layout
+
+
+def microbatch_counts(batch: int, ranks: int, request: Pipeline) -> list[int]:
+    """The numbers of microbatches to try, the largest first; each divides it.
+
+    Raises:
+        PlanError: when the batch cannot be cut.
+    """
+    if request.microbatches is not None:
+        if batch % request.microbatches:
+            raise PlanError(
+                f"a batch of {batch} rows does not divide into {request.microbatches} microbatches: change one of them"
+            )
+        return [request.microbatches]
+    fitting = [m for m in range(ranks, min(8 * ranks, batch) + 1) if batch % m == 0]
+    if not fitting:
+        raise PlanError(
+            f"a batch of {batch} rows does not divide into {ranks} to {8 * ranks} microbatches, for a pipeline over "
+            f"{ranks} ranks: use a batch that is a multiple of {ranks}"
+        )
+    most = max(fitting, key=lambda m: (m % ranks == 0, m <= 4 * ranks, m))
+    return sorted((m for m in fitting if most % m == 0), reverse=True)
+
+
+class StagePlanner:
+    """Cuts one captured graph, under a plan of the layouts inside of its stages.
+
+    Args:
+        captured: the whole graph.
+        plan: the layouts on the mesh axes other than the pipeline's.
+        profile, redistributor: what things cost there.
+        axis, ranks: the pipeline's axis.
+        memory_limit: bytes per device.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        plan: Plan,
+        profile: Profile,
+        redistributor: Redistributor,
+        axis: str,
+        ranks: int,
+        memory_limit: float | None = None,
+    ) -> None:
+        self.captured, self.plan, self.profile, self.redistributor = captured, plan, profile, redistributor
+        self.axis, self.ranks, self.memory_limit = axis, ranks, memory_limit
+        self.sizes = plan.axis_sizes
+        self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
+        self.forbidden = self._forbidden()
+
+    # -- choosing ---------------------------------------------------------------------------------------------------
+
+    def choose(self, counts: Sequence[int], request: Pipeline, *, checked: bool = True) -> PipelinePlan:
+        """The fastest pipeline among those that are asked for.
+
+        Args:
+            counts: the numbers of microbatches to try; the graph's ``actual`` sizes are those of the first.
+            checked: not for a call that is not differentiated, which may have any number of microbatches: the plan
+                says how many those have that are.
+
+        Raises:
+            PlanError: when none can be run, or none fits.
+        """
+        best: PipelinePlan | None = None
+        reasons: list[str] = []
+        if not checked:
+            assert request.schedule is not None and request.microbatches is not None
+            rows = self._rows(Sizes(self.captured.actual))
+            per_rank = request.stages_per_rank or 1
+            return self._plan(rows, request.schedule, per_rank, request.microbatches, request.cuts)
+        for count in counts:
+            rows = self._rows(Sizes({s: n * counts[0] // count for s, n in self.captured.actual.items()}))
+            for schedule, per_rank in self._choices(request):
+                try:
+                    require_schedule(schedule, self.ranks, per_rank, count)
+                    found = self._plan(rows, schedule, per_rank, count, request.cuts)
+                except (ValueError, CutError) as error:
+                    reasons.append(str(error))
+                    continue
+                if best is None or found.seconds < best.seconds * (1 - 1e-6):
+                    best = found
+        if best is None:
+            raise PlanError(f"no pipeline over {self.axis}={self.ranks} can be planned: {reasons[0]}")
+        return best
+
+    def _choices(self, request: Pipeline) -> Iterator[tuple[str, int]]:
+        if request.schedule is None:
+            for schedule, per_rank in CHOICES:
+                fits = request.cuts is None or len(request.cuts) + 1 == per_rank * self.ranks
+                if fits and request.stages_per_rank in (None, per_rank):
+                    yield schedule, per_rank
+            return
+        usual = 1 if request.schedule in ("gpipe", "1f1b") else 2
+        if request.cuts is not None and request.stages_per_rank is None:
+            usual = max(1, (len(request.cuts) + 1) // self.ranks)
+        yield request.schedule, request.stages_per_rank or usual
+
+    def _plan(
+        self, rows: Sequence[_Row], schedule: str, per_rank: int, count: int, cuts: tuple[str, ...] | None
+    ) -> PipelinePlan:
+        stages = per_rank * self.ranks
+        if cuts is None:
+            found = self._cut(rows, schedule, stages, count)
+        else:
+            if len(cuts) + 1 != stages:
+                raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the schedule needs {stages}")
+            where = stages_of(self.captured, cuts)
+            found = [sum(where[row.node] < s for row in rows) for s in range(1, stages)]
+        bounds = [0, *found, len(rows)]
+        parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
+        timeline = self.timeline(parts, schedule, count)
+        costs = []
+        for stage, part in enumerate(parts):
+            held = timeline.in_flight(rank_of_stage(schedule, self.ranks, stage)).get(stage, count)
+            modules = [row.node.meta.get("module", "") for row in part]
+            named = [m for m in modules if m] or [part[0].node.name]
+            memory = sum(row.kept for row in part) + held * sum(row.activations for row in part)
+            forward, backward = sum(row.forward for row in part), sum(row.backward for row in part)
+            costs.append(StageCost(named[0], named[-1], forward, backward, memory, held))
+        self._require_fits(costs, schedule)
+        keys = tuple(rows[i].node.meta["key"] for i in found)
+        return PipelinePlan(
+            self.axis, self.ranks, schedule, count, keys, tuple(costs), timeline.seconds, timeline.bubble
+        )
+
+    def timeline(self, parts: Sequence[Sequence[_Row]], schedule: str, count: int) -> Timeline:
+        """The schedule played through with the times of its stages."""
+        forward = [sum(row.forward for row in part) for part in parts]
+        backward = [sum(row.backward for row in part) for part in parts]
+
+        def seconds(action: Action) -> float:
+            if action.kind == FORWARD:
+                return forward[action.stage]
+            return backward[action.stage] * {BACKWARD: 1.0, INPUT: 0.5, WEIGHT: 0.5}[action.kind]
+
+        bounds = np.cumsum([len(part) for part in parts])[:-1]
+        moving = [self.profile.latency + self._crossing[b] / self.profile.bandwidth for b in bounds]
+        passings = [Passing(i, i, i + 1, True) for i in range(len(parts) - 1)]
+        lists = actions_of(schedule, self.ranks, len(parts), count)
+        return play(
+            lists, lambda s: rank_of_stage(schedule, self.ranks, s), passings, seconds, lambda p: moving[p.value]
+        )
+
+    def _require_fits(self, costs: Sequence[StageCost], schedule: str) -> None:
+        if self.memory_limit is None:
+            return
+        needs = [0.0] * self.ranks
+        for stage, cost in enumerate(costs):
+            needs[rank_of_stage(schedule, self.ranks, stage)] += cost.memory
+        worst = max(range(self.ranks), key=needs.__getitem__)
+        if needs[worst] > self.memory_limit:
+            mine = [s for s in range(len(costs)) if rank_of_stage(schedule, self.ranks, s) == worst]
+            names = ", ".join(f"stage {s} ({costs[s].first} to {costs[s].last})" for s in mine)
+            raise PlanError(
+                f"{names} needs {needs[worst] / 1e6:.1f} MB per device with {costs[mine[0]].in_flight} microbatches in "
+                f"flight under {schedule!r}, more than the limit of {self.memory_limit / 1e6:.1f} MB: raise "
+                "memory_limit, use more stages, or smaller microbatches"
+            )
+
+    # -- cutting ----------------------------------------------------------------------------------------------------
+
+    def _cut(self, rows: Sequence[_Row], schedule: str, stages: int, count: int) -> list[int]:
+        """The numbers of the rows with which the stages but the first begin."""
+        layers = sum(bool(row.parameters) for row in rows)
+        if layers < stages:
+            raise PlanError(
+                f"{stages} stages are more than the {layers} operators with parameters that the model has: use fewer "
+                "ranks on the pipeline's axis, or fewer stages per rank"
+            )
+        n = len(rows)
+        places = [0, *self._places(n), n]
+        seconds = np.concatenate([[0.0], np.cumsum([row.forward + row.backward for row in rows])])[places]
+        kept = np.concatenate([[0.0], np.cumsum([row.kept for row in rows])])[places]
+        activations = np.concatenate([[0.0], np.cumsum([row.activations for row in rows])])[places]
+        used = np.concatenate([[0], np.cumsum([bool(row.parameters) for row in rows])])[places]
+        moved = np.array([self._crossing[p] if 0 < p < n else 0.0 for p in places]) / self.profile.bandwidth
+        span = seconds[None, :] - seconds[:, None] + 2 * (moved[None, :] + moved[:, None])  # [begin, end]
+        span = np.where(used[None, :] > used[:, None], span, np.inf)
+        per_rank = stages // self.ranks
+        best: Array = np.where(np.arange(len(places)) == 0, 0.0, np.inf)
+        history: list[npt.NDArray[np.intp]] = []
+        flight = self._in_flight(schedule, stages, count)
+        for stage in range(stages):
+            cost = span
+            if self.memory_limit is not None:
+                memory = kept[None, :] - kept[:, None] + flight[stage] * (activations[None, :] - activations[:, None])
+                cost = np.where(memory * per_rank <= self.memory_limit, cost, np.inf)
+            table = np.maximum(best[:, None], cost)
+            history.append(table.argmin(0))
+            best = table.min(0)
+        if not np.isfinite(best[-1]):
+            if self.memory_limit is not None:
+                unlimited = StagePlanner(
+                    self.captured, self.plan, self.profile, self.redistributor, self.axis, self.ranks
+                )
+                unlimited._crossing = self._crossing
+                return unlimited._cut(rows, schedule, stages, count)  # of which the largest stage is then named
+            raise PlanError(f"the model cannot be cut into {stages} stages that all have parameters")
+        found: list[int] = []
+        end = len(places) - 1
+        for choices in reversed(history):
+            end = int(choices[end])
+            found.append(places[end])
+        return sorted(found)[1:]
+
+    def _in_flight(self, schedule: str, stages: int, count: int) -> list[int]:
+        passings = [Passing(i, i, i + 1, True) for i in range(stages - 1)]
+        rank_of = [rank_of_stage(schedule, self.ranks, s) for s in range(stages)]
+        timeline = play(actions_of(schedule, self.ranks, stages, count), rank_of.__getitem__, passings)
+        return [timeline.in_flight(rank_of[s])[s] for s in range(stages)]
+
+    def _places(self, n: int) -> list[int]:
+        """Where a stage may begin."""
+        allowed = [i for i in range(1, n) if i not in self.forbidden]
+        if len(allowed) <= MAX_POSITIONS:
+            return allowed
+        groups = np.array_split(np.array(allowed), MAX_POSITIONS)
+        return [int(min(group, key=lambda i: self._crossing[int(i)])) for group in groups]
+
+    def _forbidden(self) -> set[int]:
+        """Where a cut would part those that use a buffer that changes."""
+        number = {node: i for i, node in enumerate(self.nodes)}
+        found: set[int] = set()
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder" and self.captured.buffers.get(node.name) in self.captured.mutated_buffers:
+                places = [number[user] for user in node.users if user in number]
+                if places:
+                    found |= set(range(min(places) + 1, max(places) + 1))
+        return found
+
+    # -- prices -----------------------------------------------------------------------------------------------------
+
+    def _rows(self, size: Sizes) -> list[_Row]:
+        whole = (Invariant,) * len(self.sizes)
+        made: dict[fx.Node, Layout] = {}
+        seen: set[fx.Node] = set()
+        rows = []
+        for node in self.nodes:
+            rows.append(self._row(node, size, made, seen, whole))
+            made[node] = rows[-1].result
+        self._crossing = self._crossing_bytes(rows, size)
+        return rows
+
+    def _row(
+        self, node: fx.Node, size: Sizes, made: dict[fx.Node, Layout], seen: set[fx.Node], whole: Layout
+    ) -> _Row:
+        modes = self.plan.modes(node.meta["key"]) if node.meta["key"] in self.plan.operators else ()
+        operands = tensor_operands(node)
+        if not is_tensor(node) or not modes:
+            return _Row(node, 0.0, 0.0, 0.0, 0.0, 0, whole)
+        needs, result = typed_call(node, modes)
+        val, rule = node.meta["val"], rule_for(node)
+        result_bytes = local_numel(size.shape(node), result, self.sizes) * val.element_size()
+        moved = result_bytes + sum(
+            local_numel(size.shape(x), layout, self.sizes) * x.meta["val"].element_size()
+            for x, layout in zip(operands, needs, strict=True)
+        )
+        forward, backward = operator_seconds(self.profile, rule, modes, self.sizes, size, moved, val.dtype)
+        if rule is not None and rule.exchange:
+            moving = exchange_seconds(self.profile, rule, modes, self.sizes, size, val.element_size())
+            forward, backward = forward + moving, backward + 2 * moving
+        flows = bool(node.meta["backward"])
+        backward = backward if flows else 0.0
+        for x, need in zip(operands, needs, strict=True):
+            if x in made and made[x] != need:
+                table = self.redistributor.table(
+                    size.shape(x), x.meta["val"].element_size(), bool(x.meta["differentiable"]), False
+                )
+                moving = float(table.seconds[table.index[made[x]], table.index[need]])
+                forward, backward = forward + moving, backward + (moving if flows else 0.0)
+        kept, parameters = 0.0, 0
+        for x in self._parameters(node):
+            parameters += 1
+            if x not in seen:
+                seen.add(x)
+                kept += self._kept(x, size)
+        return _Row(node, forward, backward, result_bytes if flows else 0.0, kept, parameters, result)
+
+    def _parameters(self, node: fx.Node) -> list[fx.Node]:
+        """The parameters that a node reads, also through what follows from parameters alone."""
+        found: dict[fx.Node, None] = {}
+        pending, places = list(node.all_input_nodes), set(self.nodes)
+        while pending:
+            x = pending.pop()
+            if x.op == "placeholder" and x.name in self.captured.parameters:
+                found[x] = None
+            elif x.op == "call_function" and x not in places and x.target is not operator.getitem:
+                pending += x.all_input_nodes
+        return list(found)
+
+    def _kept(self, x: fx.Node, size: Sizes) -> float:
+        name = self.captured.parameters[x.name]
+        itemsize = self.captured.rest_dtypes.get(name, x.meta["val"].dtype).itemsize
+        at_rest = itemsize * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
+        return float(bytes_kept(at_rest, bool(x.meta["differentiable"])))
+
+    def _crossing_bytes(self, rows: Sequence[_Row], size: Sizes) -> Array:
+        """The bytes that cross, forward, where a stage begins at each row."""
+        number = {row.node: i for i, row in enumerate(rows)}
+        change = np.zeros(len(rows) + 2)
+        for i, row in enumerate(rows):
+            if not is_tensor(row.node):
+                continue
+            uses = [number[user] for user in row.node.users if user in number]
+            if uses and max(uses) > i:
+                layout = tuple(p if p.kind == "S" else Invariant for p in row.result)
+                held = local_numel(size.shape(row.node), layout, self.sizes) * row.node.meta["val"].element_size()
+                change[i + 1] += held
+                change[max(uses) + 1] -= held
+        return np.cumsum(change)
+
+
+def boundary_layout(node: fx.Node, plan: Plan) -> Layout:
+    """How a value crosses between stages: as it is read, or made, with sums completed."""
+    key = node.meta["key"]
+    made: Layout
+    if key in plan.shared:
+        from autoparallel.placements import parse_layout
+
+        made = parse_layout(plan.shared[key])
+    elif node.target is operator.getitem or key not in plan.operators:
+        made = (Invariant,) * len(plan.axis_sizes)
+    else:
+        made = typed_call(node, plan.modes(key))[1]
+    return tuple(p if p.kind == "S" else Invariant for p in made)
+
+
+def batch_shards(captured: Captured, plan: Plan) -> int:
+    """Into how many pieces the plan cuts the batch."""
+    most = 1
+    for node in captured.graph.nodes:
+        if node.op != "call_function" or not is_tensor(node) or node.meta["key"] not in plan.operators:
+            continue
+        if node.target is operator.getitem or not tensor_operands(node):
+            continue
+        layout = typed_call(node, plan.modes(node.meta["key"]))[1]
+        for dim, size in enumerate(node.meta["val"].shape):
+            if isinstance(size, torch.SymInt):
+                pieces = 1
+                for axis in shards_of(layout, dim):
+                    pieces *= plan.axis_sizes[axis]
+                most = max(most, pieces)
+    return most
+
+
+__all__ = ["StagePlanner", "batch_shards", "boundary_layout", "microbatch_counts"]

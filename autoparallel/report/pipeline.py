@@ -1,0 +1,78 @@
+"""A pipeline's stages, its balance and its bubble, and a picture of its schedule."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+
+from autoparallel.report.text import duration, units
+from autoparallel.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Passing, Timeline, actions_of, play
+from autoparallel.staging import PipelinePlan
+
+WIDTH = 100
+"""Columns of the picture."""
+
+
+def explain_pipeline(plan: PipelinePlan) -> list[Table | str]:
+    """The pipeline as text: what each stage holds and costs, and who waits when."""
+    per_rank = plan.count // plan.ranks
+    each = f", {per_rank} stages per rank" if per_rank > 1 else ""
+    head = (
+        f"Pipeline over {plan.axis}={plan.ranks}: {plan.schedule}, {plan.microbatches} microbatches{each}; predicted "
+        f"{duration(plan.seconds)} for a step's forwards and backwards, {plan.bubble:.0%} of it waiting"
+    )
+    if not plan.stages:
+        return [head]
+    table = Table("stage", "rank", "from", "to", box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("forward", "backward", "of the mean", "in flight", "memory"):
+        table.add_column(title, justify="right")
+    seconds = [stage.forward + stage.backward for stage in plan.stages]
+    mean = sum(seconds) / len(seconds)
+    for i, stage in enumerate(plan.stages):
+        balance = f"{seconds[i] / mean:.0%}" if mean else ""
+        table.add_row(
+            str(i), str(plan.rank_of(i)), stage.first, stage.last, duration(stage.forward), duration(stage.backward),
+            balance, str(stage.in_flight), units(stage.memory),
+        )  # fmt: skip
+    return [head, table, picture(plan)]
+
+
+def picture(plan: PipelinePlan, width: int = WIDTH) -> str:
+    """The schedule over time, a line for each rank: digits are forwards, letters backwards of the microbatch of that
+    number, ``-`` gradients of parameters alone, and dots waiting."""
+    timeline = played(plan)
+    scale = width / timeline.seconds
+    lines = []
+    for rank, spans in enumerate(timeline.spans):
+        cells = ["."] * width
+        for action, begin, end in spans:
+            for i in range(round(begin * scale), max(round(end * scale), round(begin * scale) + 1)):
+                if i < width:
+                    cells[i] = _letter(action)
+        lines.append(f"rank {rank}  {''.join(cells)}")
+    legend = "time goes right: 0 is the forward of microbatch 0 (of 10, ...), a its backward"
+    legend += ", - gradients of parameters" if any(a.kind == WEIGHT for s in timeline.spans for a, _, _ in s) else ""
+    return "\n".join([*lines, f"{legend}, . waiting"])
+
+
+def _letter(action: Action) -> str:
+    if action.kind == WEIGHT:
+        return "-"
+    number = action.microbatch
+    return str(number % 10) if action.kind == FORWARD else chr(ord("a") + number % 26)
+
+
+def played(plan: PipelinePlan) -> Timeline:
+    """The schedule played through with the predicted times of its stages."""
+
+    def seconds(action: Action) -> float:
+        stage = plan.stages[action.stage]
+        share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT: 0.5, WEIGHT: 0.5}[action.kind]
+        return max(share * (stage.forward if action.kind == FORWARD else stage.backward), 1e-9)
+
+    passings = [Passing(i, i, i + 1, True) for i in range(plan.count - 1)]
+    lists = actions_of(plan.schedule, plan.ranks, plan.count, plan.microbatches)
+    return play(lists, plan.rank_of, passings, seconds)
+
+
+__all__ = ["explain_pipeline", "picture", "played"]

@@ -1,0 +1,149 @@
+"""What a batch is cut into, and what microbatches are put together to: results, and gradients of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoparallel.capture import Captured, InputSpec
+from autoparallel.runtime.calls import Call
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.stages import Form, Stage
+from autoparallel.runtime.tied import TiedParameters
+
+
+class NotKept:
+    """Stands for an output that a pipeline computes microbatch by microbatch and does not keep."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"{self._name} is not kept: a pipeline with a loss keeps the other outputs of its microbatches only when "
+            "the model is compiled with outputs='gather'"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, not kept>"
+
+
+def micro_specs(specs: Sequence[Any], count: int) -> list[Any]:
+    """The inputs of one of ``count`` microbatches."""
+    return [
+        replace(s, shape=(s.shape[0] // count, *s.shape[1:])) if isinstance(s, InputSpec) and s.batch else s
+        for s in specs
+    ]
+
+
+def microbatch(call: Call, number: int, count: int) -> list[Any]:
+    """The inputs of a microbatch: its rows, of those that have the batch as their first dim."""
+    leaves = []
+    for leaf, spec in zip(call.leaves, call.specs, strict=True):
+        if isinstance(spec, InputSpec) and spec.batch and count > 1:
+            rows = leaf.shape[0] // count
+            leaf = leaf.narrow(0, number * rows, rows)
+        leaves.append(leaf)
+    return leaves
+
+
+def batch_dim(captured: Captured, result: int) -> int:
+    """The dim of a result that is the batch, or a multiple of it; -1 where there is none."""
+    shape = captured.graph.output_node().args[0][result].meta["val"].shape  # type: ignore[index, union-attr]
+    return next((dim for dim, size in enumerate(shape) if not isinstance(size, int)), -1)
+
+
+def pack(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of some tensors, as one message."""
+    return torch.cat([v.detach().contiguous().reshape(-1).view(torch.uint8) for v in values])
+
+
+def unpack(packed: torch.Tensor, forms: Sequence[Form]) -> list[torch.Tensor]:
+    """The inverse of :func:`pack`."""
+    parts = packed.split([form.bytes for form in forms])
+    return [part.clone().view(form.dtype).view(form.shape) for part, form in zip(parts, forms, strict=True)]
+
+
+class Gradients:
+    """The gradients that a schedule has computed, until they are handed out.
+
+    Args:
+        stages, store, tied: this rank's part of the pipeline.
+        sums: for each stage, the summed gradients of parameters that it alone uses.
+        totals: the summed gradients of the parameters that several stages use and that lie here.
+        divisor: what they are to be divided by; None for 1.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        store: GradientStore,
+        tied: TiedParameters,
+        sums: Mapping[int, dict[str, torch.Tensor]],
+        totals: dict[str, torch.Tensor],
+        divisor: torch.Tensor | None,
+    ) -> None:
+        self._stages, self._store, self._tied, self._divisor = stages, store, tied, divisor
+        self._sums: Mapping[int, dict[str, torch.Tensor]] | None = sums
+        self._totals = totals
+
+    def hand_out(self, grad: torch.Tensor) -> None:
+        """Gives the gradients, times that of the loss, to the store.
+
+        Raises:
+            RuntimeError: when it has been done before.
+        """
+        if self._sums is None:
+            raise RuntimeError(
+                "backward() through the loss of a pipeline a second time: its gradients were handed out the first time"
+            )
+        sums, self._sums = self._sums, None
+        factor = grad.double() if self._divisor is None else grad.double() / self._divisor
+        _scale([*(v for values in sums.values() for v in values.values()), *self._totals.values()], factor)
+        for index, stage in self._stages.items():
+            for bucket in stage.program.buckets:
+                chains = [chain for chain in bucket.chains if chain.name in sums[index]]
+                if chains:
+                    self._store.receive_sums(chains, [sums[index][chain.name] for chain in chains], owned=True)
+        for name, total in self._totals.items():
+            self._store.receive_sums([self._tied.chain(name)], [total], owned=True)
+
+
+def _scale(values: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    for dtype in {v.dtype for v in values}:
+        torch._foreach_mul_([v for v in values if v.dtype == dtype], factor.to(dtype))
+
+
+class HandOut(torch.autograd.Function):
+    """The loss of a pipeline, whose backward hands out gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.gradients.hand_out(grads[0])
+        return None, None, None
+
+
+class Refuse(torch.autograd.Function):
+    """An output of a pipeline that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "a pipeline differentiates its loss only, in training mode: pass loss_fn to compile() and the target to "
+            "the call, or have the model return its loss as a scalar, and call model.train() before"
+        )
+
+
+__all__ = ["Gradients", "HandOut", "NotKept", "Refuse", "batch_dim", "micro_specs", "microbatch", "pack", "unpack"]

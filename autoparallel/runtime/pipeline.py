@@ -1,0 +1,463 @@
+"""Running a pipeline: every rank goes through its part of a schedule, microbatch by microbatch.
+
+[Note: a call of a pipeline] A call in training mode runs the whole schedule, forward and backward, and returns the loss
+of the whole batch, the same on every rank.  ``backward()`` of that loss computes nothing any more: it hands the
+gradients out (see [Note: gradients of a schedule] in ``stages``).  So the loop around a pipeline is that around any
+model.  In ``eval()`` and under ``no_grad()`` only forwards run.
+
+[Note: the loss of microbatches] The loss of the whole batch is the mean of the microbatches' losses, weighted by what
+each of them is a mean over (see ``passes.weigh_loss``).  The sum of the weights is known only at the end.  So the
+gradients are computed with each weight over a fixed reference, and divided when they are handed out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoparallel.capture import Captured, InputSpec
+from autoparallel.groups import settle
+from autoparallel.ops import RandomState, set_random_state
+from autoparallel.passes.cut_stages import Crossing, StageGraph
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.placements import Layout, to_dtensor_placements
+from autoparallel.program import LocalProgram
+from autoparallel.runtime.calls import Call, require_divisible, sizes_of
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.microbatches import (
+    Gradients,
+    HandOut,
+    NotKept,
+    Refuse,
+    batch_dim,
+    micro_specs,
+    microbatch,
+    pack,
+    unpack,
+)
+from autoparallel.runtime.stages import Form, Stage, form_of
+from autoparallel.runtime.tied import TiedParameters
+from autoparallel.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    SEND,
+    WEIGHT,
+    Action,
+    Passing,
+    Transfer,
+    actions_of,
+    forwards_of,
+    play,
+)
+from autoparallel.staging import PipelinePlan
+
+
+class PipelineError(RuntimeError):
+    """A pipeline that cannot go on: another rank is gone, or has stopped."""
+
+
+@dataclass(frozen=True)
+class StagedProgram:
+    """What all ranks of a pipeline know.
+
+    Attributes:
+        captured: the whole model's graph.
+        plan: the schedule and the cuts.
+        graphs, programs: of every stage.
+        crossings: the values that cross between stages, by number.
+    """
+
+    captured: Captured
+    plan: PipelinePlan
+    graphs: tuple[StageGraph, ...]
+    programs: tuple[LocalProgram, ...]
+    crossings: tuple[Crossing, ...]
+
+    def chains(self, stage: int) -> dict[str, ParameterChain]:
+        """The parameters that a stage uses, by name."""
+        return {chain.name: chain for bucket in self.programs[stage].buckets for chain in bucket.chains}
+
+    def passings(self, differentiate: bool) -> list[Passing]:
+        """Every way of a value from one stage to another."""
+        return [
+            Passing(c.number, c.source, t, differentiate and t in c.flows) for c in self.crossings for t in c.targets
+        ]
+
+    def text(self) -> str:
+        """The programs in words, the same on every rank: what ranks compare before they run them."""
+        return "\n".join(f"stage {i}:\n{program.text()}" for i, program in enumerate(self.programs))
+
+
+@dataclass
+class _Run:
+    """What one call of the pipeline has computed so far.
+
+    Attributes:
+        values: what has arrived for a stage: (kind, crossing, stage it comes to or came from, microbatch).
+        arriving: the same, still under way.
+        leaving: what is to be sent.
+        sending: sends under way, with their tensors.
+        buffers: buffers as the last microbatch has left them.
+        results: for each kept result and the loss, its value for each microbatch.
+    """
+
+    leaves: list[list[Any]]
+    forms: dict[int, Form]
+    random: RandomState
+    differentiate: bool
+    count: int
+    values: dict[tuple[str, int, int, int], torch.Tensor] = field(default_factory=dict)
+    arriving: dict[tuple[str, int, int, int], tuple[Any, torch.Tensor, Transfer]] = field(default_factory=dict)
+    leaving: dict[tuple[str, int, int, int], torch.Tensor] = field(default_factory=dict)
+    sending: list[tuple[Any, torch.Tensor, Transfer]] = field(default_factory=list)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    results: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
+
+
+class PipelineRunner:
+    """One kind of call of a model in stages; this rank's part of it.
+
+    Args:
+        staged: what all ranks know.
+        stages: this rank's stages, by their place in the pipeline.
+        store: the gradients of the parameters that lie on this rank.
+        tied: the parameters that several stages use.
+        plain: the model, for its buffers.
+    """
+
+    def __init__(
+        self,
+        staged: StagedProgram,
+        stages: Mapping[int, Stage],
+        store: GradientStore,
+        tied: TiedParameters,
+        plain: nn.Module,
+    ) -> None:
+        self.staged, self.stages, self.store, self.tied, self.plain = staged, dict(stages), store, tied, plain
+        self.plan = staged.plan
+        self.captured = captured = staged.captured
+        self.group, self.rank, self.ranks = tied.group, tied.rank, tied.ranks
+        self.device = torch.device(store.mesh.device_type)
+        whole: Layout = ()
+        results = len(captured.graph.output_node().args[0])  # type: ignore[arg-type]
+        self.specs = [(to_dtensor_placements(whole), whole)] * results
+        self.loss = captured.scalars[0] if captured.scalars else None
+        self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
+        self._forms: dict[Any, dict[int, Form]] = {}
+
+    # -- before a call ----------------------------------------------------------------------------------------------
+
+    def require_fits(self, call: Call) -> None:
+        """Raises ValueError when a call cannot be cut into microbatches, or those over the mesh."""
+        for spec, layout in zip(call.specs, call.layouts, strict=True):
+            if layout is not None:
+                raise ValueError("a pipeline takes plain tensors, the same on every rank, not DTensors")
+            if isinstance(spec, InputSpec) and spec.requires_grad:
+                raise ValueError("a pipeline does not differentiate the model's inputs: detach them")
+        count = self._microbatches(call)
+        if call.batch % count:
+            raise ValueError(
+                f"a batch of {call.batch} rows does not divide into the pipeline's {count} microbatches: use a batch "
+                f"that divides by {count} (drop_last=True in the data loader), or another number of microbatches in "
+                "compile(pipeline=...)"
+            )
+        actual = sizes_of(self.captured, micro_specs(call.specs, count))
+        for program in self.staged.programs:
+            require_divisible(program.divisors, actual, call.batch // count)
+
+    def _microbatches(self, call: Call) -> int:
+        """How many microbatches a call is cut into: where nothing is differentiated, as many as divide it."""
+        whole = self.plan.microbatches
+        return whole if self._differentiates() else math.gcd(whole, call.batch)
+
+    def _differentiates(self) -> bool:
+        return self.loss is not None and self.plain.training and torch.is_grad_enabled()
+
+    def _actions(self, differentiate: bool, count: int) -> list[list[Action]]:
+        make = actions_of if differentiate else forwards_of
+        return make(self.plan.schedule, self.plan.ranks, self.plan.count, count)
+
+    def steps(self, differentiate: bool, count: int) -> tuple[Action | Transfer, ...]:
+        """What this rank does in a call of so many microbatches."""
+        key = differentiate, count
+        if key not in self._steps:
+            lists = self._actions(differentiate, count)
+            played = play(lists, self.plan.rank_of, self.staged.passings(differentiate))
+            self._steps[key] = played.steps[self.rank]
+        return self._steps[key]
+
+    # -- a call -----------------------------------------------------------------------------------------------------
+
+    def run(self, call: Call, random: RandomState) -> list[Any]:
+        """The outputs of the whole batch (see [Note: a call of a pipeline])."""
+        self.require_fits(call)  # the same kind of call may have been made without gradients
+        settle(self.store.prefix)
+        count, differentiate = self._microbatches(call), self._differentiates()
+        specs = micro_specs(call.specs, count)
+        run = _Run(
+            [microbatch(call, m, count) for m in range(count)], self._forms_of(specs), random, differentiate, count
+        )
+        lent = self.tied.lend()
+        try:
+            for step in self.steps(differentiate, count):
+                self._do(run, step)
+            for work, _, transfer in run.sending:
+                self._wait(work, transfer)
+            sums = {i: stage.gradients.take() for i, stage in self.stages.items()}
+            totals = self.tied.merge(sums) if differentiate else {}
+            lent()
+            combined = self._combine(run)
+            self._share(run, combined, call)
+        except BaseException:
+            for stage in self.stages.values():
+                stage.forget()
+            raise
+        return self._outputs(run, combined, sums, totals)
+
+    def _forms_of(self, specs: Sequence[Any]) -> dict[int, Form]:
+        key = tuple(s.shape for s in specs if isinstance(s, InputSpec))
+        if key not in self._forms:
+            sizes, actual = tuple(self.store.mesh.shape), sizes_of(self.captured, specs)
+            self._forms[key] = {
+                c.number: form_of(c, self.staged.programs[c.targets[0]], sizes, actual) for c in self.staged.crossings
+            }
+        return self._forms[key]
+
+    def _do(self, run: _Run, step: Action | Transfer) -> None:
+        if isinstance(step, Transfer):
+            self._transfer(run, step)
+        elif step.kind == FORWARD:
+            self._forward(run, step)
+        elif step.kind == WEIGHT:
+            self.stages[step.stage].weights(step.microbatch)
+        else:
+            self._backward(run, step)
+
+    def _transfer(self, run: _Run, transfer: Transfer) -> None:
+        key = _key(transfer)
+        peer = self.ranks[transfer.peer]
+        try:
+            if transfer.what == SEND:
+                tensor = run.leaving.pop(key)
+                run.sending.append((dist.isend(tensor, peer, self.group), tensor, transfer))
+            else:
+                form = run.forms[transfer.value]
+                buffer = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+                run.arriving[key] = (dist.irecv(buffer, peer, self.group), buffer, transfer)
+        except RuntimeError as error:
+            self._fail(transfer, error)
+
+    def _wait(self, work: Any, transfer: Transfer) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(transfer, error)
+
+    def _fail(self, transfer: Transfer, error: BaseException) -> NoReturn:
+        forward = transfer.kind == FORWARD
+        mine = transfer.source if (transfer.what == SEND) == forward else transfer.target
+        other = transfer.target if mine == transfer.source else transfer.source
+        what = "an activation" if forward else "a gradient"
+        way = "sending" if transfer.what == SEND else "receiving"
+        to = "to" if transfer.what == SEND else "from"
+        raise PipelineError(
+            f"{self._name(mine)} failed {way} {what} of microbatch {transfer.microbatch} {to} stage {other} on rank "
+            f"{self.ranks[transfer.peer]}: that rank is gone or has stopped ({str(error).splitlines()[0]})"
+        ) from error
+
+    def _name(self, stage: int) -> str:
+        return self.stages[stage].name if stage in self.stages else f"stage {stage}"
+
+    def _arrived(self, run: _Run, key: tuple[str, int, int, int]) -> torch.Tensor:
+        if key in run.arriving:
+            work, buffer, transfer = run.arriving.pop(key)
+            self._wait(work, transfer)
+            return buffer
+        return run.values.pop(key)
+
+    def _forward(self, run: _Run, action: Action) -> None:
+        stage, m = self.stages[action.stage], action.microbatch
+        received = {c.number: self._arrived(run, (FORWARD, c.number, stage.index, m)) for c in stage.graph.received}
+        stage.gradients.synchronise = self.store.synchronise and m == run.count - 1
+        set_random_state(replace(run.random, microbatch=m, microbatches=run.count))
+        made = stage.forward(m, run.leaves[m], received, run.buffers, run.differentiate)
+        run.buffers.update(made.buffers)
+        for i, value in made.results.items():
+            run.results.setdefault(i, [None] * run.count)[m] = value
+        for crossing in stage.graph.sent:
+            for target in crossing.targets:
+                key = FORWARD, crossing.number, target, m
+                value = made.sent[crossing.number]
+                if self.plan.rank_of(target) == self.rank:
+                    run.values[key] = value.detach() if len(crossing.targets) == 1 else value.clone()
+                else:
+                    run.leaving[key] = value
+
+    def _backward(self, run: _Run, action: Action) -> None:
+        stage, m = self.stages[action.stage], action.microbatch
+        grads = {
+            c.number: [self._arrived(run, (BACKWARD, c.number, target, m)) for target in c.flows]
+            for c in stage.graph.sent
+        }
+        back = stage.backward(m, self._seed(run, stage, m), grads, action.kind == INPUT)
+        for crossing in stage.graph.received:
+            if crossing.number in back:
+                key = BACKWARD, crossing.number, stage.index, m
+                local = self.plan.rank_of(crossing.source) == self.rank
+                (run.values if local else run.leaving)[key] = back[crossing.number]
+
+    # -- the loss ---------------------------------------------------------------------------------------------------
+
+    def _weighing(self) -> str:
+        weight = self.captured.weight
+        return "mean" if weight is None else weight.kind
+
+    def _seed(self, run: _Run, stage: Stage, microbatch: int) -> Any:
+        """What the loss of a microbatch is multiplied by (see [Note: the loss of microbatches])."""
+        if stage.loss is None or run.count == 1 or self._weighing() == "sum":
+            return 1.0
+        weight = self.captured.weight
+        if weight is None or weight.output is None:
+            return 1.0 / run.count
+        value = run.results[weight.output][microbatch]
+        assert value is not None
+        return value.double() / self._reference(run)
+
+    def _reference(self, run: _Run) -> float:
+        """About what the weights of all microbatches add up to."""
+        sizes = [x.numel() for x in run.leaves[0] if isinstance(x, torch.Tensor) and not x.is_floating_point()]
+        return float(max(sizes, default=1) * run.count)
+
+    def _combine(self, run: _Run) -> dict[int, torch.Tensor]:
+        """The results of the whole batch that this rank's stages have made."""
+        combined: dict[int, torch.Tensor] = {}
+        weight = self.captured.weight
+        output = weight.output if weight is not None else None
+        for i, values in run.results.items():
+            parts = [v for v in values if v is not None]
+            if i == self.loss:
+                continue
+            if i == output or run.count == 1:
+                combined[i] = sum(parts[1:], parts[0])
+            elif self._is_batched(i):
+                combined[i] = torch.cat(parts, self._batch_dim(i))
+            else:
+                combined[i] = parts[-1]
+        if self.loss in run.results:
+            losses = torch.stack([v for v in run.results[self.loss] if v is not None])
+            if run.count == 1:
+                combined[self.loss] = losses[0]
+            elif self._weighing() == "sum":
+                combined[self.loss] = losses.sum()
+            elif output is None:
+                combined[self.loss] = losses.mean()
+            else:
+                weights = torch.stack([v for v in run.results[output] if v is not None]).to(losses.dtype)
+                combined[self.loss] = torch.where(weights == 0, 0, losses * weights).sum() / weights.sum()
+        return combined
+
+    def _is_batched(self, result: int) -> bool:
+        return self._batch_dim(result) >= 0
+
+    def _batch_dim(self, result: int) -> int:
+        return batch_dim(self.captured, result)
+
+    # -- after the schedule -----------------------------------------------------------------------------------------
+
+    def _share(self, run: _Run, combined: dict[int, torch.Tensor], call: Call) -> None:
+        """Tells all ranks of the pipeline what one of them has made: the loss, outputs that are kept, buffers."""
+        actual = sizes_of(self.captured, call.specs)
+        nodes = self.captured.graph.output_node().args[0]
+        buffers = {path: i for i, path in enumerate(self.captured.mutated_buffers)}
+        sends: list[tuple[Any, torch.Tensor]] = []
+        for stage, graph in enumerate(self.staged.graphs):
+            wanted = [*graph.results, *(buffers[p] for p in graph.captured.mutated_buffers)]
+            if not wanted:
+                continue
+            root = self.plan.rank_of(stage)
+            forms = []
+            for i in wanted:
+                val = nodes[i].meta["val"]  # type: ignore[index, union-attr]
+                shape = [s if isinstance(s, int) else int(s.node.expr.subs(actual)) for s in val.shape]
+                forms.append(Form(tuple(shape), val.dtype))
+            if root == self.rank:
+                paths = self.captured.mutated_buffers
+                values = [run.buffers[paths[i]] if i < len(paths) else combined[i] for i in wanted]
+                packed = pack(values)
+                sends += [(self._isend(packed, peer), packed) for peer in range(len(self.ranks)) if peer != root]
+            else:
+                received = self._receive(forms, root)
+                for i, value in zip(wanted, received, strict=True):
+                    if i < len(self.captured.mutated_buffers):
+                        run.buffers[self.captured.mutated_buffers[i]] = value
+                    else:
+                        combined[i] = value
+        for i, path in enumerate(self.captured.mutated_buffers):
+            combined[i] = run.buffers[path]
+        for work, _ in sends:
+            self._wait_shared(work, "sending its results")
+
+    def _isend(self, packed: torch.Tensor, peer: int) -> Any:
+        return dist.isend(packed, self.ranks[peer], self.group)
+
+    def _receive(self, forms: Sequence[Form], root: int) -> list[torch.Tensor]:
+        packed = torch.empty(sum(form.bytes for form in forms), dtype=torch.uint8, device=self.device)
+        self._wait_shared(dist.irecv(packed, self.ranks[root], self.group), "receiving the results")
+        return unpack(packed, forms)
+
+    def _wait_shared(self, work: Any, what: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            names = ", ".join(stage.name for stage in self.stages.values())
+            raise PipelineError(
+                f"{names} failed {what} after the schedule: another rank is gone or has stopped "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+
+    def _outputs(
+        self,
+        run: _Run,
+        combined: dict[int, torch.Tensor],
+        sums: dict[int, dict[str, torch.Tensor]],
+        totals: dict[str, torch.Tensor],
+    ) -> list[Any]:
+        outputs: list[Any] = []
+        for i in range(len(self.specs)):
+            if i in combined:
+                outputs.append(combined[i])
+            else:
+                outputs.append(NotKept(f"output {i - len(self.captured.mutated_buffers)} of the model"))
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        if run.differentiate:
+            assert self.loss is not None
+            call = Gradients(self.stages, self.store, self.tied, sums, totals, self._divisor(run, combined))
+            outputs[self.loss] = HandOut.apply(anchor, outputs[self.loss], call)
+        elif torch.is_grad_enabled():
+            first = len(self.captured.mutated_buffers)
+            for i in range(first, len(outputs)):
+                if isinstance(outputs[i], torch.Tensor) and outputs[i].is_floating_point():
+                    outputs[i] = Refuse.apply(anchor, outputs[i])
+        return outputs
+
+    def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """What the summed gradients are to be divided by; None for 1."""
+        weight = self.captured.weight
+        if weight is None or weight.output is None or run.count == 1 or self._weighing() == "sum":
+            return None
+        total = combined[weight.output].double()
+        return torch.where(total == 0, 1, total) / self._reference(run)
+
+
+def _key(transfer: Transfer) -> tuple[str, int, int, int]:
+    return transfer.kind, transfer.value, transfer.target, transfer.microbatch
+
+
+__all__ = ["PipelineError", "PipelineRunner"]

@@ -1,0 +1,228 @@
+"""One pipeline stage at run time: its forward and backward for one microbatch, and its gradients until the step.
+
+[Note: gradients of a schedule] A schedule runs inside of the model's call, and what it computes becomes ``.grad`` only
+when the user differentiates the loss.  So each stage adds up its gradients apart, in the layouts in which they are
+made, without communication; ``backward()`` then scales them by what the user has done to the loss, and gives them to
+the store like those of any other backward: they are added to ``.grad`` under ``no_sync()``, or reduced, once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.passes.cut_stages import Crossing, StageGraph
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
+from autoparallel.placements import largest_piece
+from autoparallel.program import LocalProgram
+from autoparallel.redistribution import Step
+from autoparallel.runtime.gradients import GradientStore, Tensors
+from autoparallel.runtime.runner import Runner
+
+
+class StageGradients:
+    """The parameters of one stage, and their gradients while a schedule runs.
+
+    Args:
+        store: the gradients of all the model's parameters.
+        borrowed: parameters that lie with another stage, by name.
+    """
+
+    def __init__(self, store: GradientStore, borrowed: Mapping[str, nn.Parameter]) -> None:
+        self.store = store
+        self.parameters = {**store.parameters, **borrowed}
+        self.synchronise = False
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Callable[[], Tensors]:
+        """Takes tensors along their paths, as the store does."""
+        return self.store.start(tensors, paths)
+
+    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        """Adds one microbatch's gradients to the sums."""
+        sums: Tensors = []
+        addends: Tensors = []
+        for chain, values in zip(chains, grads, strict=True):
+            if all(value is None for value in values):
+                continue
+            value, known = self.store.sum_uses(chain, values), self.sums.get(chain.name)
+            if known is None:
+                copied = value.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
+                self.sums[chain.name] = copied
+            else:
+                sums.append(known)
+                addends.append(value if value.dtype == known.dtype else value.to(known.dtype))
+        if sums:
+            torch._foreach_add_(sums, addends)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """The sums, which begin anew."""
+        taken, self.sums = self.sums, {}
+        return taken
+
+
+@dataclass
+class _Microbatch:
+    """What the backward of one microbatch needs."""
+
+    received: dict[int, torch.Tensor]
+    sent: dict[int, torch.Tensor]
+    loss: torch.Tensor | None
+    deferred: list[Deferred] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a stage's forward made.
+
+    Attributes:
+        buffers: new values of buffers, by name.
+        results: the model's outputs, by their number among the results of the whole graph.
+        sent: the values for other stages, by the number of the crossing.
+    """
+
+    buffers: dict[str, torch.Tensor]
+    results: dict[int, torch.Tensor]
+    sent: dict[int, torch.Tensor]
+
+
+class Stage:
+    """One stage of a pipeline on this rank.
+
+    Args:
+        index: its place in the pipeline.
+        graph: what it was cut to.
+        program: its local program.
+        layouts: how each crossing lies on the stage's mesh, by number.
+        gradients: its parameters, and where their gradients are added up.
+        plain, body: as :class:`Runner` takes them.
+        loss: the number of the loss among the results, where this stage makes it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        graph: StageGraph,
+        program: LocalProgram,
+        gradients: StageGradients,
+        plain: nn.Module,
+        body: Callable[..., Any],
+        loss: int | None,
+    ) -> None:
+        self.index, self.graph, self.program, self.gradients, self.loss = index, graph, program, gradients, loss
+        self.runner = Runner(program, gradients, plain, body)
+        self._kept: dict[int, _Microbatch] = {}
+        modules = [n.meta.get("module", "") for n in program.body.graph.nodes if n.op == "call_function"]
+        named = [m for m in modules if m]
+        self.name = f"stage {index} ({named[0]} to {named[-1]})" if named else f"stage {index}"
+
+    def forward(
+        self,
+        microbatch: int,
+        leaves: Sequence[Any],
+        received: Mapping[int, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        differentiate: bool,
+    ) -> Made:
+        """Runs the forward; with ``differentiate``, keeps what its backward needs."""
+        inputs: dict[int, torch.Tensor] = {}
+        for crossing in self.graph.received:
+            x = received[crossing.number]
+            inputs[crossing.number] = x.requires_grad_(differentiate and self.index in crossing.flows)
+        with torch.set_grad_enabled(differentiate), collect_deferred() as deferred:
+            outputs = list(self.runner([*leaves, *inputs.values()], buffers))
+        captured, graph = self.graph.captured, self.graph
+        count = len(captured.mutated_buffers)
+        changed = {p: x.detach() for p, x in zip(captured.mutated_buffers, outputs[:count], strict=True)}
+        made = dict(zip(graph.results, outputs[count : count + len(graph.results)], strict=True))
+        sent = dict(zip((c.number for c in graph.sent), outputs[count + len(graph.results) :], strict=True))
+        if differentiate:
+            loss = made[self.loss] if self.loss is not None else None
+            self._kept[microbatch] = _Microbatch(inputs, sent, loss, deferred)
+        return Made(
+            changed,
+            {i: x.detach() for i, x in made.items()},
+            {i: x.detach().contiguous() for i, x in sent.items()},
+        )
+
+    def backward(
+        self, microbatch: int, seed: torch.Tensor | float, grads: Mapping[int, Sequence[torch.Tensor]], split: bool
+    ) -> dict[int, torch.Tensor]:
+        """Differentiates one microbatch; with ``split``, leaves the gradients of parameters to :meth:`weights`.
+
+        Args:
+            seed: what the loss is multiplied by, where this stage makes it.
+            grads: for each value it has sent, the gradients that came back.
+
+        Returns:
+            The gradients of the values it has received, by the number of the crossing.
+        """
+        kept = self._kept[microbatch]
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor] = []
+        for number, value in kept.sent.items():
+            if value.requires_grad and grads.get(number):
+                first, *others = grads[number]
+                roots.append(value)
+                seeds.append(sum(others, first))
+        if kept.loss is not None and kept.loss.requires_grad:
+            roots.append(kept.loss)
+            seeds.append(torch.as_tensor(seed, dtype=kept.loss.dtype, device=kept.loss.device).reshape(()))
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        back = {}
+        for crossing in self.graph.received:
+            if self.index in crossing.flows:
+                x = kept.received[crossing.number]
+                back[crossing.number] = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
+        kept.received, kept.sent, kept.loss = {}, {}, None
+        if not split:
+            self.weights(microbatch)
+        return back
+
+    def weights(self, microbatch: int) -> None:
+        """Computes the gradients of parameters that :meth:`backward` has left."""
+        kept = self._kept.pop(microbatch)
+        roots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for deferred in kept.deferred:
+            for weight, grad in deferred.run():
+                known = roots.get(id(weight))
+                roots[id(weight)] = (weight, grad if known is None else known[1] + grad)
+        if roots:
+            torch.autograd.backward([w for w, _ in roots.values()], [g for _, g in roots.values()])
+
+    def forget(self) -> None:
+        """Drops what an interrupted schedule has left."""
+        self._kept.clear()
+        self.gradients.take()
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a value that crosses between stages lies on one rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """The size of the value."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def form_of(
+    crossing: Crossing, program: LocalProgram, axis_sizes: Sequence[int], actual: Mapping[Any, int]
+) -> Form:
+    """The form in which the stage of ``program`` receives a value, where the traced symbols are these sizes."""
+    node = next(n for n in program.body.graph.nodes if n.op == "placeholder" and n.name == crossing.name)
+    shape = [s if isinstance(s, int) else int(s.node.expr.subs(actual)) for s in node.meta["val"].shape]
+    return Form(largest_piece(shape, node.meta["placements"], axis_sizes), node.meta["val"].dtype)
+
+
+__all__ = ["Form", "Made", "Stage", "StageGradients", "form_of"]

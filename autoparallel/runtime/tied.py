@@ -1,0 +1,160 @@
+"""Parameters that several stages use: one of them, the owner, holds it; the others borrow it for a call.
+
+At the beginning of a call the owner sends its part of the parameter, as it lies, to the ranks of the others; at the end
+they send back the gradients they have made, summands all, which the owner adds to its own before anything is reduced.
+So the parameter is counted once in the norm and stepped once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoparallel import _torch
+from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
+from autoparallel.placements import largest_piece, to_dtensor_placements
+from autoparallel.redistribution import Redistributor
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.state import local_shape
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several stages use.
+
+    Attributes:
+        chains: stage to its way there.
+        chain: the way of the gradients' sum back, in the layout in which those of all stages can be added.
+        owner: the rank on the pipeline's axis that holds it.
+        users: for each rank that uses it, its stages.
+    """
+
+    chains: Mapping[int, ParameterChain]
+    chain: ParameterChain
+    owner: int
+    users: Mapping[int, tuple[int, ...]]
+
+    @property
+    def borrowers(self) -> tuple[int, ...]:
+        """The ranks that use it and do not hold it."""
+        return tuple(rank for rank in self.users if rank != self.owner)
+
+
+def find_ties(
+    chains: Sequence[Mapping[str, ParameterChain]],
+    owners: Mapping[str, int],
+    rank_of: Callable[[int], int],
+    redistributor: Redistributor,
+) -> list[Tie]:
+    """The parameters that several stages use, or one that lies elsewhere.
+
+    Args:
+        chains: for each stage, the parameters that it uses.
+        owners: the rank on the pipeline's axis that holds each parameter.
+        rank_of: stage to rank.
+    """
+    found = []
+    for name in sorted({name for stage in chains for name in stage}):
+        used = {i: stage[name] for i, stage in enumerate(chains) if name in stage}
+        users: dict[int, tuple[int, ...]] = {}
+        for stage in used:
+            users[rank_of(stage)] = (*users.get(rank_of(stage), ()), stage)
+        if len(used) > 1 or owners[name] not in users:
+            first = next(iter(used.values()))
+            made = join_layouts([chain.made for chain in used.values()])
+            found.append(Tie(used, first.with_made(made, redistributor), owners[name], users))
+    return found
+
+
+class TiedParameters:
+    """The ties of a pipeline, as one rank sees them.
+
+    Args:
+        store: the gradients of the parameters that lie on this rank.
+        group, rank: the pipeline's process group, and this rank's place in it.
+    """
+
+    def __init__(self, ties: Sequence[Tie], store: GradientStore, group: Any, rank: int) -> None:
+        self.ties, self.store, self.group, self.rank = ties, store, group, rank
+        self.ranks = dist.get_process_group_ranks(group)
+        self.borrowed: dict[str, nn.Parameter] = {}
+        for tie in ties:
+            if rank in tie.borrowers:
+                chain, mesh = tie.chain, store.mesh
+                shape = local_shape(chain.shape, chain.at_rest, mesh)
+                local = torch.empty(shape, dtype=chain.rest_dtype, device=mesh.device_type)
+                spec = _torch.make_spec(
+                    mesh, to_dtensor_placements(chain.at_rest), torch.Size(chain.shape), chain.rest_dtype
+                )
+                parameter = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=chain.trainable)
+                self.borrowed[chain.name] = parameter
+
+    def chain(self, name: str) -> ParameterChain:
+        """The way of a parameter's summed gradient back."""
+        return next(tie.chain for tie in self.ties if tie.chain.name == name)
+
+    def lend(self) -> Callable[[], None]:
+        """Sends parameters to those who borrow them; returns what waits for the sends."""
+        sends: list[tuple[Any, torch.Tensor]] = []
+        for tie in self.ties:
+            name = tie.chain.name
+            if self.rank == tie.owner:
+                local = _torch.local_of(self.store.parameters[name]).detach().contiguous()
+                sends += [(dist.isend(local, self.ranks[r], self.group), local) for r in tie.borrowers]
+            elif self.rank in tie.borrowers:
+                local = _torch.local_of(self.borrowed[name]).detach()
+                buffer = torch.empty_like(local)
+                dist.irecv(buffer, self.ranks[tie.owner], self.group).wait()  # type: ignore[union-attr]
+                local.copy_(buffer)
+
+        def wait() -> None:
+            for work, _ in sends:
+                work.wait()
+
+        return wait
+
+    def merge(self, sums: Mapping[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Takes the gradients of tied parameters out of the stages' sums; the owner's gets all of them.
+
+        Returns:
+            The totals of the parameters that lie on this rank, as their ``chain`` makes them.
+        """
+        totals: dict[str, torch.Tensor] = {}
+        sends: list[tuple[Any, torch.Tensor]] = []
+        for tie in self.ties:
+            if not tie.chain.trainable or self.rank not in tie.users and self.rank != tie.owner:
+                continue
+            own = self._own(tie, sums)
+            if self.rank != tie.owner:
+                sends.append((dist.isend(own, self.ranks[tie.owner], self.group), own))
+                continue
+            for borrower in tie.borrowers:
+                buffer = torch.empty_like(own)
+                dist.irecv(buffer, self.ranks[borrower], self.group).wait()  # type: ignore[union-attr]
+                own = own + buffer
+            totals[tie.chain.name] = own
+        for work, _ in sends:
+            work.wait()
+        return totals
+
+    def _own(self, tie: Tie, sums: Mapping[int, dict[str, torch.Tensor]]) -> torch.Tensor:
+        """The sum of this rank's stages."""
+        chain, sizes = tie.chain, tuple(self.store.mesh.shape)
+        total: torch.Tensor | None = None
+        for stage in tie.users.get(self.rank, ()):
+            value = sums[stage].pop(chain.name, None)
+            if value is not None:
+                value = self.store.along(value, chain.shape, tie.chains[stage].made, chain.made)
+                total = value if total is None else total + value
+        if total is None:
+            shape = largest_piece(chain.shape, chain.made, sizes)
+            return torch.zeros(shape, dtype=chain.accumulator_dtype, device=self.store.mesh.device_type)
+        return total.contiguous()
+
+
+__all__ = ["Tie", "TiedParameters", "find_ties"]

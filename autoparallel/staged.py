@@ -1,0 +1,214 @@
+"""Planning a pipeline, its stages as local programs, and this rank's part of them at run time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.capture import Captured, InputSpec
+from autoparallel.groups import axis_group
+from autoparallel.passes.cut_stages import CutError, cut_stages, staged_nodes
+from autoparallel.passes.split_weight_gradients import split_weight_gradients
+from autoparallel.placements import Invariant
+from autoparallel.plan import ParameterPlan, Plan, PlanError
+from autoparallel.planner.stages import StagePlanner, boundary_layout, microbatch_counts
+from autoparallel.planning import Planner, Request
+from autoparallel.program import LocalProgram, build_program
+from autoparallel.redistribution import Redistributor
+from autoparallel.runtime.calls import Call, sizes_of
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.microbatches import batch_dim, micro_specs
+from autoparallel.runtime.pipeline import PipelineRunner, StagedProgram
+from autoparallel.runtime.stages import Stage, StageGradients
+from autoparallel.runtime.tied import TiedParameters, find_ties
+from autoparallel.schedules import SPLIT
+from autoparallel.staging import PIPELINE_AXIS, Pipeline, PipelinePlan
+
+
+class StagedPlanner(Planner):
+    """Plans layouts for one microbatch on the mesh's other axes, then the cuts under them.
+
+    Args:
+        ranks: of the pipeline's axis; ``request`` is about the others.
+        pipeline: what is fixed of the pipeline.
+
+    Attributes:
+        stages: the pipeline of the first kind of call; all others have the same, as far as they can.
+    """
+
+    def __init__(self, model: nn.Module, request: Request, ranks: int, pipeline: Pipeline) -> None:
+        super().__init__(model, replace(request, memory_limit=None))
+        self.memory_limit, self.ranks, self.pipeline = request.memory_limit, ranks, pipeline
+        self.stages: PipelinePlan | None = None
+
+    def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
+        """The plan that the search chooses (see ``Planner.search``)."""
+        known, pipeline = self.stages, self.pipeline
+        if known is not None:
+            keys = {node.meta["key"] for node in staged_nodes(captured)}
+            cuts = known.cuts if keys.issuperset(known.cuts) else None
+            pipeline = Pipeline(known.schedule, known.microbatches, known.count // known.ranks, cuts)
+            counts = [known.microbatches if captured.scalars else math.gcd(known.microbatches, call.batch)]
+        else:
+            counts = microbatch_counts(call.batch, self.ranks, pipeline)
+        if not captured.actual and max(counts) > 1 and any(isinstance(s, InputSpec) for s in call.specs):
+            raise PlanError(
+                f"the model fixes the batch size at {call.batch}, so that it cannot be cut into microbatches: use "
+                "x.shape[0] instead of a number"
+            )
+        captured.actual = sizes_of(captured, micro_specs(call.specs, counts[0]))
+        plan = super().search(captured, call, at_rest)
+        profile = self.request.profile
+        planner = StagePlanner(
+            captured, plan, profile, self.redistributor, PIPELINE_AXIS, self.ranks, self.memory_limit
+        )
+        return replace(plan, pipeline=planner.choose(counts, pipeline, checked=known is None))
+
+    def build_stages(self, captured: Captured, plan: Plan, prefix: str) -> StagedProgram:
+        """The local program of every stage, the same on all ranks."""
+        request = self.request
+        return build_stages(
+            captured,
+            plan,
+            prefix=prefix,
+            redistributor=self.redistributor,
+            outputs=request.outputs,
+            device=torch.device(request.device),
+            hoist_all=request.hoist_all,
+            reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
+        )
+
+
+def build_stages(
+    captured: Captured,
+    plan: Plan,
+    *,
+    prefix: str,
+    redistributor: Redistributor,
+    outputs: str,
+    device: torch.device,
+    hoist_all: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+) -> StagedProgram:
+    """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
+
+    Args:
+        outputs: which outputs beside a loss are kept: those of "gather"; without a loss, all are.
+        prefix, redistributor, device, hoist_all, reduce_dtype: as ``build_program`` takes them, of the mesh axes other
+            than the pipeline's.
+
+    Raises:
+        PlanError: when the model cannot be run in such stages and microbatches.
+    """
+    assert plan.pipeline is not None
+    kept = _kept(captured, outputs)
+    _require_combinable(captured, kept, plan.pipeline.microbatches)
+    try:
+        graphs = cut_stages(captured, plan.pipeline.cuts, kept)
+    except CutError as error:
+        raise PlanError(str(error)) from error
+    nodes = {node.name: node for node in captured.graph.nodes}
+    whole = (Invariant,) * len(plan.axis_sizes)
+    crossings = {c.number: c for graph in graphs for c in graph.sent}
+    layouts = {c.name: boundary_layout(nodes[c.name], plan) for c in crossings.values()}
+    programs: list[LocalProgram] = []
+    for graph in graphs:
+        count = len(graph.captured.mutated_buffers) + len(graph.results)
+        program = build_program(
+            graph.captured,
+            plan,
+            prefix=prefix,
+            redistributor=redistributor,
+            outputs=[whole] * count + [layouts[c.name] for c in graph.sent],
+            inputs={c.name: layouts[c.name] for c in graph.received},
+            device=device,
+            hoist_all=hoist_all,
+            reduce_dtype=reduce_dtype,
+        )
+        if plan.pipeline.schedule in SPLIT:
+            chains = [chain for bucket in program.buckets for chain in bucket.chains]
+            split_weight_gradients(program.body, [name for chain in chains for name in chain.placeholders])
+        programs.append(program)
+    return StagedProgram(
+        captured,
+        plan.pipeline,
+        tuple(graphs),
+        tuple(programs),
+        tuple(crossings[number] for number in sorted(crossings)),
+    )
+
+
+def _kept(captured: Captured, outputs: str) -> list[int]:
+    """The model's outputs that a pipeline keeps, with what the loss weighs, by their number among the results."""
+    first = len(captured.mutated_buffers)
+    results = captured.graph.output_node().args[0]
+    weight = captured.weight.output if captured.weight is not None else None
+    every = not captured.scalars or outputs == "gather"
+    return [i for i in range(first, len(results)) if every or i in captured.scalars or i == weight]  # type: ignore[arg-type]
+
+
+def _require_combinable(captured: Captured, kept: list[int], microbatches: int) -> None:
+    if microbatches == 1:
+        return
+    weight = captured.weight
+    if weight is not None and weight.kind == "unknown":
+        raise PlanError(
+            f"a pipeline cannot tell what the loss of its microbatches is a mean over: {weight.reason}. Pass a loss_fn "
+            "that returns (sum, count) to compile(), or use one microbatch"
+        )
+    results = captured.graph.output_node().args[0]
+    for i in kept:
+        if i not in captured.scalars and (weight is None or i != weight.output) and batch_dim(captured, i) < 0:
+            key = results[i].meta["key"]  # type: ignore[index, union-attr]
+            raise PlanError(
+                f"an output of the model ({key}) has no batch dim, so that those of a pipeline's microbatches cannot "
+                "be put together: return it per row, or leave it out (outputs='auto' beside a loss)"
+            )
+
+
+def find_owners(staged: StagedProgram, names: Mapping[str, Any]) -> dict[str, int]:
+    """The rank on the pipeline's axis on which each parameter lies: that of the first stage that uses it."""
+    owners = dict.fromkeys(names, 0)
+    for stage in reversed(range(len(staged.programs))):
+        for chain in staged.chains(stage):
+            owners[chain] = staged.plan.rank_of(stage)
+    return owners
+
+
+def attach_stages(
+    staged: StagedProgram,
+    store: GradientStore,
+    plain: nn.Module,
+    prefix: str,
+    owners: Mapping[str, int],
+    redistributor: Redistributor,
+    compile_body: Callable[[LocalProgram], Callable[..., Any]] | None = None,
+) -> PipelineRunner:
+    """This rank's part of the stages, attached to its parameters.
+
+    Args:
+        prefix: the name under which the whole mesh is bound.
+        owners: the rank on the pipeline's axis on which each parameter lies.
+    """
+    plan = staged.plan
+    group, rank = axis_group(prefix, plan.axis)
+    chains = [staged.chains(stage) for stage in range(plan.count)]
+    ties = find_ties(chains, owners, plan.rank_of, redistributor)
+    tied = TiedParameters(ties, store, group, rank)
+    loss = staged.captured.scalars[0] if staged.captured.scalars else None
+    stages = {}
+    for index in plan.stages_of(rank):
+        graph, program = staged.graphs[index], staged.programs[index]
+        body = compile_body(program) if compile_body is not None else program.body
+        mine = {name: p for name, p in tied.borrowed.items() if name in chains[index]}
+        made = loss if loss in graph.results else None
+        stages[index] = Stage(index, graph, program, StageGradients(store, mine), plain, body, made)
+    return PipelineRunner(staged, stages, store, tied, plain)
+
+
+__all__ = ["StagedPlanner", "attach_stages", "build_stages", "find_owners"]

@@ -1,0 +1,121 @@
+"""What is asked of a pipeline, and what was decided about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autoparallel.schedules import SCHEDULES, rank_of_stage, require_schedule, stages_of_rank
+
+PIPELINE_AXIS = "pp"
+"""The mesh axis that splits the model into stages."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What to fix of a pipeline; the search decides what is None.
+
+    Attributes:
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v" or "dualpipe_v".
+        microbatches: into how many parts a batch is cut.
+        stages_per_rank: how many stages each rank runs.
+        cuts: where the stages but the first begin: keys of operators, as a plan writes them.
+    """
+
+    schedule: str | None = None
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    cuts: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            raise ValueError(f"unknown schedule {self.schedule!r}: expected one of {', '.join(SCHEDULES)}")
+        for name in ("microbatches", "stages_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage is predicted to cost each of its ranks.
+
+    Attributes:
+        first, last: the modules with which it begins and ends.
+        forward, backward: seconds for one microbatch.
+        memory: bytes at its worst moment, with the microbatches in flight.
+        in_flight: the most microbatches whose activations it holds.
+    """
+
+    first: str
+    last: str
+    forward: float
+    backward: float
+    memory: float
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Every decision about one pipeline.
+
+    Attributes:
+        axis, ranks: the mesh axis over which the stages lie, and its size.
+        schedule, microbatches: as :class:`Pipeline` names them.
+        cuts: the keys of the operators with which the stages but the first begin.
+        stages: what each stage is predicted to cost; empty where nothing is predicted.
+        seconds, bubble: of one step's schedule: how long it takes, and the share of it in which ranks wait.
+    """
+
+    axis: str
+    ranks: int
+    schedule: str
+    microbatches: int
+    cuts: tuple[str, ...]
+    stages: tuple[StageCost, ...] = field(default=(), compare=False)
+    seconds: float = field(default=0.0, compare=False)
+    bubble: float = field(default=0.0, compare=False)
+
+    @property
+    def count(self) -> int:
+        """The number of stages."""
+        return len(self.cuts) + 1
+
+    def rank_of(self, stage: int) -> int:
+        """The rank on the axis that runs a stage."""
+        return rank_of_stage(self.schedule, self.ranks, stage)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank on the axis runs."""
+        return stages_of_rank(self.schedule, self.ranks, self.count, rank)
+
+    def require_valid(self) -> None:
+        """Raises ValueError for what cannot be run."""
+        if self.ranks < 1 or self.count % self.ranks:
+            raise ValueError(f"{self.count} stages cannot lie on {self.ranks} ranks alike")
+        require_schedule(self.schedule, self.ranks, self.count // self.ranks, self.microbatches)
+
+    def to_data(self) -> dict[str, Any]:
+        """The plan as plain data for JSON."""
+        return {**asdict(self), "cuts": list(self.cuts)}
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> PipelinePlan:
+        """The inverse of :meth:`to_data`; raises what wrong data raise."""
+        stages = tuple(StageCost(**stage) for stage in data.get("stages", ()))
+        plan = PipelinePlan(
+            str(data["axis"]),
+            int(data["ranks"]),
+            str(data["schedule"]),
+            int(data["microbatches"]),
+            tuple(str(cut) for cut in data["cuts"]),
+            stages,
+            float(data.get("seconds", 0.0)),
+            float(data.get("bubble", 0.0)),
+        )
+        plan.require_valid()
+        return plan
+
+
+__all__ = ["PIPELINE_AXIS", "Pipeline", "PipelinePlan", "StageCost"]

@@ -1,0 +1,274 @@
+"""Cuts a forward graph into the graphs of pipeline stages, by liveness.
+
+A stage is the nodes between two cuts in the graph's order.  What it reads of earlier stages becomes a placeholder, what
+later stages read of it an output.  Nothing else crosses: what follows from the inputs and buffers alone (masks, rotary
+tables, positions), or from parameters alone, is computed again by every stage that reads it, and a parameter is an
+input of every stage that uses it.
+
+Before (a cut at linear_1; mask follows from the tokens alone):
+    embedding = aten.embedding(w, tokens);  mask = aten.ne(tokens, 0)
+    linear = aten.linear(embedding, w1);  linear_1 = aten.linear(linear, w2)
+    mul = aten.mul(linear_1, mask);  return (mul,)
+After:
+    stage 0:  embedding = aten.embedding(w, tokens);  linear = aten.linear(embedding, w1);  return (linear,)
+    stage 1:  mask = aten.ne(tokens, 0);  linear_1 = aten.linear(linear, w2);  mul = aten.mul(linear_1, mask)
+              return (mul,)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoparallel import ops
+from autoparallel.capture import Captured
+from autoparallel.rules.calls import is_tensor, shape_of, tensor_operands, with_argument
+
+
+class CutError(ValueError):
+    """Stages that cannot be cut so."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that one stage makes and others read.
+
+    Attributes:
+        number: its place among all crossings.
+        name: the node's name, in the graph and in the stages' graphs.
+        source: the stage that makes it.
+        targets: the stages that read it.
+        flows: those of them from which a gradient comes back.
+    """
+
+    number: int
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    flows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One stage's forward graph.
+
+    Attributes:
+        captured: the graph, described as that of a whole model: its ``inputs`` are the model's, then the values
+            ``received``; its results are new values of buffers, the model's outputs that it makes, the values ``sent``.
+        results: for each of the model's outputs that it makes, its number among the results of the whole graph.
+        received, sent: the values that cross into it, and out of it.
+    """
+
+    captured: Captured
+    results: tuple[int, ...]
+    received: tuple[Crossing, ...]
+    sent: tuple[Crossing, ...]
+
+
+def staged_nodes(captured: Captured) -> list[fx.Node]:
+    """The nodes that belong to one stage, in order; all others are computed by every stage that reads them.
+
+    Those that depend on both a parameter and an input, or on a buffer that the graph changes.
+    """
+    changed = {name for name, path in captured.buffers.items() if path in captured.mutated_buffers}
+    given = {name for name in captured.inputs if name is not None}
+    found: dict[fx.Node, tuple[bool, bool, bool]] = {}
+    staged: list[fx.Node] = []
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            found[node] = node.name in captured.parameters, node.name in given, node.name in changed
+        elif node.op == "call_function":
+            rows = [found[x] for x in node.all_input_nodes if _carries(x)]
+            flags = tuple(any(row[i] for row in rows) for i in range(3))
+            found[node] = flags if _carries(node) else (False, False, False)  # type: ignore[assignment]
+            if _carries(node) and (flags[0] and flags[1] or flags[2]):
+                staged.append(node)
+    return staged
+
+
+def _carries(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor, or several."""
+    return is_tensor(node) or isinstance(node.meta.get("val"), tuple | list)
+
+
+def stages_of(captured: Captured, cuts: Sequence[str]) -> dict[fx.Node, int]:
+    """The stage of every node that belongs to one.
+
+    Args:
+        cuts: the keys of the nodes with which the stages but the first begin.
+
+    Raises:
+        CutError: when a cut is not a node that belongs to a stage, or they are out of order.
+    """
+    nodes = staged_nodes(captured)
+    places = {node.meta["key"]: i for i, node in enumerate(nodes)}
+    begins = []
+    for cut in cuts:
+        if cut not in places:
+            raise CutError(f"there is nothing to cut at {cut!r}: a stage begins at an operator that uses activations")
+        begins.append(places[cut])
+    if any(a >= b for a, b in zip([0, *begins], begins, strict=False)):
+        raise CutError(f"the cuts {', '.join(cuts)} are not in the order of the model, or leave a stage empty")
+    found: dict[fx.Node, int] = {}
+    for i, node in enumerate(nodes):
+        stage = sum(i >= begin for begin in begins)
+        made = node.args[0] if node.target is operator.getitem else node
+        found[node] = found.get(made, stage) if node.target is operator.getitem else stage  # type: ignore[arg-type]
+    return found
+
+
+def cut_stages(captured: Captured, cuts: Sequence[str], kept: Collection[int]) -> list[StageGraph]:
+    """The graphs of the stages; ``captured`` is left as it is.
+
+    Args:
+        cuts: the keys of the nodes with which the stages but the first begin.
+        kept: the numbers of the model's outputs to keep, among the results of the graph.
+
+    Raises:
+        CutError: when the model cannot be cut so.
+    """
+    cutter = _Cutter(captured, stages_of(captured, cuts), len(cuts) + 1, kept)
+    return [cutter.build(stage) for stage in range(len(cuts) + 1)]
+
+
+class _Cutter:
+    def __init__(self, captured: Captured, stages: dict[fx.Node, int], count: int, kept: Collection[int]) -> None:
+        self.captured, self.stages, self.count = captured, stages, count
+        self.order = {node: i for i, node in enumerate(captured.graph.nodes)}
+        self.results: list[fx.Node] = list(captured.graph.output_node().args[0])  # type: ignore[arg-type]
+        self._require_buffers_together()
+        buffers = len(captured.mutated_buffers)
+        last = count - 1
+        losses = [stages.get(self.results[i], last) for i in captured.scalars]
+        weight = captured.weight.output if captured.weight is not None else None
+        self.made: dict[int, list[int]] = {}  # stage to the numbers of the results that it makes
+        for i, node in enumerate(self.results):
+            if i < buffers or i in kept:
+                stage = losses[0] if i == weight and losses and node not in stages else stages.get(node, last)
+                self.made.setdefault(stage, []).append(i)
+        self.needs = [self._needed(stage) for stage in range(count)]
+        self.crossings = self._crossings()
+
+    def _require_buffers_together(self) -> None:
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder" and self.captured.buffers.get(node.name) in self.captured.mutated_buffers:
+                users = {self.stages[user]: user for user in node.users if user in self.stages}
+                if len(users) > 1:
+                    where = ", ".join(user.meta["key"] for user in users.values())
+                    raise CutError(
+                        f"the buffer {self.captured.buffers[node.name]} changes in every call, but the stages would "
+                        f"part those who use it ({where}): cut elsewhere"
+                    )
+
+    def _needed(self, stage: int) -> dict[fx.Node, fx.Node | None]:
+        """What a stage computes or reads; sizes of a value that it does not have come with what to ask instead."""
+        found: dict[fx.Node, fx.Node | None] = {}
+        roots = [node for node, s in self.stages.items() if s == stage]
+        pending = [*roots, *(self.results[i] for i in self.made.get(stage, ()))]
+        while pending:
+            node = pending.pop()
+            if node in found:
+                continue
+            found[node] = None
+            if self.stages.get(node, stage) != stage or node.op == "placeholder":
+                continue
+            operands = tensor_operands(node)
+            if node.target is torch.ops.aten.sym_size.int and operands and self.stages.get(operands[0], stage) != stage:
+                found[node] = self._holder(node)
+                if found[node] is not None:
+                    pending.append(found[node])  # type: ignore[arg-type]
+                    continue
+            pending += node.all_input_nodes
+        return found
+
+    def _holder(self, size: fx.Node) -> fx.Node | None:
+        """An input that has a size in some dim."""
+        given = {name for name in self.captured.inputs if name is not None}
+        value = size.meta["val"]
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder" and node.name in given and any(_same(s, value) for s in shape_of(node)):
+                return node
+        return None
+
+    def _crossings(self) -> list[Crossing]:
+        targets: dict[fx.Node, list[int]] = {}
+        for stage, needed in enumerate(self.needs):
+            for node in needed:
+                if self.stages.get(node, stage) != stage:
+                    targets.setdefault(node, []).append(stage)
+        found: list[Crossing] = []
+        for node in sorted(targets, key=self.order.__getitem__):
+            if not is_tensor(node):
+                raise CutError(f"{node.meta['key']} gives several values, which cannot be parted: cut elsewhere")
+            flows = tuple(t for t in targets[node] if self._flows(node, t))
+            found.append(Crossing(len(found), node.name, self.stages[node], tuple(targets[node]), flows))
+        return found
+
+    def _flows(self, node: fx.Node, stage: int) -> bool:
+        """Whether a gradient of a value comes back from a stage."""
+        users = [user for user in node.users if user in self.needs[stage] and self.stages.get(user, stage) == stage]
+        return bool(node.meta["differentiable"]) and any(user.meta.get("backward") for user in users)
+
+    def build(self, stage: int) -> StageGraph:
+        received = tuple(c for c in self.crossings if stage in c.targets)
+        sent = tuple(c for c in self.crossings if c.source == stage)
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        needed = sorted(self.needs[stage], key=self.order.__getitem__)
+        for node in needed:
+            if node.op == "placeholder" or self.stages.get(node, stage) != stage:
+                copies[node] = graph.placeholder(node.name)
+                copies[node].meta = dict(node.meta)
+        for node in needed:
+            if node not in copies:
+                holder = self.needs[stage][node]
+                if holder is None:
+                    copies[node] = graph.node_copy(node, copies.__getitem__)
+                else:
+                    dim = next(d for d, s in enumerate(shape_of(holder)) if _same(s, node.meta["val"]))
+                    copies[node] = graph.call_function(torch.ops.aten.sym_size.int, (copies[holder], dim))
+                copies[node].meta = dict(node.meta)
+                if node.target is ops.dropout:
+                    _note_microbatches(copies[node])
+        names = {node.name: node for node in self.order}
+        made = self.made.get(stage, [])
+        outputs = [copies[self.results[i]] for i in made] + [copies[names[c.name]] for c in sent]
+        graph.output(tuple(outputs)).meta = dict(self.captured.graph.output_node().meta)
+        graph.lint()
+        buffers = [i for i in made if i < len(self.captured.mutated_buffers)]
+        present = {node.name for node in copies if node.op == "placeholder"}
+        whole = self.captured
+        captured = replace(
+            whole,
+            module=fx.GraphModule(torch.nn.Module(), graph),
+            parameters={n: p for n, p in whole.parameters.items() if n in present},
+            buffers={n: b for n, b in whole.buffers.items() if n in present},
+            constants={n: t for n, t in whole.constants.items() if n in present},
+            inputs=[n if n in present else None for n in whole.inputs] + [c.name for c in received],
+            mutated_buffers=[whole.mutated_buffers[i] for i in buffers],
+            outputs=[],
+            scalars=[n for n, i in enumerate(made) if i in whole.scalars],
+            weight=None,
+        )
+        return StageGraph(captured, tuple(made[len(buffers) :]), received, sent)
+
+
+def _note_microbatches(dropout: fx.Node) -> None:
+    """Lets a dropout's mask depend on where the microbatch's rows stand in the batch."""
+    shards = ["" if isinstance(size, int) else ops.MICROBATCH for size in shape_of(dropout)]
+    dropout.args, dropout.kwargs = with_argument(dropout.args, dropout.kwargs, dropout, "shards", ";".join(shards))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two traced sizes are one and the same."""
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and isinstance(b, int) and a == b
+    return bool(a.node.expr == b.node.expr)
+
+
+__all__ = ["Crossing", "CutError", "StageGraph", "cut_stages", "staged_nodes", "stages_of"]

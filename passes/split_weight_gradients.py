@@ -1,0 +1,187 @@
+"""Parts the backward of a stage into the gradients of its inputs and those of its parameters.
+
+A call that reads both a parameter and an activation becomes one that hands only the activation's gradient on, and
+leaves the parameter's for later: zero-bubble schedules (Qi et al. 2023) fill their gaps with those.
+
+Before:
+    linear = aten.linear(x, w)
+After:
+    linear = deferring(aten.linear, x, w)        backward: the gradient of x; that of w when its ``Deferred`` is run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoparallel.rules.calls import is_tensor, tensor_operands
+
+
+class Deferred:
+    """The gradients of parameters that one call has left for later.
+
+    Args:
+        output: the call's result, with a graph of its own.
+        weights: what it read that follows from parameters alone: as the caller has it, and as the call read it.
+    """
+
+    def __init__(self, output: torch.Tensor, weights: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._output: torch.Tensor | None = output
+        self._weights = weights
+        self._grad: torch.Tensor | None = None
+
+    def give(self, grad: torch.Tensor) -> None:
+        """Notes the gradient of the result."""
+        self._grad = grad if self._grad is None else self._grad + grad
+
+    def run(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The weights with their gradients; nothing where no gradient has reached the call."""
+        output, self._output = self._output, None
+        if self._grad is None or output is None:
+            return []
+        used = [inner for _, inner in self._weights]
+        grads = torch.autograd.grad(output, used, self._grad, allow_unused=True)
+        return [(outer, g) for (outer, _), g in zip(self._weights, grads, strict=True) if g is not None]
+
+
+class _Current(threading.local):
+    collected: list[Deferred] | None = None
+
+
+_CURRENT = _Current()
+
+
+@contextlib.contextmanager
+def collect_deferred() -> Iterator[list[Deferred]]:
+    """Collects what the calls inside leave for later."""
+    before, _CURRENT.collected = _CURRENT.collected, []
+    try:
+        yield _CURRENT.collected
+    finally:
+        _CURRENT.collected = before
+
+
+class _Deferring(torch.autograd.Function):
+    """Hands the gradient of a call's activations on; keeps that of its result for the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, made: _Made, *activations: torch.Tensor) -> torch.Tensor:
+        ctx.made = made
+        ctx.set_materialize_grads(False)
+        return made.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        made: _Made = ctx.made
+        ctx.made = None
+        if grads[0] is None:
+            return None, *(None for _ in made.activations)
+        made.deferred.give(grads[0])
+        wanted = [x for x in made.activations if x.requires_grad]
+        found: list[torch.Tensor | None] = []
+        if wanted:
+            found = list(torch.autograd.grad(made.output, wanted, grads[0], retain_graph=True, allow_unused=True))
+        it = iter(found)
+        return None, *(next(it) if x.requires_grad else None for x in made.activations)
+
+
+class _Made:
+    """A call's result with the activations it read, in a graph of their own."""
+
+    def __init__(self, output: torch.Tensor, activations: Sequence[torch.Tensor], deferred: Deferred) -> None:
+        self.output, self.activations, self.deferred = output, activations, deferred
+
+
+def deferring(target: Any, weights: Sequence[int], args: Any, kwargs: Any) -> torch.Tensor:
+    """``target(*args, **kwargs)``, whose backward leaves the gradients of its tensors number ``weights`` for later."""
+    collected = _CURRENT.collected
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    trained = [tensors[n] for n in weights if leaves[tensors[n]].requires_grad]
+    if collected is None or not torch.is_grad_enabled() or not trained:
+        return target(*args, **kwargs)
+    inner = list(leaves)
+    for i in tensors:
+        inner[i] = leaves[i].detach().requires_grad_(leaves[i].requires_grad)
+    inner_args, inner_kwargs = pytree.tree_unflatten(inner, spec)
+    output = target(*inner_args, **inner_kwargs)
+    deferred = Deferred(output, [(leaves[i], inner[i]) for i in trained])
+    collected.append(deferred)
+    others = [i for i in tensors if i not in trained]
+    made = _Made(output, [inner[i] for i in others], deferred)
+    anchor = [leaves[i] for i in others]
+    if not any(x.requires_grad for x in anchor):  # the first layer: nothing but parameters is differentiated
+        return _Leaf.apply(torch.zeros((), device=output.device, requires_grad=True), made)
+    return _Deferring.apply(made, *anchor)
+
+
+class _Leaf(torch.autograd.Function):
+    """A call none of whose activations is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, made: _Made) -> torch.Tensor:
+        ctx.made = made
+        ctx.set_materialize_grads(False)
+        return made.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if grads[0] is not None:
+            ctx.made.deferred.give(grads[0])
+        ctx.made = None
+        return None, None
+
+
+def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) -> int:
+    """Rewrites ``module`` in place.
+
+    Args:
+        parameters: the placeholders that are parameters as they are used.
+
+    Returns:
+        How many calls leave gradients for later.
+    """
+    graph = module.graph
+    named = set(parameters)
+    alone: set[fx.Node] = set()  # what follows from trained parameters and nothing that is differentiated beside
+    count = 0
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            if node.name in named and node.meta.get("differentiable"):
+                alone.add(node)
+            continue
+        if node.op == "call_module" or (node.op == "call_function" and node.meta.get("bucket") is not None):
+            alone.add(node)  # gathered per use
+            continue
+        if node.op != "call_function" or not node.meta.get("differentiable") or not is_tensor(node):
+            continue
+        read = [x for x in node.all_input_nodes if x.meta.get("differentiable") or x in alone]
+        if not any(x in alone for x in read):
+            continue
+        if all(x in alone for x in read) and not _reads_activation(node, alone):
+            alone.add(node)
+            continue
+        weights = [i for i, x in enumerate(tensor_operands(node)) if x in alone]
+        with graph.inserting_before(node):
+            new = graph.call_function(deferring, (node.target, weights, node.args, dict(node.kwargs)))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        count += 1
+    graph.lint()
+    module.recompile()
+    return count
+
+
+def _reads_activation(node: fx.Node, alone: set[fx.Node]) -> bool:
+    """Whether a call reads a tensor that does not follow from parameters alone."""
+    return any(is_tensor(x) and x not in alone for x in node.all_input_nodes)
+
+
+__all__ = ["Deferred", "collect_deferred", "deferring", "split_weight_gradients"]

@@ -1,0 +1,150 @@
+"""Stages cut from a graph: what crosses, what is computed again, and that together they compute the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoparallel.passes.cut_stages import CutError, StageGraph, cut_stages, staged_nodes
+from autoparallel.passes.split_weight_gradients import collect_deferred, split_weight_gradients
+from tests.passes.support import captured, show
+
+
+class Masked(nn.Module):
+    """A mask that follows from the input alone, a skip, a tied weight, and a size of an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4, bias=False)
+        self.b = nn.Linear(4, 4, bias=False)
+        self.c = nn.Linear(4, 4, bias=False)
+        self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).to(x.dtype)
+        first = self.a(x)
+        y = self.b(first) * mask
+        return self.c(y.reshape(y.shape[0], 4)) + first
+
+
+def keys(model: nn.Module, *args: Tensor) -> list[str]:
+    return [node.meta["key"] for node in staged_nodes(captured(model, *args))]
+
+
+CUTS = ("b/aten.linear#0", "c/aten.linear#0")
+
+
+def stages() -> list[StageGraph]:
+    return cut_stages(captured(Masked(), torch.randn(8, 4)), CUTS, [0])
+
+
+def test_what_crosses_is_what_later_stages_read() -> None:
+    first, second, third = stages()
+    assert [show(s.captured.module) for s in (first, second, third)] == [
+        ["p_model_a_weight", "args_0", "linear = aten.linear(args_0, p_model_a_weight)", "return [linear]"],
+        [
+            "p_model_b_weight", "args_0", "linear",
+            "sym_size_int_1 = aten.sym_size.int(args_0, 0)",
+            "gt = aten.gt.Scalar(args_0, 0)",
+            "_to_copy = aten._to_copy(gt, dtype=torch.float32)",
+            "linear_1 = aten.linear(linear, p_model_b_weight)",
+            "mul_7 = aten.mul.Tensor(linear_1, _to_copy)",
+            "reshape_default = aten.reshape(mul_7, [sym_size_int_1, 4])",
+            "return [reshape_default]",
+        ],
+        [
+            "p_model_a_weight", "linear", "reshape_default",
+            "linear_2 = aten.linear(reshape_default, p_model_a_weight)",
+            "add_21 = aten.add.Tensor(linear_2, linear)",
+            "return [add_21]",
+        ],
+    ]  # fmt: skip
+    skip = first.sent[0]
+    assert (skip.source, skip.targets, skip.flows) == (0, (1, 2), (1, 2))
+
+
+def test_a_tied_weight_is_a_parameter_of_both_its_stages() -> None:
+    first, second, third = stages()
+    assert list(first.captured.parameters.values()) == list(third.captured.parameters.values()) == ["a.weight"]
+    assert list(second.captured.parameters.values()) == ["b.weight"]
+
+
+def test_together_they_compute_the_model() -> None:
+    model, x = Masked(), torch.randn(6, 4)
+    values: dict[str, Tensor] = {"args_0": x}
+    for stage in cut_stages(captured(model, torch.randn(8, 4)), CUTS, [0]):
+        graph = stage.captured
+        parameters = {n: model.get_parameter(p) for n, p in graph.parameters.items()}
+        inputs = [(parameters | values)[n.name] for n in graph.graph.nodes if n.op == "placeholder"]
+        results = graph.module(*inputs)
+        values |= dict(zip((c.name for c in stage.sent), results[len(stage.results) :], strict=True))
+    torch.testing.assert_close(results[0], model(x))
+
+
+class Counting(nn.Module):
+    """Reads a buffer in the middle and changes it at the end."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.b(self.a(x) * self.scale)
+        self.scale.copy_(self.scale * 0.9)
+        return self.c(y)
+
+
+def test_those_that_use_a_changing_buffer_are_not_parted() -> None:
+    graph = captured(Counting(), torch.randn(8, 4))
+    with pytest.raises(CutError, match="scale changes in every call"):
+        cut_stages(graph, ["b/aten.linear#0"], [1])
+    first, second = cut_stages(graph, ["c/aten.linear#0"], [1])
+    assert first.captured.mutated_buffers == ["scale"] and not second.captured.mutated_buffers
+
+
+def test_a_cut_must_be_where_a_stage_can_begin() -> None:
+    graph = captured(Masked(), torch.randn(8, 4))
+    with pytest.raises(CutError, match="nothing to cut at"):
+        cut_stages(graph, ["/aten.gt.Scalar#0"], [0])
+    with pytest.raises(CutError, match="order"):
+        cut_stages(graph, list(reversed(CUTS)), [0])
+
+
+class TestSplitWeightGradients:
+    def test_gradients_of_parameters_come_when_they_are_run(self) -> None:
+        torch.manual_seed(0)
+        model, x = Masked().double(), torch.randn(6, 4, dtype=torch.float64)
+        F.mse_loss(model(x), x).backward()
+        graph = captured(Masked().double(), torch.randn(8, 4, dtype=torch.float64))
+        count = split_weight_gradients(graph.module, list(graph.parameters))
+        assert count == 3
+        weights = {n: model.get_parameter(p).detach().requires_grad_() for n, p in graph.parameters.items()}
+        inner = x.clone().requires_grad_()
+        inputs = [weights.get(n.name, inner) for n in graph.graph.nodes if n.op == "placeholder"]
+        with collect_deferred() as deferred:
+            (result,) = graph.module(*inputs)
+        F.mse_loss(result, x).backward()
+        assert inner.grad is not None and inner.grad.abs().sum() > 0
+        assert all(w.grad is None for w in weights.values())
+        sums: dict[int, Tensor] = {}
+        for left in deferred:
+            for weight, grad in left.run():
+                sums[id(weight)] = sums.get(id(weight), torch.zeros_like(grad)) + grad
+        for name, parameter in graph.parameters.items():
+            torch.testing.assert_close(sums[id(weights[name])], model.get_parameter(parameter).grad)
+
+    def test_without_anything_to_collect_it_is_the_call_itself(self) -> None:
+        graph = captured(Masked(), torch.randn(8, 4))
+        split_weight_gradients(graph.module, list(graph.parameters))
+        model = Masked()
+        weights = {n: model.get_parameter(p) for n, p in graph.parameters.items()}
+        x = torch.randn(6, 4)
+        inputs = [weights.get(n.name, x) for n in graph.graph.nodes if n.op == "placeholder"]
+        (result,) = graph.module(*inputs)
+        result.sum().backward()
+        assert all(w.grad is not None for w in weights.values())

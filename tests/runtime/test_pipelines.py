@@ -1,0 +1,227 @@
+"""What a pipeline sends, refuses, saves and survives."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from tests.distributed import WorkerError, WorkerPool, run_distributed
+from tests.runtime.support import raised
+
+
+class Layers(nn.Module):
+    """As many linears as asked for."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def data(rows: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 8, generator=generator)
+
+
+def compiled(
+    mesh: DeviceMesh, *, layers: int = 4, schedule: str = "1f1b", microbatches: int = 4, **options: Any
+) -> Any:
+    import autoparallel
+
+    per_rank = 2 if schedule in ("interleaved_1f1b", "zero_bubble_v") else 1
+    torch.manual_seed(options.pop("seed", 0))
+    pipeline = autoparallel.Pipeline(schedule, microbatches, per_rank)
+    return autoparallel.compile(Layers(layers), mesh, loss_fn=F.mse_loss, pipeline=pipeline, **options)
+
+
+@functools.cache
+def pipeline_mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp")[: len(shape)])
+
+
+# ------------------------------------------------------------------------------------------------------------ traffic
+
+
+def _traffic(schedule: str) -> dict[str, Any]:
+    import autoparallel
+
+    model = compiled(pipeline_mesh(2, 2), schedule=schedule, plan="data_parallel")
+    model.prepare(*data())
+    with autoparallel.count_traffic() as schedule_traffic:
+        loss = model(*data())
+    with autoparallel.count_traffic() as gradients:
+        loss.backward()
+    with autoparallel.count_traffic() as clip:
+        model.clip_grad_norm_(1.0)
+    with autoparallel.count_traffic() as waiting, model.no_sync():
+        model(*data()).backward()
+    return {
+        "schedule": schedule_traffic.collectives,
+        "bytes": schedule_traffic.bytes,
+        "gradients": gradients.collectives,
+        "clip": clip.collectives,
+        "no_sync": waiting.collectives == schedule_traffic.collectives,
+    }
+
+
+@pytest.mark.parametrize(("schedule", "borders"), [("1f1b", 1), ("zero_bubble_v", 2)])
+def test_each_border_is_crossed_once_a_microbatch_and_gradients_are_reduced_once_a_step(
+    schedule: str, borders: int
+) -> None:
+    for rank, seen in enumerate(run_distributed(_traffic, schedule, world_size=4)):
+        with_loss = rank < 2 if schedule == "zero_bubble_v" else rank >= 2
+        # Of both directions over every border between ranks, each rank sends one; and one sends the loss.
+        assert seen["schedule"] == {
+            ("recv", "pp"): 4 * borders + (not with_loss),
+            ("send", "pp"): 4 * borders + with_loss,
+        } | ({("all_reduce", "dp"): 4} if with_loss else {})  # the mean loss of each microbatch, over its rows
+        one = 4 * 8 // 4 // 2 * 8  # bytes of the 8 columns of one rank's row of a microbatch of 2
+        assert seen["bytes"]["send", "pp"] == 4 * borders * one + with_loss * 4
+        assert seen["gradients"] == {("all_reduce", "dp"): 2 if schedule == "zero_bubble_v" else 1}
+        assert seen["clip"] == {("all_reduce", "pp+dp"): 1}
+        assert seen["no_sync"]
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def _refuse() -> dict[str, str | None]:
+    mesh, x_y = pipeline_mesh(2), data()
+    model = compiled(mesh)
+    model(*x_y).backward()
+    x, y = x_y
+    loss = model(x, y)
+    loss.backward(retain_graph=True)
+    calls = {
+        "more stages than layers": lambda: compiled(mesh, layers=1)(*x_y),
+        "fewer microbatches than ranks": lambda: compiled(mesh, microbatches=1)(*x_y),
+        "a batch that does not divide at first": lambda: compiled(mesh, microbatches=3)(*x_y),
+        "a batch that does not divide later": lambda: model(*data(6)),
+        "microbatches that the schedule cannot run": lambda: compiled(
+            mesh, schedule="interleaved_1f1b", microbatches=7
+        )(*data(14)),
+        "too little memory": lambda: compiled(mesh, memory_limit=100.0)(*x_y),
+        "a DTensor": lambda: model(DTensor.from_local(x, mesh, [Replicate()]), y),
+        "another backward": lambda: loss.backward(),
+        "differentiating outputs": lambda: model(x).sum().backward(),
+        "sharded outputs": lambda: compiled(mesh, outputs="sharded"),
+        "half precision": lambda: __import__("autoparallel").compile(Layers().half(), mesh),
+        "differentiating the inputs": lambda: model(x.clone().requires_grad_(), y),
+    }
+    found = {name: raised(call) for name, call in calls.items()}
+    found["afterwards"] = str(bool(torch.isfinite(model(*x_y))))
+    return found
+
+
+REFUSED = {
+    "more stages than layers": ("2 stages", "1 operators with parameters"),
+    "fewer microbatches than ranks": ("1 microbatches", "2 ranks"),
+    "a batch that does not divide at first": ("8 rows", "3 microbatches"),
+    "a batch that does not divide later": ("6 rows", "4 microbatches", "drop_last"),
+    "microbatches that the schedule cannot run": ("interleaved_1f1b", "7"),
+    "too little memory": ("stage 0", "MB", "memory_limit"),
+    "a DTensor": ("another mesh|plain tensors",),
+    "another backward": ("second time",),
+    "differentiating outputs": ("loss_fn",),
+    "sharded outputs": ("sharded", "gather"),
+    "half precision": ("float16", "bfloat16"),
+    "differentiating the inputs": ("inputs", "detach"),
+}
+
+
+def test_what_cannot_be_run_is_refused_on_every_rank_before_anything_is_sent() -> None:
+    import re
+
+    for found in run_distributed(_refuse, world_size=2):
+        assert found.pop("afterwards") == "True"
+        assert found.keys() == REFUSED.keys()
+        for name, words in REFUSED.items():
+            assert found[name] is not None, f"{name}: nothing was raised"
+            for word in words:
+                assert re.search(word, found[name]), f"{name}: {found[name]}"
+
+
+def _die_in_the_middle(rank: int) -> None:
+    from autoparallel.runtime.stages import Stage
+
+    model = compiled(pipeline_mesh(2))
+    model(*data()).backward()
+    whole = Stage.forward
+
+    def forward(self: Stage, microbatch: int, *args: Any) -> Any:
+        if dist.get_rank() == rank and microbatch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(self, microbatch, *args)
+
+    Stage.forward = forward  # type: ignore[method-assign]
+    model(*data()).backward()
+
+
+def test_a_rank_killed_in_a_schedule_stops_the_others_with_an_error_that_names_the_stage() -> None:
+    pool = WorkerPool(2)
+    try:
+        with pytest.raises(WorkerError) as caught:
+            pool.run(_die_in_the_middle, 1, timeout=60)
+    finally:
+        pool.close()
+    errors = caught.value.errors
+    assert errors[1].type == "Died"
+    assert errors[0].type == "PipelineError"
+    assert "stage 0 (layers.0 to " in errors[0].message
+    assert "from stage 1 on rank 1" in errors[0].message
+
+
+# -------------------------------------------------------------------------------------------------------------- state
+
+
+def _save_and_load(directory: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    x, y = data()
+    first = compiled(pipeline_mesh(4), seed=dist.get_rank())
+    optimizer = torch.optim.AdamW(first.parameters(), lr=0.1)
+    second = compiled(pipeline_mesh(2, 2), seed=7, schedule="interleaved_1f1b")
+    other = torch.optim.AdamW(second.parameters(), lr=0.1)
+    losses = []
+    for model, steps in ((first, optimizer), (second, other)):
+        losses.append(model(x, y).item())
+        model(x, y).backward()
+        steps.step()
+        steps.zero_grad()
+    names = list(first.state_dict())
+    held = [n for n, p in first.named_parameters() if p.to_local().numel()]
+    model_state, optimizer_state = get_state_dict(first, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+    model_state, optimizer_state = get_state_dict(second, other)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=directory)
+    options = StateDictOptions(strict=False)  # a rank has optimizer states of its own parameters only
+    set_state_dict(second, other, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+    for model, steps in ((first, optimizer), (second, other)):
+        model(x, y).backward()
+        steps.step()
+    return {"names": names, "held": held, "losses": losses, "after": [first(x, y).item(), second(x, y).item()]}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_four_stages_goes_on_in_other_stages(tmp_path: Any) -> None:
+    ranks = run_distributed(_save_and_load, str(tmp_path), world_size=4)
+    assert ranks[0]["names"] == list(Layers().state_dict())
+    assert sorted(n for rank in ranks for n in rank["held"]) == sorted(Layers().state_dict())  # each on one rank
+    assert ranks[0]["losses"][0] != pytest.approx(ranks[0]["losses"][1], rel=1e-3)  # they began differently
+    for rank in ranks:
+        assert rank["after"][0] == pytest.approx(rank["after"][1], rel=1e-5)
