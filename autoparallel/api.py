@@ -124,6 +124,8 @@ def compile(
         clip_grad_norm = ClipGradNorm(clip_grad_norm)
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise TypeError(f"pipeline must be an autoparallel.Pipeline, not a {type(pipeline).__name__}")
+    if pipeline is not None and isinstance(plan, Plan):
+        raise ValueError("a Plan is carried out as it is, with its own pipeline: leave pipeline=... out")
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     mesh = usable_mesh(mesh, model)
@@ -321,7 +323,7 @@ class _StagedCompiler(_Compiler):
 
     def _build(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
         """Builds every stage's program, on all ranks, and attaches this rank's."""
-        staged = self.planner.build_stages(captured, plan, self.store.prefix)
+        staged = self.planner.build_stages(captured, plan, call, self.store.prefix)
         self.agreement.require_same_text("the ranks have different programs:", f"{staged.text()}\n{plan.to_json()}")
         if self.at_rest is None:
             self.owners = find_owners(staged, self.store.parameters)

@@ -53,7 +53,7 @@ class StagedPlanner(Planner):
             keys = {node.meta["key"] for node in staged_nodes(captured)}
             cuts = known.cuts if keys.issuperset(known.cuts) else None
             pipeline = Pipeline(known.schedule, known.microbatches, known.count // known.ranks, cuts)
-            counts = [known.microbatches if captured.scalars else math.gcd(known.microbatches, call.batch)]
+            counts = [_count(known, captured, call)]
         else:
             counts = microbatch_counts(call.batch, self.ranks, pipeline)
         if not captured.actual and max(counts) > 1 and any(isinstance(s, InputSpec) for s in call.specs):
@@ -67,11 +67,19 @@ class StagedPlanner(Planner):
         planner = StagePlanner(
             captured, plan, profile, self.redistributor, PIPELINE_AXIS, self.ranks, self.memory_limit
         )
+        planner.may_split = not self.request.hoist_all
         return replace(plan, pipeline=planner.choose(counts, pipeline, checked=known is None))
 
-    def build_stages(self, captured: Captured, plan: Plan, prefix: str) -> StagedProgram:
+    def build_stages(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> StagedProgram:
         """The local program of every stage, the same on all ranks."""
         request = self.request
+        assert plan.pipeline is not None
+        if plan.pipeline.schedule in SPLIT and request.hoist_all:
+            raise PlanError(
+                f"the schedule {plan.pipeline.schedule!r} parts the backward of a stage, which backend='inductor' does "
+                "not: use '1f1b' or 'interleaved_1f1b', or backend='eager'"
+            )
+        captured.actual = sizes_of(captured, micro_specs(call.specs, _count(plan.pipeline, captured, call)))
         return build_stages(
             captured,
             plan,
@@ -82,6 +90,11 @@ class StagedPlanner(Planner):
             hoist_all=request.hoist_all,
             reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
         )
+
+
+def _count(pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
+    """How many microbatches a call has, or at least may have."""
+    return pipeline.microbatches if captured.scalars else math.gcd(pipeline.microbatches, call.batch)
 
 
 def build_stages(

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import fx
 
 from autoparallel.capture import Captured
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
 from autoparallel.passes.insert_collectives import Sizes, typed_call
-from autoparallel.placements import Invariant, Layout, shards_of
+from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds
 from autoparallel.planner.hardware import Profile
@@ -33,6 +32,7 @@ from autoparallel.schedules import (
     BACKWARD,
     FORWARD,
     INPUT,
+    SPLIT,
     WEIGHT,
     Action,
     Passing,
@@ -114,6 +114,7 @@ class StagePlanner:
         self.sizes = plan.axis_sizes
         self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
         self.forbidden = self._forbidden()
+        self.may_split = True  # whether schedules may compute gradients of inputs and of parameters apart
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
@@ -154,6 +155,7 @@ class StagePlanner:
         if request.schedule is None:
             for schedule, per_rank in CHOICES:
                 fits = request.cuts is None or len(request.cuts) + 1 == per_rank * self.ranks
+                fits = fits and (self.may_split or schedule not in SPLIT)
                 if fits and request.stages_per_rank in (None, per_rank):
                     yield schedule, per_rank
             return
@@ -382,8 +384,6 @@ def boundary_layout(node: fx.Node, plan: Plan) -> Layout:
     key = node.meta["key"]
     made: Layout
     if key in plan.shared:
-        from autoparallel.placements import parse_layout
-
         made = parse_layout(plan.shared[key])
     elif node.target is operator.getitem or key not in plan.operators:
         made = (Invariant,) * len(plan.axis_sizes)
@@ -392,22 +392,4 @@ def boundary_layout(node: fx.Node, plan: Plan) -> Layout:
     return tuple(p if p.kind == "S" else Invariant for p in made)
 
 
-def batch_shards(captured: Captured, plan: Plan) -> int:
-    """Into how many pieces the plan cuts the batch."""
-    most = 1
-    for node in captured.graph.nodes:
-        if node.op != "call_function" or not is_tensor(node) or node.meta["key"] not in plan.operators:
-            continue
-        if node.target is operator.getitem or not tensor_operands(node):
-            continue
-        layout = typed_call(node, plan.modes(node.meta["key"]))[1]
-        for dim, size in enumerate(node.meta["val"].shape):
-            if isinstance(size, torch.SymInt):
-                pieces = 1
-                for axis in shards_of(layout, dim):
-                    pieces *= plan.axis_sizes[axis]
-                most = max(most, pieces)
-    return most
-
-
-__all__ = ["StagePlanner", "batch_shards", "boundary_layout", "microbatch_counts"]
+__all__ = ["StagePlanner", "boundary_layout", "microbatch_counts"]

@@ -22,6 +22,8 @@ class NotKept:
         self.__dict__["_name"] = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise RuntimeError(
             f"{self._name} is not kept: a pipeline with a loss keeps the other outputs of its microbatches only when "
             "the model is compiled with outputs='gather'"

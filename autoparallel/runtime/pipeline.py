@@ -13,9 +13,9 @@ gradients are computed with each weight over a fixed reference, and divided when
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,11 @@ from autoparallel.schedules import (
     play,
 )
 from autoparallel.staging import PipelinePlan
+
+T = TypeVar("T")
+
+AHEAD = 8
+"""How many values may be on their way from a rank before it waits for the first of them, and lets go of it."""
 
 
 class PipelineError(RuntimeError):
@@ -204,15 +209,15 @@ class PipelineRunner:
         run = _Run(
             [microbatch(call, m, count) for m in range(count)], self._forms_of(specs), random, differentiate, count
         )
-        lent = self.tied.lend()
         try:
+            lent = self._exchanging(self.tied.lend)
             for step in self.steps(differentiate, count):
                 self._do(run, step)
             for work, _, transfer in run.sending:
                 self._wait(work, transfer)
             sums = {i: stage.gradients.take() for i, stage in self.stages.items()}
-            totals = self.tied.merge(sums) if differentiate else {}
-            lent()
+            totals = self._exchanging(lambda: self.tied.merge(sums)) if differentiate else {}
+            self._exchanging(lent)
             combined = self._combine(run)
             self._share(run, combined, call)
         except BaseException:
@@ -247,6 +252,9 @@ class PipelineRunner:
             if transfer.what == SEND:
                 tensor = run.leaving.pop(key)
                 run.sending.append((dist.isend(tensor, peer, self.group), tensor, transfer))
+                if len(run.sending) > AHEAD:
+                    work, _, oldest = run.sending.pop(0)
+                    self._wait(work, oldest)
             else:
                 form = run.forms[transfer.value]
                 buffer = torch.empty(form.shape, dtype=form.dtype, device=self.device)
@@ -413,13 +421,16 @@ class PipelineRunner:
         return unpack(packed, forms)
 
     def _wait_shared(self, work: Any, what: str) -> None:
+        self._exchanging(work.wait, f"{what} after the schedule")
+
+    def _exchanging(self, exchange: Callable[[], T], what: str = "exchanging the parameters that stages share") -> T:
+        """What an exchange with other ranks returns; its error names this rank's stages."""
         try:
-            work.wait()
+            return exchange()
         except RuntimeError as error:
             names = ", ".join(stage.name for stage in self.stages.values())
             raise PipelineError(
-                f"{names} failed {what} after the schedule: another rank is gone or has stopped "
-                f"({str(error).splitlines()[0]})"
+                f"{names} failed {what}: another rank is gone or has stopped ({str(error).splitlines()[0]})"
             ) from error
 
     def _outputs(

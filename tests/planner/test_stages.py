@@ -1,0 +1,128 @@
+"""Where models are cut: balance, memory, and what cannot be cut."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoparallel.passes.insert_collectives import Sizes
+from autoparallel.plan import Plan, PlanError
+from autoparallel.planner.hardware import CPU
+from autoparallel.planner.presets import constraints_for
+from autoparallel.planner.search import search
+from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.stages import StagePlanner, microbatch_counts
+from autoparallel.program import wanted_outputs
+from autoparallel.schedules import require_schedule
+from autoparallel.staging import Pipeline, PipelinePlan
+from tests.passes.support import captured, redistributor
+
+PROFILE = replace(CPU, launch=1e-9, latency=1e-9)
+
+
+class Uneven(nn.Module):
+    """Layers of the given widths, one linear each."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def planner(model: nn.Module, width: int, ranks: int, limit: float | None = None, rows: int = 8) -> StagePlanner:
+    graph = captured(model, torch.randn(rows, width), torch.randn(rows, width), loss_fn=F.mse_loss)
+    mesh = (("dp", 1),)
+    paths = redistributor(1)
+    space = SearchSpace(
+        graph, mesh, PROFILE, constraints_for("auto", ["dp"]), paths, wanted_outputs(graph, "auto", 1)
+    )
+    return StagePlanner(graph, search(space, "auto"), PROFILE, paths, "pp", ranks, limit)
+
+
+WIDTHS = (64, 256, 256, 64, 64, 64, 512, 64)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_no_other_cuts_have_a_faster_slowest_stage(ranks: int) -> None:
+    found = planner(Uneven(*WIDTHS), 64, ranks)
+    rows = found._rows(Sizes(found.captured.actual))
+    cuts = found._cut(rows, "1f1b", ranks, 2 * ranks)
+    moved = found._crossing / PROFILE.bandwidth
+
+    def slowest(places: tuple[int, ...]) -> float:
+        bounds = [0, *places, len(rows)]
+        worst = 0.0
+        for a, b in itertools.pairwise(bounds):
+            if not any(row.parameters for row in rows[a:b]):
+                return float("inf")
+            edges = sum(moved[p] for p in (a, b) if 0 < p < len(rows))
+            worst = max(worst, sum(row.forward + row.backward for row in rows[a:b]) + 2 * edges)
+        return worst
+
+    best = min(slowest(places) for places in itertools.combinations(range(1, len(rows)), ranks - 1))
+    assert slowest(tuple(cuts)) == pytest.approx(best)
+
+
+def test_cuts_follow_what_layers_cost_not_how_many_they_are() -> None:
+    found = planner(Uneven(64, 64, 64, 64, 64, 64, 64, 512, 64), 64, 2)
+    plan = found.choose([4], Pipeline("1f1b"))
+    assert int(plan.stages[1].first.removeprefix("layers.")) >= 6
+    seconds = [stage.forward + stage.backward for stage in plan.stages]
+    assert max(seconds) / sum(seconds) < 0.7
+
+
+def test_memory_by_stage_moves_the_cuts_and_counts_microbatches_in_flight() -> None:
+    model = Uneven(64, 1024, 64, 64, 64, 64, 64, 64, 64)
+    free = planner(model, 64, 2).choose([4], Pipeline("1f1b"))
+    assert [stage.in_flight for stage in free.stages] == [2, 1]
+    needs = [stage.memory for stage in free.stages]
+    limit = max(needs) * 1.01
+    assert planner(model, 64, 2, limit).choose([4], Pipeline("1f1b")).cuts == free.cuts
+    with pytest.raises(PlanError, match=r"stage \d \(layers\.\d to layers\.\d\).* MB per device.*memory_limit"):
+        planner(model, 64, 2, limit / 4).choose([4], Pipeline("1f1b"))
+
+
+def test_what_cannot_be_cut_says_why() -> None:
+    with pytest.raises(PlanError, match="4 stages are more than the 2 operators with parameters"):
+        planner(Uneven(8, 8, 8), 8, 4).choose([4], Pipeline("1f1b"))
+    with pytest.raises(PlanError, match="8 rows does not divide into 3 microbatches"):
+        microbatch_counts(8, 2, Pipeline(microbatches=3))
+    with pytest.raises(PlanError, match=r"a batch of 3 rows does not divide into 4 to 32 microbatches"):
+        microbatch_counts(3, 4, Pipeline())
+    with pytest.raises(ValueError, match="2 stages per rank, not 1"):
+        require_schedule("zero_bubble_v", 2, 1, 4)
+
+
+def test_the_schedule_that_waits_least_is_chosen() -> None:
+    model = Uneven(*[64] * 17)
+    found = planner(model, 64, 4, rows=16)
+    counts = microbatch_counts(16, 4, Pipeline())
+    chosen = found.choose(counts, Pipeline())
+    fixed = [found.choose(counts, Pipeline(s)) for s in ("gpipe", "1f1b", "interleaved_1f1b")]
+    assert all(chosen.seconds <= other.seconds for other in fixed)
+    assert chosen.bubble < min(other.bubble for other in fixed[:2])
+
+
+def test_a_plan_is_read_as_it_was_written_and_explained() -> None:
+    found = planner(Uneven(*WIDTHS), 64, 2)
+    plan = replace(found.plan, pipeline=found.choose([4], Pipeline("1f1b")))
+    again = Plan.from_json(plan.to_json())
+    assert again.to_json() == plan.to_json()
+    assert again.pipeline == plan.pipeline and again.pipeline is not None
+    text = again.explain()
+    assert "Pipeline over pp=2: 1f1b, 4 microbatches" in text
+    lines = [line for line in text.splitlines() if line.startswith("rank ")]
+    assert len(lines) == 2 and set(lines[0].split()[2]) == set("0123abcd.")
+    data = plan.pipeline.to_data()  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="cannot lie on 2 ranks alike"):
+        PipelinePlan.from_data({**data, "cuts": data["cuts"] * 2})
