@@ -90,7 +90,7 @@ def dual_layout(layout: Layout) -> Layout:
 
 
 # What each redistribution does to a rank's value.  Its backward is the entry of the dual pair.
-_ACTIONS: dict[tuple[str, str], str] = {
+ACTIONS: dict[tuple[str, str], str] = {
     ("S", "I"): "all_gather",
     ("S", "R"): "all_gather",
     ("S", "S"): "all_to_all",
@@ -114,7 +114,7 @@ def action(src: Placement, dst: Placement) -> str:
     """What a rank does to turn ``src`` into ``dst``: a collective of ``COLLECTIVES`` or a local action."""
     if src == dst:
         return "nothing"
-    return _ACTIONS[src.kind, dst.kind]
+    return ACTIONS[src.kind, dst.kind]
 
 
 def sent_bytes(kind: str, full_bytes: int, group_size: int) -> float:

@@ -11,10 +11,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+from scipy.sparse.csgraph import floyd_warshall
 
 from autoparallel.placements import (
+    ACTIONS,
     COLLECTIVES,
     Invariant,
     Layout,
@@ -27,8 +30,6 @@ from autoparallel.placements import (
     dual,
     dual_layout,
     largest_piece,
-    reaches_all,
-    shards_of,
 )
 
 StepSeconds = Callable[[str, tuple[int, ...], int], float]
@@ -95,12 +96,28 @@ def step_bytes(step: Step, before: Layout, shape: Sequence[int], itemsize: int, 
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """All layouts of one kind of tensor, and the price of going from each to each."""
+    """All layouts of one kind of tensor, and the price of going from each to each.
+
+    Attributes:
+        layouts: every layout that such a tensor may have.
+        index: where a layout stands in ``layouts``.
+        seconds: the price of the cheapest way from each to each.
+        direct: the price where one step is enough; else infinite.
+    """
 
     layouts: tuple[Layout, ...]
     index: dict[Layout, int]
     seconds: np.ndarray
-    next_hop: np.ndarray
+    direct: np.ndarray
+
+    def next_hop(self, here: int, goal: int) -> int:
+        """The first layout on the cheapest way (of equal ways, the cheapest step first); negative where there is none.
+        """
+        through = self.direct[here] + self.seconds[:, goal]
+        least = float(through.min())
+        if not np.isfinite(least):
+            return -1
+        return int(np.where(through <= least * (1 + _TIE), self.direct[here], np.inf).argmin())
 
 
 class Redistributor:
@@ -144,7 +161,7 @@ class Redistributor:
             raise ValueError(f"a tensor of shape {tuple(shape)} cannot have the layout {error.args[0]}") from None
         steps: list[Step] = []
         while here != goal:
-            nxt = int(table.next_hop[here, goal])
+            nxt = table.next_hop(here, goal)
             if nxt < 0:
                 raise ValueError(f"no redistribution from {src} to {dst}")
             layout = table.layouts[here]
@@ -155,70 +172,152 @@ class Redistributor:
     def _build(
         self, shape: tuple[int, ...], itemsize: int, differentiable: bool, backward: bool, uneven: bool
     ) -> LayoutTable:
-        layouts = list(self._layouts(shape, differentiable, uneven))
-        index = {layout: i for i, layout in enumerate(layouts)}
-        count = len(layouts)
-        cost = np.full((count, count), np.inf)
-        np.fill_diagonal(cost, 0.0)
-        hop = np.full((count, count), -1, dtype=np.int32)
-        hop[np.arange(count), np.arange(count)] = np.arange(count)
-        for i, layout in enumerate(layouts):
-            for step in self._steps(layout):
-                j = index.get(step.apply(layout))
-                if j is None:
-                    continue
-                seconds = self.seconds(step, layout, shape, itemsize)
-                if backward:
-                    seconds += self.seconds(step.transposed(), step.apply(layout), shape, itemsize)
-                if seconds < cost[i, j]:
-                    cost[i, j], hop[i, j] = seconds, j
-        for k in range(count):  # Floyd-Warshall
-            through = cost[:, k, None] + cost[None, k, :]
-            better = through < cost - 1e-15
-            cost = np.where(better, through, cost)
-            hop = np.where(better, hop[:, k, None], hop)
-        return LayoutTable(tuple(layouts), index, cost, hop)
+        steps = _all_steps(len(shape), self.axis_sizes)
+        rows, even = steps.largest_pieces(shape)
+        fits = (even | steps.reaches_all(shape)) if uneven else even
+        if not differentiable:
+            fits &= ~(steps.codes == _R).any(axis=1)
+        prices = self._prices(steps, rows, itemsize, backward)
+        position = np.cumsum(fits) - 1
+        kept = fits[steps.before] & fits[steps.after]
+        direct = np.full((int(fits.sum()),) * 2, np.inf)
+        direct[position[steps.before[kept]], position[steps.after[kept]]] = prices[kept]
+        seconds = floyd_warshall(direct * _SCALE) / _SCALE
+        layouts = tuple(itertools.compress(steps.layouts, fits))
+        return LayoutTable(layouts, {layout: i for i, layout in enumerate(layouts)}, seconds, direct)
 
-    def seconds(self, step: Step, before: Layout, shape: Sequence[int], itemsize: int) -> float:
-        """The predicted time of one step; never zero, so that shorter paths win ties."""
-        kind = action(step.src, step.dst)
-        full = step_bytes(step, before, shape, itemsize, self.axis_sizes)
-        return self.step_seconds(kind, step.axes, full)
+    def _prices(self, steps: _Steps, rows: np.ndarray, itemsize: int, backward: bool) -> np.ndarray:
+        """The predicted time of every step; each price is asked for once.  Never zero, so that short ways win ties."""
+        known: dict[tuple[int, int, int], float] = {}
 
-    def _layouts(self, shape: tuple[int, ...], differentiable: bool, uneven: bool) -> list[Layout]:
-        whole = [Invariant, Replicate, Partial] if differentiable else [Invariant, Partial]
-        options = [*whole, *(Shard(d) for d in range(len(shape)))]
-        layouts = itertools.product(options, repeat=len(self.axis_sizes))
-        fits = reaches_all if uneven else divides
-        return [layout for layout in layouts if fits(shape, layout, self.axis_sizes)]
+        def price(kinds: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+            keys = np.stack([kinds, steps.group, sizes], axis=1)
+            unique, inverse = np.unique(keys, axis=0, return_inverse=True)
+            for kind, group, size in unique.tolist():
+                if (kind, group, size) not in known:
+                    known[kind, group, size] = self.step_seconds(_KINDS[kind], steps.groups[group], size)
+            return np.array([known[key] for key in map(tuple, unique.tolist())])[inverse.reshape(-1)]
 
-    def _steps(self, layout: Layout) -> list[Step]:
-        steps = []
-        for axis, src in enumerate(layout):
-            if src.kind == "S" and shards_of(layout, src.dim)[-1] != axis:
-                continue
-            for dst in self._targets(layout, axis):
-                if dst != src:
-                    steps.append(Step((axis,), src, dst))
-        partial = [i for i, p in enumerate(layout) if p.kind == "P"]
-        for count in range(2, len(partial) + 1):
-            for axes in itertools.combinations(partial, count):
-                steps += [Step(axes, Partial, Invariant), Step(axes, Partial, Replicate)]
-        whole = [i for i, p in enumerate(layout) if p.kind in ("I", "R")]
-        for count in range(2, len(whole) + 1):
-            for axes in itertools.combinations(whole, count):
-                kinds = {layout[i].kind for i in axes}
-                if kinds == {"I"}:  # its transpose is one all-reduce over these axes
-                    steps.append(Step(axes, Invariant, Replicate))
-        return steps
+        prices = price(steps.kind, steps.full_numel(rows, steps.before, steps.after, steps.src, steps.dst) * itemsize)
+        if backward:
+            src, dst = _DUAL[steps.dst], _DUAL[steps.src]
+            sizes = steps.full_numel(rows, steps.after, steps.before, src, dst) * itemsize
+            prices = prices + price(steps.back_kind, sizes)
+        return prices
 
-    def _targets(self, layout: Layout, axis: int) -> list[Placement]:
-        targets = [Invariant, Replicate, Partial]
-        for dim in range(8):
-            axes = shards_of(layout, dim)
-            if not axes or axes[-1] <= axis:
-                targets.append(Shard(dim))
-        return targets
+
+# Placements as numbers, for arrays of layouts: a shard of dim d is _S + d.
+_I, _R, _P, _S = range(4)
+_LETTERS = "IRPS"
+_TIE = 1e-12  # relative difference of prices below which they count as equal
+_SCALE = 2.0**40
+"""scipy takes an edge shorter than 1e-8 for none; a power of two changes no digit."""
+_DUAL = np.array([_I, _P, _R, *range(_S, 64)])
+_KINDS = ("nothing", *dict.fromkeys(k for k in ACTIONS.values() if k != "nothing"))
+_KIND_OF = np.array(
+    [[_KINDS.index(ACTIONS.get((a, b), "nothing")) for b in _LETTERS] for a in _LETTERS]
+)  # a shard to a shard of another dim
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """All layouts of tensors of one rank on one mesh, and all steps between them, as arrays.
+
+    Attributes:
+        layouts: every layout, also those that a shape may not allow.
+        codes: the layouts' placements as numbers, one row each.
+        before, after: of each step, the layouts it leads from and to.
+        src, dst: of each step, the placements.
+        group: of each step, which of ``groups`` it changes.
+        kind, back_kind: what a step does forward and backward (an index into ``_KINDS``).
+        groups: sets of mesh axes.
+    """
+
+    layouts: list[Layout]
+    codes: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    src: np.ndarray
+    dst: np.ndarray
+    group: np.ndarray
+    kind: np.ndarray
+    back_kind: np.ndarray
+    groups: list[tuple[int, ...]]
+    axis_sizes: tuple[int, ...]
+
+    def largest_pieces(self, shape: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """For each layout the local shape where it is largest, and whether all ranks have the same."""
+        rows = np.tile(np.array(shape, dtype=np.int64), (len(self.codes), 1))
+        even = np.ones(len(self.codes), dtype=bool)
+        for axis, n in enumerate(self.axis_sizes):
+            for dim in range(len(shape)):
+                cut = self.codes[:, axis] == _S + dim
+                even &= ~cut | (rows[:, dim] % n == 0)
+                rows[cut, dim] = -(-rows[cut, dim] // n)
+        return rows, even
+
+    def reaches_all(self, shape: Sequence[int]) -> np.ndarray:
+        """Of which layouts every dim that is sharded has at least as many rows as ranks that shard it."""
+        fits = np.ones(len(self.codes), dtype=bool)
+        for dim, size in enumerate(shape):
+            count = np.where(self.codes == _S + dim, np.array(self.axis_sizes), 1).prod(axis=1)
+            fits &= (count == 1) | (size >= count)
+        return fits
+
+    def full_numel(
+        self, rows: np.ndarray, before: np.ndarray, after: np.ndarray, src: np.ndarray, dst: np.ndarray
+    ) -> np.ndarray:
+        """The elements of the whole tensor as each step's group sees it (as ``step_bytes``)."""
+        ranks = np.array([math.prod(self.axis_sizes[a] for a in axes) for axes in self.groups], dtype=np.int64)
+        ranks = ranks[self.group]
+        sent = rows[before].copy()
+        cut = np.flatnonzero(dst >= _S)
+        dims = dst[cut] - _S
+        sent[cut, dims] = ranks[cut] * rows[after[cut], dims]
+        return sent.prod(axis=1) * np.where(src >= _S, ranks, 1)
+
+
+@cache
+def _all_steps(rank: int, axis_sizes: tuple[int, ...]) -> _Steps:
+    """Every step between layouts: on one axis, or completing (or spreading) a whole on several axes at once.
+
+    Only the innermost of the axes that shard a dim may change (see [Note: order of axes] in ``placements``).
+    """
+    axes = range(len(axis_sizes))
+    kinds = [Invariant, Replicate, Partial, *(Shard(d) for d in range(rank))]
+    codes = np.array(list(itertools.product(range(len(kinds)), repeat=len(axes))), dtype=np.int64)
+    weights = np.array([len(kinds) ** (len(axes) - 1 - a) for a in axes], dtype=np.int64)
+    groups = [axes_ for count in range(1, len(axes) + 1) for axes_ in itertools.combinations(axes, count)]
+    found: list[tuple[np.ndarray, np.ndarray, int, int, int]] = []  # before, after, src, dst, group
+    for g, changed in enumerate(groups):
+        pairs = itertools.permutations(range(len(kinds)), 2) if len(changed) == 1 else ((_P, _I), (_P, _R), (_I, _R))
+        for one, other in pairs:
+            rows = (codes[:, list(changed)] == one).all(axis=1)
+            for inner in axes[changed[0] + 1 :] if len(changed) == 1 else ():
+                for code in (one, other):
+                    if code >= _S:
+                        rows &= codes[:, inner] != code
+            before = np.flatnonzero(rows)
+            found.append((before, before + (other - one) * int(weights[list(changed)].sum()), one, other, g))
+    sizes = [len(f[0]) for f in found]
+    src, dst, group = (np.repeat(np.array([f[i] for f in found], dtype=np.int64), sizes) for i in (2, 3, 4))
+
+    def does(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return _KIND_OF[np.minimum(a, _S), np.minimum(b, _S)]
+
+    return _Steps(
+        [tuple(kinds[c] for c in row) for row in codes.tolist()],
+        codes,
+        np.concatenate([f[0] for f in found]),
+        np.concatenate([f[1] for f in found]),
+        src,
+        dst,
+        group,
+        does(src, dst),
+        does(_DUAL[dst], _DUAL[src]),
+        groups,
+        axis_sizes,
+    )
 
 
 def _step_between(before: Layout, after: Layout) -> Step:

@@ -9,13 +9,14 @@ solutions and by local search, which may leave a gap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from autoparallel.planner.elimination import Array, Factor, Infeasible, Network, Solution, eliminate, evaluate
+from autoparallel.planner.elimination import Array, Factor, Infeasible, Network, Solution, evaluate
+from autoparallel.planner.solver import MAX_TABLE, FoldedNetwork
 
 _LINE_STEPS = 60  # multipliers tried at most; each step ends at a new vertex of the dual, so few are needed
 _LOCAL_MOVES = 1000  # improving changes applied at most after the dual is solved
@@ -38,7 +39,7 @@ def minimise_with_budget(
     usage: Sequence[Factor],
     limit: float,
     *,
-    max_table: int = 50_000_000,
+    max_table: int = MAX_TABLE,
     dominance: bool | None = None,
 ) -> BudgetSolution:
     """The cheapest assignment found whose sum of `usage` tables is at most `limit`, with a lower bound on the best.
@@ -46,28 +47,23 @@ def minimise_with_budget(
     See [Note: budgets]. Where bound and cost agree the solution is optimal. An infinite usage forbids an entry.
     Raises `Infeasible` with the smallest achievable usage where that is above the limit.
     """
-    network = Network(sizes, [*factors, *map(_forbidden, usage)], [_finite(factor) for factor in usage])
-    order = network.reduce(max_table, dominance)
-    costs, usages = network.layers
+    infinite, finite = _split(usage)
+    folded = FoldedNetwork(sizes, [*factors, *infinite], finite, max_table=max_table, dominance=dominance)
 
-    def solve(weigh: Callable[[Array], Array], multiplier: float) -> list[int]:
-        tables = {scope: weigh(table) for scope, table in costs.items()}
-        for scope, table in usages.items():
-            weighted = multiplier * table
-            tables[scope] = tables[scope] + weighted if scope in tables else weighted
-        return eliminate(network.sizes, tables, order)
+    def totals(choices: Sequence[int]) -> tuple[float, float]:
+        return evaluate(factors, choices), evaluate(finite, choices)
 
-    def result(choices: list[int], bound: float, multiplier: float) -> BudgetSolution:
-        states = network.original(choices)
-        solution = Solution(states, evaluate(factors, states), order.width)
+    def result(choices: Sequence[int], bound: float, multiplier: float) -> BudgetSolution:
+        states = tuple(choices)
+        solution = Solution(states, evaluate(factors, states), folded.width)
         return BudgetSolution(solution, evaluate(usage, states), min(bound, solution.cost), multiplier)
 
-    low = solve(lambda table: table, 0.0)  # the cheapest known above the limit
-    low_cost, low_usage = network.totals(low)
+    low = folded.solve()  # the cheapest known above the limit
+    low_cost, low_usage = totals(low)
     if low_usage <= limit:
         return result(low, low_cost, 0.0)
-    high = solve(lambda table: np.where(np.isinf(table), np.inf, 0.0), 1.0)  # the best known within the limit
-    high_cost, high_usage = network.totals(high)
+    high = folded.solve(lambda table: np.where(np.isinf(table), np.inf, 0.0), 1.0)  # the best known within the limit
+    high_cost, high_usage = totals(high)
     if high_usage > limit:
         message = f"the smallest usage that any assignment achieves is {high_usage:g}, above the limit {limit:g}"
         raise Infeasible(message, smallest_usage=high_usage)
@@ -76,8 +72,8 @@ def minimise_with_budget(
         slope = (high_cost - low_cost) / (low_usage - high_usage)
         if slope <= 0.0:
             break
-        middle = solve(lambda table: table, slope)
-        cost, used = network.totals(middle)
+        middle = folded.solve(multiplier=slope)
+        cost, used = totals(middle)
         dual = cost + slope * (used - limit)
         if dual > bound:
             bound, multiplier = dual, slope
@@ -88,18 +84,26 @@ def minimise_with_budget(
             high, high_cost, high_usage = middle, cost, used
         else:
             low, low_cost, low_usage = middle, cost, used
-    search = _LocalSearch(network, high, limit)
+    search = _LocalSearch(Network(sizes, [*factors, *infinite], finite), list(high), limit)
     search.adopt_parts(low)
     search.improve()
     return result(search.choices, bound, multiplier)
 
 
-def _forbidden(usage: Factor) -> Factor:
-    return Factor(usage.variables, np.where(np.isposinf(usage.cost), np.inf, 0.0))
-
-
-def _finite(usage: Factor) -> Factor:
-    return Factor(usage.variables, np.where(np.isposinf(usage.cost), 0.0, usage.cost))
+def _split(usage: Sequence[Factor]) -> tuple[list[Factor], list[Factor]]:
+    """What usage forbids, as costs, and what it adds up to; a table that is used twice stays one table."""
+    forbidden: dict[int, Array] = {}
+    finite: dict[int, Array] = {}
+    for factor in usage:
+        if id(factor.cost) not in finite:
+            infinite = np.isposinf(factor.cost)
+            finite[id(factor.cost)] = np.where(infinite, 0.0, factor.cost) if infinite.any() else factor.cost
+            if infinite.any():
+                forbidden[id(factor.cost)] = np.where(infinite, np.inf, 0.0)
+    return (
+        [Factor(f.variables, forbidden[id(f.cost)]) for f in usage if id(f.cost) in forbidden],
+        [Factor(f.variables, finite[id(f.cost)]) for f in usage],
+    )
 
 
 class _LocalSearch:

@@ -14,14 +14,14 @@ Before that, two reductions that cannot change the minimum: states that no finit
 consistency), and so are states which another state of the same variable can always replace at no loss (dominance;
 Goldstein, "Efficient rotamer elimination", Biophysical Journal 66, 1994). Only elementwise additions and minima of
 float64 are used, and ties go to the lowest index, so the same input gives the same choices on every machine. Sums of
-tables are made a block at a time; of a wide table only the choices are kept, in one or two bytes per entry.
+tables are made a block at a time.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,25 +74,26 @@ class Infeasible(Exception):
         self.smallest_usage = smallest_usage
 
 
-def minimise(
-    sizes: Sequence[int], factors: Sequence[Factor], *, max_table: int = 50_000_000, dominance: bool | None = None
-) -> Solution:
-    """The assignment with the smallest sum of costs, exactly.
-
-    Variable v has the states 0 .. sizes[v] - 1. Raises `TooWide` before any table with more than `max_table` entries
-    would be made, `Infeasible` if no assignment has a finite cost. `dominance` says whether to prune states that
-    another state can always replace; by default where elimination is long enough for it to pay. The cost is the same.
-    """
-    network = Network(sizes, factors)
-    order = network.reduce(max_table, dominance)
-    (tables,) = network.layers
-    choices = network.original(eliminate(network.sizes, tables, order))
-    return Solution(choices, evaluate(factors, choices), order.width)
-
-
 def evaluate(factors: Iterable[Factor], choices: Sequence[int]) -> float:
     """The sum of the factors' entries at the given choices."""
     return math.fsum(float(factor.cost[tuple([choices[v] for v in factor.variables])]) for factor in factors)
+
+
+def check_scope(sizes: Sequence[int], factor: Factor) -> None:
+    """Raises ValueError where a table does not fit its variables."""
+    scope = factor.variables
+    if any(not 0 <= v < len(sizes) for v in scope) or len(set(scope)) != len(scope):
+        raise ValueError(f"the variables of a factor must be distinct and below {len(sizes)}: {scope}")
+    if factor.cost.shape != tuple([sizes[v] for v in scope]):
+        raise ValueError(f"the table over variables {scope} has shape {factor.cost.shape}, not their sizes")
+
+
+def checked_cost(factor: Factor) -> Array:
+    """The table in float64. Raises ValueError for entries that no sum can hold."""
+    cost = np.asarray(factor.cost, dtype=np.float64)
+    if not (cost > -np.inf).all():
+        raise ValueError(f"the table over variables {factor.variables} has entries that are NaN or minus infinity")
+    return cost
 
 
 def merge(sizes: Sequence[int], factors: Iterable[Factor]) -> Tables:
@@ -100,13 +101,8 @@ def merge(sizes: Sequence[int], factors: Iterable[Factor]) -> Tables:
     tables: Tables = {}
     for factor in factors:
         scope = factor.variables
-        cost = np.asarray(factor.cost, dtype=np.float64)
-        if any(not 0 <= v < len(sizes) for v in scope) or len(set(scope)) != len(scope):
-            raise ValueError(f"the variables of a factor must be distinct and below {len(sizes)}: {scope}")
-        if cost.shape != tuple([sizes[v] for v in scope]):
-            raise ValueError(f"the table over variables {scope} has shape {cost.shape}, not their sizes")
-        if not (cost > -np.inf).all():
-            raise ValueError(f"the table over variables {scope} has entries that are NaN or minus infinity")
+        check_scope(sizes, factor)
+        cost = checked_cost(factor)
         ordered = tuple(sorted(scope))
         if ordered != scope:
             cost = cost.transpose([scope.index(v) for v in ordered])
@@ -123,6 +119,7 @@ class Network:
         self.states = [np.arange(size) for size in sizes]  # the original index of every state that is left
         self.sizes = list(sizes)
         self.layers = [merge(sizes, layer) for layer in layers]
+        self._protected: frozenset[int] = frozenset()
         self.scopes_of: list[list[list[Scope]]] = [[[] for _ in sizes] for _ in layers]
         for layer, of in zip(self.layers, self.scopes_of, strict=True):
             for scope in layer:
@@ -149,17 +146,21 @@ class Network:
             total += part
         return total
 
-    def reduce(self, max_table: int, dominance: bool | None) -> _Order:
-        """Drop states that cannot, or need not, be part of a best assignment; the order to eliminate the rest in."""
+    def reduce(self, max_table: int, dominance: bool | None, protected: Collection[int] = ()) -> Order:
+        """Drop states that cannot, or need not, be part of a best assignment; the order to eliminate the rest in.
+
+        Protected variables, which something else may depend on, keep all states and are not eliminated.
+        """
+        self._protected = frozenset(protected)
         self._drop_impossible()
         scopes = list(dict.fromkeys(scope for layer in self.layers for scope in layer))
-        order = _elimination_order(self.sizes, scopes, max_table)
+        order = elimination_order(self.sizes, scopes, max_table, self._protected)
         if dominance or (dominance is None and (order.work > _EASY_WORK or order.largest > max_table)):
-            changed = set(range(len(self.sizes)))
+            changed = set(range(len(self.sizes))) - self._protected
             for _ in range(_DOMINANCE_ROUNDS):
                 pruned = [v for v in sorted(changed) if self._drop_dominated(v)]
-                changed = {u for v in pruned for u in self.neighbours(v)}
-            order = _elimination_order(self.sizes, scopes, max_table)
+                changed = {u for v in pruned for u in self.neighbours(v)} - self._protected
+            order = elimination_order(self.sizes, scopes, max_table, self._protected)
         if order.largest > max_table:
             raise TooWide(order.largest, max_table, order.largest_scope)
         return order
@@ -182,7 +183,7 @@ class Network:
             for axis, v in enumerate(scope):
                 finite = np.isfinite(costs[scope])
                 possible = finite.any(axis=tuple([other for other in range(len(scope)) if other != axis]))
-                if possible.all():
+                if possible.all() or v in self._protected:
                     continue
                 if not possible.any():
                     raise Infeasible(f"no state of variable {v} has a finite cost", variable=v)
@@ -234,7 +235,7 @@ def _rows(table: Array, axis: int) -> Array:
 
 
 @dataclass(frozen=True)
-class _Order:
+class Order:
     """In which order to eliminate the variables that have a choice."""
 
     sequence: list[int]
@@ -244,8 +245,13 @@ class _Order:
     largest_scope: Scope
 
 
-def _elimination_order(sizes: Sequence[int], scopes: Iterable[Scope], max_table: int) -> _Order:
-    """Smallest next table first; where that is costly, also least new adjacency first, and the better of both."""
+def elimination_order(
+    sizes: Sequence[int], scopes: Iterable[Scope], max_table: int, kept: Collection[int] = ()
+) -> Order:
+    """Smallest next table first; where that is costly, also least new adjacency first, and the better of both.
+
+    Variables that are ``kept`` are not in the order.
+    """
     neighbours: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
         free = [v for v in scope if sizes[v] > 1]
@@ -253,14 +259,16 @@ def _elimination_order(sizes: Sequence[int], scopes: Iterable[Scope], max_table:
             neighbours[v].update(free)
     for v, near in enumerate(neighbours):
         near.discard(v)
-    order = _greedy_order(sizes, neighbours, fill=False)
+    order = _greedy_order(sizes, neighbours, kept, fill=False)
     if order.largest > max_table or order.work > _EASY_WORK:
-        other = _greedy_order(sizes, neighbours, fill=True)
+        other = _greedy_order(sizes, neighbours, kept, fill=True)
         order = min(order, other, key=lambda o: (o.largest > max_table, o.work))
     return order
 
 
-def _greedy_order(sizes: Sequence[int], adjacency: list[set[int]], *, fill: bool) -> _Order:
+def _greedy_order(
+    sizes: Sequence[int], adjacency: list[set[int]], kept: Collection[int], *, fill: bool
+) -> Order:
     near = [set(others) for others in adjacency]
 
     def score(v: int) -> tuple[int, int]:
@@ -269,7 +277,7 @@ def _greedy_order(sizes: Sequence[int], adjacency: list[set[int]], *, fill: bool
             return 0, table
         return sum([sizes[a] * sizes[b] for a in near[v] for b in near[v] if a < b and b not in near[a]]), table
 
-    scores = {v: score(v) for v in range(len(sizes)) if sizes[v] > 1}
+    scores = {v: score(v) for v in range(len(sizes)) if sizes[v] > 1 and v not in kept}
     heap = [(value, v) for v, value in scores.items()]
     heapq.heapify(heap)
     sequence: list[int] = []
@@ -291,66 +299,85 @@ def _greedy_order(sizes: Sequence[int], adjacency: list[set[int]], *, fill: bool
             near[u] -= {u, v}
         touched = around.union(*[near[u] for u in around]) if fill else around
         for u in touched:
+            if u not in scores:
+                continue
             renewed = score(u)
             if renewed != scores[u]:
                 scores[u] = renewed
                 heapq.heappush(heap, (renewed, u))
-    return _Order(sequence, width, work, largest, largest_scope)
+    return Order(sequence, width, work, largest, largest_scope)
 
 
-def eliminate(sizes: Sequence[int], tables: Tables, order: _Order) -> list[int]:
-    """The best choices. Variables are renamed by their rank in the order, so that the next one is always axis 0."""
-    rank = {v: i for i, v in enumerate(order.sequence)}
-    dims = [sizes[v] for v in order.sequence]
-    buckets: list[Tables] = [{} for _ in dims]  # every table waits at the first of its variables
-    for scope, table in tables.items():
-        free = [v for v in scope if sizes[v] > 1]
-        if not free:
-            continue
-        ranks = [rank[v] for v in free]
-        ranked = tuple(sorted(ranks))
-        table = table.reshape([sizes[v] for v in free]).transpose([ranks.index(r) for r in ranked])
-        bucket = buckets[ranked[0]]
-        bucket[ranked] = bucket[ranked] + table if ranked in bucket else np.ascontiguousarray(table)
+def eliminate(sizes: Sequence[int], tables: Tables, order: Order) -> list[int]:
+    """The best choices."""
+    choices = [0] * len(sizes)
+    Elimination(sizes, tables, order).complete(choices)
+    return choices
 
-    # How to choose each variable later: the tables to add up again or, where they are large, the choices themselves.
-    decisions: list[list[tuple[Scope, Array]] | tuple[Scope, npt.NDArray[np.unsignedinteger]]] = []
-    for v, bucket in enumerate(buckets):
-        parts = sorted(bucket.items(), key=lambda part: part[1].size)
-        buckets[v] = {}
-        rest = tuple(sorted({u for scope in bucket for u in scope if u != v}))
-        full, shape = (v, *rest), [dims[u] for u in rest]
-        views = [
-            table if len(scope) == len(full) else table.reshape([dims[u] if u in scope else 1 for u in full])
-            for scope, table in parts
-        ]
-        if not views:
-            decisions.append([])
-            continue
-        if dims[v] * math.prod(shape) <= _BLOCK:
-            message = np.minimum.reduce(_add_up(views), axis=0)
-            decisions.append(parts)
-        else:
+
+class Elimination:
+    """Eliminates variables in an order; what is left are tables over those that are not in it.
+
+    Attributes:
+        left: these tables, by their variables in ascending order.
+    """
+
+    def __init__(self, sizes: Sequence[int], tables: Tables, order: Order) -> None:
+        # Variables are renamed by their rank in the order, so that the next one is always axis 0; others come last.
+        named = set(order.sequence)
+        self._names = [*order.sequence, *(v for v in range(len(sizes)) if v not in named and sizes[v] > 1)]
+        self._count = len(order.sequence)
+        self.left: Tables = {}
+        rank = {v: i for i, v in enumerate(self._names)}
+        dims = [sizes[v] for v in self._names]
+        buckets: list[Tables] = [{} for _ in dims]  # every table waits at the first of its variables
+        for scope, table in tables.items():
+            free = [v for v in scope if sizes[v] > 1]
+            ranks = [rank[v] for v in free]
+            ranked = tuple(sorted(ranks))
+            table = table.reshape([sizes[v] for v in free]).transpose([ranks.index(r) for r in ranked])
+            self._put(buckets, ranked, table)
+        self._decisions: list[list[tuple[Scope, Array]]] = []  # the tables to add up again when a variable is chosen
+        for v in range(self._count):
+            parts = sorted(buckets[v].items(), key=lambda part: part[1].size)
+            buckets[v] = {}
+            self._decisions.append(parts)
+            rest = tuple(sorted({u for scope, _ in parts for u in scope if u != v}))
+            full, shape = (v, *rest), [dims[u] for u in rest]
+            views = [
+                table if len(scope) == len(full) else table.reshape([dims[u] if u in scope else 1 for u in full])
+                for scope, table in parts
+            ]
+            if not views:
+                continue
             message = np.empty(shape)
-            argmin = np.empty(shape, dtype=np.min_scalar_type(dims[v] - 1))
-            _reduce_in_blocks(views, message, argmin)
-            decisions.append((rest, argmin))
-        if np.minimum.reduce(message, axis=None) == np.inf:
-            variable = order.sequence[v]
-            raise Infeasible(f"no state of variable {variable} fits the variables around it", variable=variable)
-        if rest:
-            target = buckets[rest[0]]
-            target[rest] = target[rest] + message if rest in target else message
+            _reduce_in_blocks(views, message)
+            if np.minimum.reduce(message, axis=None) == np.inf:
+                variable = order.sequence[v]
+                raise Infeasible(f"no state of variable {variable} fits the variables around it", variable=variable)
+            if rest or self._count < len(dims):
+                self._put(buckets, rest, message)
+        for bucket in buckets:
+            for scope, table in bucket.items():
+                self.left[tuple([self._names[u] for u in scope])] = table
 
-    chosen = [0] * len(dims)
-    for v in range(len(dims) - 1, -1, -1):
-        decision = decisions[v]
-        if isinstance(decision, tuple):
-            chosen[v] = int(decision[1][tuple([chosen[u] for u in decision[0]])])
-        elif decision:
-            columns = [table[tuple([slice(None) if u == v else chosen[u] for u in scope])] for scope, table in decision]
-            chosen[v] = int(_add_up(columns).argmin())
-    return [chosen[rank[v]] if v in rank else 0 for v in range(len(sizes))]
+    def _put(self, buckets: list[Tables], scope: Scope, table: Array) -> None:
+        if not scope:
+            self.left[()] = self.left[()] + table if () in self.left else table
+            return
+        bucket = buckets[scope[0]]
+        bucket[scope] = bucket[scope] + table if scope in bucket else np.ascontiguousarray(table)
+
+    def complete(self, choices: list[int]) -> None:
+        """Chooses the best state of every eliminated variable, in place, given those of the others."""
+        chosen = [choices[v] for v in self._names]
+        for v in range(self._count - 1, -1, -1):
+            parts = self._decisions[v]
+            if parts:
+                columns = [t[tuple([slice(None) if u == v else chosen[u] for u in scope])] for scope, t in parts]
+                chosen[v] = int(_add_up(columns).argmin())
+        for v, state in zip(self._names, chosen, strict=True):
+            choices[v] = state
 
 
 def _add_up(tables: Sequence[Array]) -> Array:
@@ -361,17 +388,15 @@ def _add_up(tables: Sequence[Array]) -> Array:
     return total
 
 
-def _reduce_in_blocks(tables: list[Array], message: Array, argmin: npt.NDArray[np.unsignedinteger]) -> None:
-    """Minimum and its place along axis 0 of the sum of tables, never making more of the sum than a block of it."""
+def _reduce_in_blocks(tables: list[Array], message: Array) -> None:
+    """The minimum along axis 0 of the sum of tables, never making more of the sum than a block of it."""
     states = max(table.shape[0] for table in tables)
     axis = next((axis for axis, size in enumerate(message.shape) if size > 1), None)
     if states * message.size <= _BLOCK or axis is None:
-        total = _add_up(tables)
-        np.minimum.reduce(total, axis=0, out=message)
-        argmin[...] = (total == message).argmax(axis=0)
+        np.minimum.reduce(_add_up(tables), axis=0, out=message)
         return
     step = max(1, message.shape[axis] * _BLOCK // (states * message.size))
     for start in range(0, message.shape[axis], step):
         block = (slice(None),) * axis + (slice(start, start + step),)
         pieces = [table[(slice(None), *block)] if table.shape[axis + 1] > 1 else table for table in tables]
-        _reduce_in_blocks(pieces, message[block], argmin[block])
+        _reduce_in_blocks(pieces, message[block])

@@ -2,29 +2,19 @@
 
 One optimizer step on given hardware is predicted as a sum of costs over a graph of choices (``space``), and minimised
 exactly by variable elimination (``elimination``), all mesh axes together.
-
-[Note: three axes] The tables of elimination grow with the number of layouts to the power of the graph's width, and a
-tensor has hundreds of layouts on three axes.  Where they grow too large, the search minimises exactly over two axes at
-a time with the third held, each pair in turn until none improves: every round can only lower the cost, and the plan
-is optimal in each pair of axes.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-
-from torch import fx
+from collections.abc import Sequence
 
 from autoparallel.placements import format_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError, fingerprint
 from autoparallel.planner.budget import minimise_with_budget
-from autoparallel.planner.elimination import Infeasible, TooWide, evaluate, minimise
-from autoparallel.planner.space import Option, Problem, SearchSpace
-
-MAX_TABLE = 2_000_000
-"""Entries of the largest table of the search over three axes at once."""
+from autoparallel.planner.elimination import Infeasible
+from autoparallel.planner.solver import minimise
+from autoparallel.planner.space import Problem, SearchSpace
 
 
 def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -> Plan:
@@ -40,11 +30,8 @@ def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -
         PlanError: when no plan satisfies the constraints or the limit.
     """
     start = time.perf_counter()
-    if len(space.axis_sizes) > 2 and not (space.constraints.data or space.constraints.tensor):
-        problem, choices = _by_pairs(space, origin, memory_limit)
-    else:
-        problem = space.build()
-        choices = _solve(space, problem, origin, memory_limit)
+    problem = space.build()
+    choices = _solve(space, problem, origin, memory_limit)
     operators, shared, parameters = {}, {}, {}
     for node, variable in problem.variables.items():
         option = variable.options[choices[variable.number]]
@@ -70,54 +57,13 @@ def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -
     )
 
 
-def _solve(
-    space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None, max_table: int = 50_000_000
-) -> Sequence[int]:
+def _solve(space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None) -> Sequence[int]:
     try:
         if memory_limit is None:
-            return minimise(problem.sizes, problem.factors, max_table=max_table).choices
-        return minimise_with_budget(
-            problem.sizes, problem.factors, problem.usage, memory_limit, max_table=max_table
-        ).solution.choices
+            return minimise(problem.sizes, problem.factors).choices
+        return minimise_with_budget(problem.sizes, problem.factors, problem.usage, memory_limit).solution.choices
     except Infeasible as error:
         raise PlanError(_explain_infeasible(error, space, problem, origin, memory_limit)) from error
-
-
-def _by_pairs(space: SearchSpace, origin: str, memory_limit: float | None) -> tuple[Problem, Sequence[int]]:
-    """Exact over all axes where that is small enough, else over pairs of axes in turn (see [Note: three axes])."""
-    problem = space.build()
-    try:
-        return problem, _solve(space, problem, origin, memory_limit, MAX_TABLE)
-    except TooWide:
-        pass
-    axes = range(len(space.axis_sizes))
-    held: dict[fx.Node, Option] = {}
-    best = float("inf")
-    chosen: tuple[Problem, Sequence[int]] = (problem, ())
-    rounds = 0
-    while True:
-        before = best
-        for free in itertools.combinations(axes, 2):
-            problem = space.build(_holding(held, [axis for axis in axes if axis not in free]))
-            choices = _solve(space, problem, origin, memory_limit if rounds else None)
-            cost = evaluate(problem.factors, choices)
-            if cost < best or not rounds:
-                best, chosen = cost, (problem, choices)
-                held = {n: v.options[choices[v.number]] for n, v in problem.variables.items()}
-        rounds += 1
-        if best >= before * (1 - 1e-9) and rounds > 1:
-            return chosen
-
-
-def _holding(held: Mapping[fx.Node, Option], axes: Sequence[int]) -> Callable[[fx.Node, Option], bool]:
-    return lambda node, option: all(_agrees(option, held.get(node), axis) for axis in axes)
-
-
-def _agrees(option: Option, held: Option | None, axis: int) -> bool:
-    """Whether an option is, on one axis, what is held there; before anything is held, whole."""
-    if option.modes:
-        return option.modes[axis].kind == "I" if held is None else option.modes[axis] == held.modes[axis]
-    return option.result[axis].kind == "I" if held is None else option.result[axis] == held.result[axis]
 
 
 def _explain_infeasible(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,31 +23,24 @@ from torch import fx
 
 from autoparallel import ops
 from autoparallel.capture import Captured
-from autoparallel.passes.insert_collectives import Sizes, call_modes, operand_fits
+from autoparallel.passes.insert_collectives import call_modes, operand_fits
 from autoparallel.placements import Invariant, Layout, Shard, divides, parse_layout, reaches_all
 from autoparallel.plan import ParameterPlan, PlanError
-from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds, update_seconds
+from autoparallel.planner.cost import bytes_kept, update_seconds
 from autoparallel.planner.elimination import Factor
 from autoparallel.planner.experts import Experts, find_experts
 from autoparallel.planner.hardware import Profile
+from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
+from autoparallel.planner.signatures import Signatures
 from autoparallel.redistribution import Redistributor, local_numel
-from autoparallel.rules import operator_name, rule_for
+from autoparallel.rules import Rule, operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
-from autoparallel.rules.typing import INVARIANT_MODE, Mode, Typed
+from autoparallel.rules.typing import INVARIANT_MODE, Typed
 
-
-@dataclass(frozen=True)
-class Option:
-    """One way to run an operator on the whole mesh, or to keep a parameter."""
-
-    modes: tuple[Mode, ...]
-    needs: tuple[Layout, ...]
-    result: Layout
-    seconds: float
-    saved_bytes: float = 0.0
-    gather: str = ""
+Reader = tuple["Variable", int]
+"""A consumer of a tensor, and which of its operands it is."""
 
 
 @dataclass
@@ -83,6 +76,16 @@ class Problem:
         return len(self.sizes) - 1
 
 
+@dataclass
+class _Prices:
+    """The tables of one tensor: from its producer, to its consumers, to what leaves the graph; and bytes."""
+
+    source: np.ndarray
+    usage: np.ndarray | None
+    readers: list[np.ndarray] = field(default_factory=list)
+    leaving: list[np.ndarray] = field(default_factory=list)
+
+
 class SearchSpace:
     """The choices for one captured graph on one mesh, and their costs."""
 
@@ -106,11 +109,17 @@ class SearchSpace:
         self.axis_sizes = tuple(n for _, n in mesh)
         self.axes = range(len(self.axis_sizes))
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
-        self.size = Sizes(captured.actual)
+        self.size = Signatures(captured.actual)
         self.searched = self._descendants()
         self.experts = self._find_experts()
         self.unruled: dict[str, int] = {}
         self._known: dict[fx.Node, list[Option] | None] = {}
+        # What is alike is worked out once: options by the kind of node, prices by the options on both sides.
+        self._of_kind: dict[Hashable, list[Option] | None] = {}
+        self._has_rule: dict[Hashable, bool] = {}
+        self._left: dict[Hashable, list[Option]] = {}
+        self._prices: dict[Hashable, _Prices] = {}
+        self._own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     # -- options ----------------------------------------------------------------------------------------------------
 
@@ -144,28 +153,108 @@ class SearchSpace:
                 )
         return found
 
-    def build(self, keep: Callable[[fx.Node, Option], bool] | None = None) -> Problem:
-        """Lists every option and price; with ``keep``, only of the options for which it is true."""
+    def build(self) -> Problem:
+        """Lists every option and price.
+
+        Variables are numbered as the graph runs, a parameter's just before its first reader's and a shared layout's
+        just after its producer's, so that repeated layers are repeated stretches of numbers.
+        """
         problem = Problem()
+        readers, leaving = self._consumers()
         for node in self.captured.graph.nodes:
-            options = self.options(node)
-            if options is not None:
-                options = [o for o in options if keep is None or keep(node, o)]
-                variable = Variable(node, options, problem.add(len(options)))
-                problem.variables[node] = variable
-                problem.factors.append(Factor((variable.number,), np.array([o.seconds for o in options])))
-                saved = np.array([o.saved_bytes for o in options])
-                if saved.any():
-                    problem.usage.append(Factor((variable.number,), saved))
-        self._connect(problem)
+            if node.op == "call_function" and self.options(node) is not None:
+                for operand in tensor_operands(node):
+                    if operand.op == "placeholder" and operand not in problem.variables:
+                        self._add(problem, operand, readers, leaving)
+                self._add(problem, node, readers, leaving)
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder" and node not in problem.variables:
+                self._add(problem, node, readers, leaving)
+        for node, producer in problem.variables.items():
+            self._connect(problem, producer, readers.get(node, []), leaving.get(node, []))
         return problem
 
+    def _consumers(self) -> tuple[dict[fx.Node, list[tuple[fx.Node, int]]], dict[fx.Node, list[Layout]]]:
+        """Who reads each tensor, and the layouts in which it leaves the graph."""
+        readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+        leaving: dict[fx.Node, list[Layout]] = {}
+        for node in self.captured.graph.nodes:
+            if node.op == "call_function":
+                for i, operand in enumerate(tensor_operands(node)):
+                    readers.setdefault(operand, []).append((node, i))
+        for value, layout in zip(self.captured.graph.output_node().args[0], self.outputs, strict=True):  # type: ignore[arg-type]
+            if isinstance(value, fx.Node) and layout is not None:
+                leaving.setdefault(value, []).append(layout)
+        return readers, leaving
+
+    def _add(
+        self,
+        problem: Problem,
+        node: fx.Node,
+        readers: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]],
+        leaving: Mapping[fx.Node, Sequence[Layout]],
+    ) -> None:
+        options = self.options(node)
+        assert options is not None
+        variable = Variable(node, options, problem.add(len(options)))
+        problem.variables[node] = variable
+        if id(options) not in self._own:
+            columns = np.array([o.seconds for o in options]), np.array([o.saved_bytes for o in options])
+            self._own[id(options)] = columns
+        seconds, saved = self._own[id(options)]
+        problem.factors.append(Factor((variable.number,), seconds))
+        if saved.any():
+            problem.usage.append(Factor((variable.number,), saved))
+        # What depends on no parameter and no input is whole on every rank; each reader cuts what it needs.
+        if node in self.searched and len(readers.get(node, ())) + len(leaving.get(node, ())) > 1:
+            wanted: dict[Layout, None] = {}
+            for reader, position in readers.get(node, ()):
+                wanted |= dict.fromkeys([o.needs[position] for o in self.options(reader) or ()])
+            if node.name not in self.captured.parameters:
+                wanted |= dict.fromkeys([o.result for o in options])
+            problem.readers[node] = (list(wanted), problem.add(len(wanted)))
+
     def options(self, node: fx.Node) -> list[Option] | None:
-        """The ways to run an operator or to keep a parameter; None for a node that has no choice and no tensors."""
+        """The ways to run an operator or to keep a parameter; None for a node that has no choice and no tensors.
+
+        Nodes that are alike have the very same list.
+        """
         if node not in self._known:
-            options = self._options(node)
-            self._known[node] = None if options is None else self.pins.options(node, options)
+            kind = self._kind(node)
+            if kind not in self._of_kind:
+                self._of_kind[kind] = self._options(node)
+                self._has_rule[kind] = self._rule_is_known(node)
+            self._known[node] = self._left_by_pins(node, self._of_kind[kind])
+            if not self._has_rule[kind]:
+                made = node.args[0] if node.target is operator.getitem else node
+                name = operator_name(made.target)  # type: ignore[union-attr]
+                self.unruled[name] = self.unruled.get(name, 0) + 1
         return self._known[node]
+
+    def _left_by_pins(self, node: fx.Node, options: list[Option] | None) -> list[Option] | None:
+        """The options that the user's pins leave; the same list where they leave the same."""
+        if options is None:
+            return None
+        left = self.pins.options(node, options)
+        key = id(options), tuple([id(o) for o in left]) if len(left) < len(options) else ()
+        return self._left.setdefault(key, left)
+
+    def _kind(self, node: fx.Node) -> Hashable:
+        """What a node's options depend on."""
+        if node.op == "placeholder":
+            if node.name not in self.captured.parameters:
+                return "input", self.input_layouts.get(node.name, self.invariant)
+            name = self.captured.parameters[node.name]
+            users: Hashable = None
+            if self.constraints.data or self.constraints.tensor or any(u.target is ops.pad_rows for u in node.users):
+                users = tuple([self.size.call(u) for u in node.users if u.op == "call_function"])
+            rest = self.captured.rest_dtypes.get(name)
+            pinned = self.pinned.get(name)
+            own = name if node in self.pins else ""
+            return "parameter", self.size.tensor(node), rest, self.experts.parameters.get(node), pinned, users, own
+        if node.op != "call_function" or not is_tensor(node) or node not in self.searched:
+            return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
+        return "call", self.size.call(node), self.experts.factors.get(node)
 
     def _options(self, node: fx.Node) -> list[Option] | None:
         if node.op == "placeholder":
@@ -174,48 +263,23 @@ class SearchSpace:
             return [Option((), (), self.input_layouts.get(node.name, self.invariant), 0.0)]
         if node.op != "call_function" or not tensor_operands(node) and not is_tensor(node):
             return None
-        if not is_tensor(node):
+        if not is_tensor(node) or node.target is operator.getitem or node not in self.searched:
             return self._whole_option(node)
-        if node.target is operator.getitem:
-            self._count_unruled(node.args[0])  # type: ignore[arg-type]
-            return self._whole_option(node)
-        if node not in self.searched:
-            return self._whole_option(node)
-        if rule_for(node) is None:
-            self._count_unruled(node)
-        return self._operator_options(node)
+        options = operator_options(
+            node, self.axis_sizes, self.profile, self.size, lambda *way: self._allowed(node, *way)
+        )
+        if not options:
+            raise PlanError(self.explain_unsatisfiable(node.meta["key"]))
+        return options
 
-    def _count_unruled(self, node: fx.Node) -> None:
-        name = operator_name(node.target)
-        self.unruled[name] = self.unruled.get(name, 0) + 1
+    def _rule_is_known(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or not is_tensor(node):
+            return True
+        return node.target is not operator.getitem and (node not in self.searched or rule_for(node) is not None)
 
     def _whole_option(self, node: fx.Node) -> list[Option]:
         needs = tuple(self.invariant for _ in tensor_operands(node))
         return [Option((INVARIANT_MODE,) * len(self.axis_sizes), needs, self.invariant, 0.0)]
-
-    def _operator_options(self, node: fx.Node) -> list[Option]:
-        ways = call_modes(node)
-        operands = tensor_operands(node)
-        shapes = [self.size.shape(o) for o in operands]
-        result_shape = self.size.shape(node)
-        best: dict[tuple[tuple[Layout, ...], Layout], Option] = {}
-        for combination in itertools.product(ways, repeat=len(self.axis_sizes)):
-            if not self._allowed(node, combination):
-                continue
-            needs = tuple(tuple(t.operands[i] for t in combination) for i in range(len(operands)))
-            result = tuple(t.result for t in combination)
-            if not self._divides(result_shape, result):
-                continue
-            if not all(self._can_read(node, shape, need) for shape, need in zip(shapes, needs, strict=True)):
-                continue
-            seconds, saved = self._operator_seconds(node, combination, shapes, needs, result_shape, result)
-            option = Option(tuple(t.mode for t in combination), needs, result, seconds, saved)
-            known = best.get((needs, result))
-            if known is None or option.seconds < known.seconds:
-                best[needs, result] = option
-        if not best:
-            raise PlanError(self.explain_unsatisfiable(node.meta["key"]))
-        return list(best.values())
 
     def _can_read(self, node: fx.Node, shape: tuple[int, ...], layout: Layout) -> bool:
         """Whether an operator can read an operand of this shape that lies so."""
@@ -225,58 +289,24 @@ class SearchSpace:
         sizes = self.axis_sizes
         return divides(shape, layout, sizes) and reaches_all(shape, layout, sizes)
 
-    def _allowed(self, node: fx.Node, combination: Sequence[Typed]) -> bool:
-        """Whether a preset permits these modes: data axes cut the batch wherever there is one, tensor axes never do."""
-        for axis in self.constraints.tensor:
-            mode = combination[axis].mode
-            if mode.kind == "shard" and self._is_batch(node, mode.factor):
-                return False
-        if self.constraints.data and node.meta["differentiable"]:
-            batched = any(t.mode.kind == "shard" and self._is_batch(node, t.mode.factor) for t in call_modes(node))
-            for axis in self.constraints.data if batched else ():
-                mode = combination[axis].mode
-                if axis in self.constraints.expert and node in self.experts.factors:
-                    continue
-                if mode.kind != "shard" or not self._is_batch(node, mode.factor):
-                    return False
-        if node in self.experts.factors:
-            rule = rule_for(node)
-            wanted = rule.exchanged() if rule is not None and rule.exchange else self.experts.factors[node]
-            modes = [combination[axis].mode for axis in self.constraints.expert]
-            return all(m.kind == "shard" and m.factor == wanted for m in modes)
-        return True
+    def _allowed(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:
+        """Whether a preset permits this mode: data axes cut the batch wherever there is one, tensor axes never do."""
 
-    def _is_batch(self, node: fx.Node, factor: str) -> bool:
-        rule = rule_for(node)
+        def cuts_batch(typed: Typed) -> bool:
+            return typed.mode.kind == "shard" and self._is_batch(node, rule, typed.mode.factor)
+
+        if axis in self.constraints.tensor and cuts_batch(way):
+            return False
+        if node in self.experts.factors and axis in self.constraints.expert:
+            exchanged = rule is not None and rule.exchange
+            wanted = rule.exchanged() if rule is not None and exchanged else self.experts.factors[node]
+            return way.mode.kind == "shard" and way.mode.factor == wanted
+        batched = axis in self.constraints.data and node.meta["differentiable"] and any(map(cuts_batch, ways))
+        return not batched or cuts_batch(way)
+
+    def _is_batch(self, node: fx.Node, rule: Rule | None, factor: str) -> bool:
         open_size = rule is not None and not isinstance(rule.sizes.get(factor, 1), int)
         return open_size or factor in node.meta.get("batch_factors", ())
-
-    def _operator_seconds(
-        self,
-        node: fx.Node,
-        combination: Sequence[Typed],
-        shapes: Sequence[tuple[int, ...]],
-        needs: Sequence[Layout],
-        result_shape: tuple[int, ...],
-        result: Layout,
-    ) -> tuple[float, float]:
-        val = node.meta["val"]
-        result_bytes = local_numel(result_shape, result, self.axis_sizes) * val.element_size()
-        moved = result_bytes + sum(
-            local_numel(s, layout, self.axis_sizes) * o.meta["val"].element_size()
-            for s, layout, o in zip(shapes, needs, tensor_operands(node), strict=True)
-        )
-        modes = [t.mode for t in combination]
-        seconds, backward = operator_seconds(
-            self.profile, rule_for(node), modes, self.axis_sizes, self.size, moved, val.dtype
-        )
-        rule = rule_for(node)
-        if rule is not None and rule.exchange:
-            moving = exchange_seconds(self.profile, rule, modes, self.axis_sizes, self.size, val.element_size())
-            seconds, backward = seconds + moving, backward + 2 * moving
-        if node.meta["backward"]:
-            seconds += backward
-        return seconds, float(result_bytes) if node.meta["backward"] else 0.0
 
     def explain_unsatisfiable(self, where: str) -> str:
         """Why a preset does not fit the model, and what to change."""
@@ -367,26 +397,86 @@ class SearchSpace:
 
     # -- prices between variables -----------------------------------------------------------------------------------
 
-    def _connect(self, problem: Problem) -> None:
-        consumers: dict[fx.Node, list[tuple[Variable, int]]] = {}
-        for variable in problem.variables.values():
-            if variable.node.op == "placeholder":
-                continue
-            for i, operand in enumerate(tensor_operands(variable.node)):
-                consumers.setdefault(operand, []).append((variable, i))
-        final: dict[fx.Node, list[Layout | None]] = {}
-        for value, layout in zip(self.captured.graph.output_node().args[0], self.outputs, strict=True):  # type: ignore[arg-type]
-            if isinstance(value, fx.Node) and value in problem.variables:
-                final.setdefault(value, []).append(layout)
-        for node, producer in problem.variables.items():
-            readers = consumers.get(node, [])
-            leaving = [layout for layout in final.get(node, []) if layout is not None]
-            if not readers and not leaving:
-                continue
-            if len(readers) + len(leaving) == 1:
-                self._price_edge(problem, producer, readers, leaving)
-            else:
-                self._price_shared(problem, producer, readers, leaving)
+    def _connect(
+        self,
+        problem: Problem,
+        producer: Variable,
+        consumers: Sequence[tuple[fx.Node, int]],
+        leaving: Sequence[Layout],
+    ) -> None:
+        """Adds what it costs to bring a tensor to all its consumers; worked out once for consumers that are alike."""
+        readers = [(problem.variables[node], i) for node, i in consumers if node in problem.variables]
+        if not readers and not leaving:
+            return
+        node = producer.node
+        tensor = self.size.tensor(node) if is_tensor(node) else -1
+        ends = tuple([(id(reader.options), i) for reader, i in readers])
+        key = (id(producer.options), tensor, ends, tuple(leaving))
+        if key not in self._prices:
+            layouts = problem.readers[node][0] if node in problem.readers else None
+            self._prices[key] = self._price(producer, readers, leaving, layouts)
+        prices = self._prices[key]
+        numbers = [reader.number for reader, _ in readers]
+        if node in problem.readers:
+            shared = problem.readers[node][1]
+            scope: tuple[int, ...] = (producer.number, shared)
+            for number, table in zip(numbers, prices.readers, strict=False):
+                problem.factors.append(Factor((shared, number), table))
+            for table in prices.leaving:
+                problem.factors.append(Factor((shared,), table))
+        elif node not in self.searched:
+            for number, table in zip(numbers, prices.readers, strict=False):
+                problem.factors.append(Factor((producer.number, number), table))
+            for table in prices.leaving:
+                problem.factors.append(Factor((producer.number,), table))
+            return
+        else:
+            scope = (producer.number, *numbers)
+        problem.factors.append(Factor(scope, prices.source))
+        if prices.usage is not None:
+            problem.usage.append(Factor(scope, prices.usage))
+
+    def _price(
+        self,
+        producer: Variable,
+        readers: Sequence[Reader],
+        leaving: Sequence[Layout],
+        shared: Sequence[Layout] | None,
+    ) -> _Prices:
+        """The tables between a tensor's producer, the layout that all its consumers share, and these."""
+        node = producer.node
+        if node not in self.searched:
+            shared = [o.result for o in producer.options]
+            return self._price_readers(_Prices(np.zeros(0), None), node, readers, leaving, shared)
+        if shared is None:
+            columns = [leaving[0]] if leaving else [o.needs[readers[0][1]] for o in readers[0][0].options]
+            source, usage = self._source_prices(producer, columns), self._gathered_bytes(producer, columns)
+            if leaving:
+                source, usage = source[:, 0], None
+            return _Prices(source, usage if usage is not None and usage.any() else None)
+        source, usage = self._source_prices(producer, shared), self._gathered_bytes(producer, shared)
+        prices = _Prices(source, usage if usage is not None and usage.any() else None)
+        return self._price_readers(prices, node, readers, leaving, shared)
+
+    def _price_readers(
+        self,
+        prices: _Prices,
+        node: fx.Node,
+        readers: Sequence[Reader],
+        leaving: Sequence[Layout],
+        rows: Sequence[Layout],
+    ) -> _Prices:
+        """Adds the tables from one of some layouts to each reader; readers that are alike have the very same one."""
+        if is_tensor(node):
+            known: dict[tuple[int, int], np.ndarray] = {}
+            for reader, position in readers:
+                key = id(reader.options), position
+                if key not in known:
+                    known[key] = self._matrix(node, rows, [o.needs[position] for o in reader.options])
+                prices.readers.append(known[key])
+            for layout in leaving:
+                prices.leaving.append(self._matrix(node, rows, [layout])[:, 0])
+        return prices
 
     def _table(self, node: fx.Node, backward: bool | None = None) -> tuple[dict[Layout, int], np.ndarray]:
         flows = bool(node.meta["backward"]) if backward is None else backward
@@ -422,15 +512,11 @@ class SearchSpace:
         if node.name not in self.captured.parameters:
             return None
         shape, itemsize = self.size.shape(node), node.meta["val"].element_size()
-        usage = np.zeros((len(producer.options), len(columns)))
-        for i, option in enumerate(producer.options):
-            for j, column in enumerate(columns):
-                held = local_numel(shape, column, self.axis_sizes)
-                cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
-                if cast or held > local_numel(shape, option.result, self.axis_sizes):
-                    copies = int(option.gather != "per_use") + int(node.meta["backward"])
-                    usage[i, j] = copies * held * itemsize
-        return usage
+        held = np.array([local_numel(shape, column, self.axis_sizes) for column in columns])
+        own = np.array([local_numel(shape, option.result, self.axis_sizes) for option in producer.options])
+        copies = np.array([int(o.gather != "per_use") + int(node.meta["backward"]) for o in producer.options])
+        cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
+        return np.where(cast | (held[None] > own[:, None]), copies[:, None] * held[None] * float(itemsize), 0.0)
 
     def _forbidden(self, node: fx.Node, options: Sequence[Option], columns: Sequence[Layout]) -> np.ndarray:
         """What a preset forbids between a parameter at rest and its use, as infinite prices."""
@@ -440,6 +526,7 @@ class SearchSpace:
         stacked = self.experts.parameters.get(node)
         pinned = self.captured.parameters[node.name] in self.pinned
         free = node in self.pins  # its user knows better than the preset
+        sharded = {axis for axis in self.constraints.tensor if large and self._can_shard(node, axis)}
         for j, column in enumerate(columns):
             for axis in self.constraints.data:
                 if stacked is not None and axis in self.constraints.expert:
@@ -454,7 +541,7 @@ class SearchSpace:
                     if at_rest.kind == "S" and used != at_rest and not free:
                         out[i, j] = np.inf
                     kept = used if pinned else at_rest
-                    if large and not free and kept.kind != "S" and self._can_shard(node, axis):
+                    if axis in sharded and not free and kept.kind != "S":
                         out[i, j] = np.inf
         return out
 
@@ -468,9 +555,8 @@ class SearchSpace:
             for typed in call_modes(user):
                 for x, p in zip(operands, typed.operands, strict=True):
                     alone = tuple(p if a == axis else Invariant for a in self.axes)
-                    if x is node and p.kind == "S" and self._can_read(user, shape, alone) and not self._is_batch(
-                        user, typed.mode.factor
-                    ):
+                    batch = self._is_batch(user, rule_for(user), typed.mode.factor)
+                    if x is node and p.kind == "S" and self._can_read(user, shape, alone) and not batch:
                         return len(node.users) == 1 or self._all_can_shard(node, p.dim)
         return False
 
@@ -484,48 +570,3 @@ class SearchSpace:
             for user in node.users
             if user.op == "call_function" and is_tensor(user)
         )
-
-    def _price_edge(
-        self,
-        problem: Problem,
-        producer: Variable,
-        readers: Sequence[tuple[Variable, int]],
-        leaving: Sequence[Layout],
-    ) -> None:
-        if leaving:
-            columns = [leaving[0]]
-            problem.factors.append(Factor((producer.number,), self._source_prices(producer, columns)[:, 0]))
-            return
-        reader, position = readers[0]
-        columns = [o.needs[position] for o in reader.options]
-        variables = (producer.number, reader.number)
-        problem.factors.append(Factor(variables, self._source_prices(producer, columns)))
-        usage = self._gathered_bytes(producer, columns)
-        if usage is not None and usage.any():
-            problem.usage.append(Factor(variables, usage))
-
-    def _price_shared(
-        self,
-        problem: Problem,
-        producer: Variable,
-        readers: Sequence[tuple[Variable, int]],
-        leaving: Sequence[Layout],
-    ) -> None:
-        wanted = {o.needs[i]: None for reader, i in readers for o in reader.options}
-        if producer.node.name not in self.captured.parameters:
-            wanted |= {o.result: None for o in producer.options}
-        layouts = list(wanted)
-        number = problem.add(len(layouts))
-        problem.readers[producer.node] = (layouts, number)
-        variables = (producer.number, number)
-        problem.factors.append(Factor(variables, self._source_prices(producer, layouts)))
-        usage = self._gathered_bytes(producer, layouts)
-        if usage is not None and usage.any():
-            problem.usage.append(Factor(variables, usage))
-        if not is_tensor(producer.node):
-            return
-        for reader, position in readers:
-            columns = [o.needs[position] for o in reader.options]
-            problem.factors.append(Factor((number, reader.number), self._matrix(producer.node, layouts, columns)))
-        for layout in leaving:
-            problem.factors.append(Factor((number,), self._matrix(producer.node, layouts, [layout])[:, 0]))

@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from autoparallel.capture import Captured, capture, describe_inputs
 from autoparallel.placements import parse_layout
 from autoparallel.plan import Plan, PlanError
-from autoparallel.planner import search as search_module
-from autoparallel.planner.elimination import evaluate, minimise
+from autoparallel.planner.elimination import evaluate
 from autoparallel.planner.hardware import H100, Profile
 from autoparallel.planner.integer_program import solve
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
+from autoparallel.planner.solver import minimise
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import wanted_outputs
 from autoparallel.redistribution import Redistributor
@@ -123,22 +123,3 @@ class TestAuto:
     def test_a_limit_that_nothing_fits_names_what_is_needed(self) -> None:
         with pytest.raises(PlanError, match=r"no plan fits in 0\.0 MB .* the smallest that a plan needs is [\d.]+ MB"):
             search(_space(_captured(256, 256, 64), ONE), "auto", memory_limit=1e3)
-
-
-def test_three_axes_by_pairs_come_close_to_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh: Mesh = (("a", 2), ("b", 2), ("c", 2))
-    captured = _captured(1024, 4096, 64)
-
-    def cost(plan: Plan) -> float:
-        problem = _space(captured, mesh).build()
-        total = 0.0
-        for node, variable in problem.variables.items():
-            key = node.meta["key"]
-            if key in plan.operators:
-                total += min(o.seconds for o in variable.options if tuple(map(str, o.modes)) == plan.operators[key])
-        return total
-
-    exact = search(_space(captured, mesh), "auto")
-    monkeypatch.setattr(search_module, "MAX_TABLE", 10)
-    pairs = search(_space(captured, mesh), "auto")
-    assert cost(pairs) <= 1.05 * cost(exact)

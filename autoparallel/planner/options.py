@@ -1,0 +1,145 @@
+"""The ways to run one operator on a whole mesh, all at once as arrays, and their prices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import fx
+
+from autoparallel import ops
+from autoparallel.passes.insert_collectives import call_modes, operand_fits
+from autoparallel.placements import Layout, Placement
+from autoparallel.planner.cost import exchange_seconds, operator_seconds
+from autoparallel.planner.hardware import Profile
+from autoparallel.planner.signatures import Signatures
+from autoparallel.rules import Rule, rule_for
+from autoparallel.rules.calls import tensor_operands
+from autoparallel.rules.typing import Mode, Typed
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run an operator on the whole mesh, or to keep a parameter.
+
+    Attributes:
+        modes: how the operator runs on each mesh axis; empty for a parameter or an input.
+        needs: the layouts that it reads its operands in.
+        result: the layout of what it makes.
+        seconds: of one rank, forward and backward.
+        saved_bytes: what stays in memory.
+        gather: for a parameter, when it is gathered.
+    """
+
+    modes: tuple[Mode, ...]
+    needs: tuple[Layout, ...]
+    result: Layout
+    seconds: float
+    saved_bytes: float = 0.0
+    gather: str = ""
+
+
+def operator_options(
+    node: fx.Node,
+    axis_sizes: Sequence[int],
+    profile: Profile,
+    sizes: Signatures,
+    allowed: Callable[[Rule | None, Sequence[Typed], Typed, int], bool],
+) -> list[Option]:
+    """Every way to run a call; of those that read and make the same layouts, the fastest.
+
+    Args:
+        allowed: whether a call with this rule and these ways may run in one of them on one mesh axis.
+    """
+    ways, rule = call_modes(node), rule_for(node)
+    operands = tensor_operands(node)
+    shapes = [sizes.shape(x) for x in operands]
+    result_shape = sizes.shape(node)
+    axes = range(len(axis_sizes))
+    permitted = [[w for w, way in enumerate(ways) if allowed(rule, ways, way, axis)] for axis in axes]
+    combinations = np.array(list(itertools.product(*permitted)), dtype=np.int64).reshape(-1, len(axis_sizes))
+    fits, result_pieces = _pieces([w.result for w in ways], combinations, axis_sizes, result_shape)
+    read_pieces = []
+    for i, shape in enumerate(shapes):
+        even, pieces = _pieces([w.operands[i] for w in ways], combinations, axis_sizes, shape)
+        read_pieces.append(pieces)
+        if node.target is ops.pad_rows:  # reads shards that differ in size
+            layouts = [tuple(ways[w].operands[i] for w in row) for row in combinations.tolist()]
+            even = np.array([operand_fits(node, shape, result_shape, x, axis_sizes) for x in layouts], dtype=bool)
+        fits &= even
+    kept = np.flatnonzero(fits)
+    pricer = _Pricer(node, rule, ways, axis_sizes, profile, sizes)
+    itemsizes = [x.meta["val"].element_size() for x in operands]
+    moved = result_pieces * node.meta["val"].element_size()
+    saved = moved
+    for pieces, itemsize in zip(read_pieces, itemsizes, strict=True):
+        moved = moved + pieces * itemsize
+    best: dict[tuple[tuple[Layout, ...], Layout], Option] = {}
+    backward = bool(node.meta["backward"])
+    for row, i in zip(combinations[kept].tolist(), kept.tolist(), strict=True):
+        chosen = [ways[w] for w in row]
+        needs = tuple([tuple([t.operands[k] for t in chosen]) for k in range(len(operands))])
+        result = tuple([t.result for t in chosen])
+        seconds = pricer.seconds(row, int(moved[i]))
+        known = best.get((needs, result))
+        if known is None or seconds < known.seconds:
+            modes = tuple([t.mode for t in chosen])
+            best[needs, result] = Option(modes, needs, result, seconds, float(saved[i]) if backward else 0.0)
+    return list(best.values())
+
+
+def _pieces(
+    ways: Sequence[Placement], combinations: Ints, axis_sizes: Sequence[int], shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.bool_], Ints]:
+    """For each combination of ways, whether all ranks have equal parts of a tensor, none empty; and how large."""
+    dims = np.array([p.dim if p.kind == "S" else -1 for p in ways], dtype=np.int64)[combinations]
+    fits = np.ones(len(combinations), dtype=bool)
+    cuts = np.ones(len(combinations), dtype=np.int64)
+    for dim, size in enumerate(shape):
+        count = np.where(dims == dim, np.array(axis_sizes, dtype=np.int64), 1).prod(axis=1)
+        fits &= (count == 1) | (size > 0) & (size % count == 0)
+        cuts *= count
+    return fits, math.prod(shape) // cuts
+
+
+class _Pricer:
+    """Asks the cost model once for all combinations that cut an operator into the same pieces."""
+
+    def __init__(
+        self,
+        node: fx.Node,
+        rule: Rule | None,
+        ways: Sequence[Typed],
+        axis_sizes: Sequence[int],
+        profile: Profile,
+        sizes: Signatures,
+    ) -> None:
+        self.rule, self.ways, self.axis_sizes, self.profile, self.sizes = rule, ways, axis_sizes, profile, sizes
+        self.dtype = node.meta["val"].dtype
+        self.itemsize = node.meta["val"].element_size()
+        self.backward = bool(node.meta["backward"])
+        # What communicates inside the operator costs differently on each axis; the rest counts pieces only.
+        self.by_axis = rule is not None and (bool(rule.exchange) or "composite" in rule.reductions.values())
+        self.known: dict[Hashable, float] = {}
+
+    def seconds(self, row: Sequence[int], moved: int) -> float:
+        """The time of the call and, where gradients flow, of its backward."""
+        key: Hashable = (moved, tuple(row) if self.by_axis else tuple(sorted(zip(row, self.axis_sizes, strict=True))))
+        if key not in self.known:
+            self.known[key] = self._price([self.ways[w].mode for w in row], moved)
+        return self.known[key]
+
+    def _price(self, modes: Sequence[Mode], moved: int) -> float:
+        seconds, backward = operator_seconds(
+            self.profile, self.rule, modes, self.axis_sizes, self.sizes, moved, self.dtype
+        )
+        if self.rule is not None and self.rule.exchange:
+            moving = exchange_seconds(self.profile, self.rule, modes, self.axis_sizes, self.sizes, self.itemsize)
+            seconds, backward = seconds + moving, backward + 2 * moving
+        return seconds + backward if self.backward else seconds

@@ -1,0 +1,247 @@
+"""The exact minimum of a factor graph, its repeated stretches folded (see `folding` and `elimination`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoparallel.planner.elimination import (
+    Array,
+    Elimination,
+    Factor,
+    Infeasible,
+    Network,
+    Order,
+    Scope,
+    Solution,
+    Tables,
+    TooWide,
+    check_scope,
+    checked_cost,
+    elimination_order,
+    evaluate,
+)
+from autoparallel.planner.folding import Repeat, Term, find_repeats
+
+MAX_TABLE = 20_000_000
+"""Entries of the largest table that is made: 160 MB."""
+
+Weigh = Callable[[Array], Array]
+
+
+def minimise(
+    sizes: Sequence[int],
+    factors: Sequence[Factor],
+    *,
+    max_table: int = MAX_TABLE,
+    dominance: bool | None = None,
+    fold: bool = True,
+) -> Solution:
+    """The assignment with the smallest sum of costs, exactly.
+
+    Variable v has the states 0 .. sizes[v] - 1. Raises `TooWide` before any table with more than `max_table` entries
+    would be made, `Infeasible` if no assignment has a finite cost. `dominance` says whether to prune states that
+    another state can always replace; by default where elimination is long enough for it to pay. `fold` says whether
+    to eliminate what repeats once. The cost is the same.
+    """
+    folded = FoldedNetwork(sizes, factors, max_table=max_table, dominance=dominance, fold=fold)
+    choices = folded.solve()
+    return Solution(choices, evaluate(factors, choices), folded.width)
+
+
+@dataclass
+class _Copy:
+    """What every copy of a repeated stretch is: its tables, over its own variables and those it meets.
+
+    Attributes:
+        repeat: where the copies are.
+        names: the variables of the second copy and what it meets, in ascending order.
+        network: their tables; variables are numbered as in ``names``.
+        order: how to eliminate those that nothing else mentions.
+    """
+
+    repeat: Repeat
+    names: list[int]
+    network: Network
+    order: Order
+
+    def variable(self, name: int, copy: int) -> int:
+        """The variable that plays the part of `name` for another copy."""
+        return name + (copy - 1) * self.repeat.period if name >= self.repeat.start else name
+
+
+class FoldedNetwork:
+    """A sum of tables, and a second one (usage) that a multiplier adds to it, with what repeats eliminated once.
+
+    Attributes:
+        repeats: the repeated stretches, in variables that have a choice.
+        width: the largest number of other variables in a table while eliminating.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        factors: Sequence[Factor],
+        usage: Sequence[Factor] = (),
+        *,
+        max_table: int = MAX_TABLE,
+        dominance: bool | None = None,
+        fold: bool = True,
+    ) -> None:
+        if any(size < 1 for size in sizes):
+            raise ValueError("every variable needs at least one state")
+        self.free = [v for v, size in enumerate(sizes) if size > 1]
+        self.sizes = [sizes[v] for v in self.free]
+        self._count, self._max_table, self._dominance = len(sizes), max_table, dominance
+        self._tables: list[Array] = []
+        layers = self._terms(sizes, factors, usage)
+        self.repeats = find_repeats(self.sizes, [t for layer in layers for t in layer]) if fold else []
+        self._copies = [self._copy(repeat, layers) for repeat in self.repeats]
+        outside = [[t for t in layer if not self._inside(t.scope)] for layer in layers]
+        self._inner = {v for repeat in self.repeats for v in _inner(repeat)}
+        self._rest = [v for v in range(len(self.sizes)) if v not in self._inner]
+        place = {v: i for i, v in enumerate(self._rest)}
+        self._network = Network(
+            [self.sizes[v] for v in self._rest],
+            *[[Factor(tuple([place[u] for u in t.scope]), self._tables[t.table]) for t in own] for own in outside],
+        )
+        # How the copies are tied together does not depend on the multiplier.
+        around = {place[u] for copy in self._copies for u in self._around(copy)}
+        self._order = self._network.reduce(max_table, dominance, around)
+        scopes = [scope for layer in self._network.layers for scope in layer]
+        self._ends: list[list[list[tuple[Scope, Scope]]]] = []  # by repeat, copy: scopes left there, and in the rest
+        for copy in self._copies:
+            left = list(self._eliminated(copy, _as_it_is, 0.0).left)
+            ends = []
+            for i in range(copy.repeat.count):
+                moved = [(scope, tuple([place[copy.variable(copy.names[u], i)] for u in scope])) for scope in left]
+                ends.append(moved)
+                scopes += [tuple(sorted(where)) for _, where in moved]
+            self._ends.append(ends)
+        if self._copies:
+            self._order = elimination_order(self._network.sizes, dict.fromkeys(scopes), max_table)
+            if self._order.largest > max_table:
+                raise TooWide(self._order.largest, max_table, self._order.largest_scope)
+        self.width = max([self._order.width, *(copy.order.width for copy in self._copies)])
+
+    def _around(self, copy: _Copy) -> set[int]:
+        """The variables that some copy meets and that are not eliminated in it."""
+        inner = set(copy.order.sequence)
+        left = [name for u, name in enumerate(copy.names) if u not in inner]
+        return {copy.variable(name, i) for name in left for i in range(copy.repeat.count)} - self._inner
+
+    def solve(self, weigh: Weigh | None = None, multiplier: float = 0.0) -> tuple[int, ...]:
+        """The assignment with the smallest sum of (weighed) costs and `multiplier` times usage."""
+        weigh = weigh or _as_it_is
+        parts = [self._eliminated(copy, weigh, multiplier) for copy in self._copies]
+        tables = _weighed(self._network, weigh, multiplier)
+        for part, ends in zip(parts, self._ends, strict=True):
+            for moved in ends:
+                for scope, where in moved:
+                    message = part.left[scope]
+                    ranked = tuple(sorted(where))
+                    if ranked != where:
+                        message = message.transpose([where.index(v) for v in ranked])
+                    tables[ranked] = tables[ranked] + message if ranked in tables else message
+        elimination = Elimination(self._network.sizes, tables, self._order)
+        rest = [0] * len(self._rest)
+        elimination.complete(rest)
+        chosen = dict(zip(self._rest, self._network.original(rest), strict=True))
+        for copy, part in zip(self._copies, parts, strict=True):
+            self._complete(copy, part, chosen)
+        choices = [0] * self._count
+        for v, state in chosen.items():
+            choices[self.free[v]] = state
+        return tuple(choices)
+
+    def _complete(self, copy: _Copy, part: Elimination, chosen: dict[int, int]) -> None:
+        """Chooses the inner states of every copy; copies that meet the same states around them choose alike."""
+        inner = set(copy.order.sequence)
+        around = [u for u in range(len(copy.names)) if u not in inner]
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for i in range(copy.repeat.count):
+            met = tuple([chosen.get(copy.variable(copy.names[u], i), 0) for u in around])
+            if met not in known:
+                states = [0] * len(copy.names)
+                for u, state in zip(around, met, strict=True):
+                    states[u] = state
+                part.complete(states)
+                known[met] = copy.network.original(states)
+            for u in range(len(copy.names)):
+                name = copy.variable(copy.names[u], i)
+                if name not in chosen:
+                    chosen[name] = known[met][u]
+
+    def _eliminated(self, copy: _Copy, weigh: Weigh, multiplier: float) -> Elimination:
+        network = copy.network
+        return Elimination(network.sizes, _weighed(network, weigh, multiplier), copy.order)
+
+    def _terms(self, sizes: Sequence[int], *layers: Sequence[Factor]) -> list[list[Term]]:
+        """Tables over variables that have a choice, numbered so that the same table has the same number."""
+        place = {v: i for i, v in enumerate(self.free)}
+        numbers: dict[object, int] = {}
+        self._held = [factor.cost for layer in layers for factor in layer]  # an id is unique while its owner lives
+        out: list[list[Term]] = []
+        for number, layer in enumerate(layers):
+            terms: list[Term] = []
+            for factor in layer:
+                scope = factor.variables
+                check_scope(sizes, factor)
+                kept = [i for i, v in enumerate(scope) if sizes[v] > 1]
+                order = sorted(kept, key=scope.__getitem__)
+                key = (number, id(factor.cost), tuple(order), len(scope))
+                if key not in numbers:
+                    numbers[key] = len(self._tables)
+                    self._tables.append(_squeezed(factor, order))
+                    if number == 0 and np.isposinf(self._tables[-1]).all():
+                        named = f"no state of variable {scope[-1]} has" if scope else "nothing has"
+                        raise Infeasible(f"{named} a finite cost", variable=scope[-1] if scope else None)
+                terms.append(Term(numbers[key], tuple([place[scope[i]] for i in order])))
+            out.append(terms)
+        return out
+
+    def _inside(self, scope: Scope) -> bool:
+        """Whether a table belongs to a copy: it is closed by a copy's variable."""
+        return bool(scope) and any(repeat.start <= scope[-1] < repeat.stop for repeat in self.repeats)
+
+    def _copy(self, repeat: Repeat, layers: Sequence[Sequence[Term]]) -> _Copy:
+        second = range(repeat.start + repeat.period, repeat.start + 2 * repeat.period)
+        own = [[t for t in layer if t.scope and t.scope[-1] in second] for layer in layers]
+        names = sorted({u for layer in own for t in layer for u in t.scope} | set(second))
+        place = {v: i for i, v in enumerate(names)}
+        network = Network(
+            [self.sizes[v] for v in names],
+            *[[Factor(tuple([place[u] for u in t.scope]), self._tables[t.table]) for t in layer] for layer in own],
+        )
+        kept = {second[0] + k for k in repeat.kept}
+        around = [place[v] for v in names if v not in second or v in kept]
+        return _Copy(repeat, names, network, network.reduce(self._max_table, self._dominance, around))
+
+
+def _inner(repeat: Repeat) -> list[int]:
+    """The variables of all copies that are eliminated in one."""
+    inner = [k for k in range(repeat.period) if k not in repeat.kept]
+    return [repeat.start + copy * repeat.period + k for copy in range(repeat.count) for k in inner]
+
+
+def _as_it_is(table: Array) -> Array:
+    return table
+
+
+def _squeezed(factor: Factor, axes: Sequence[int]) -> Array:
+    """The table over some of its variables, in that order; the others have one state."""
+    cost = checked_cost(factor)
+    rest = [i for i in range(cost.ndim) if i not in axes]
+    cost = cost.transpose([*axes, *rest])
+    return np.array(cost.reshape(cost.shape[: len(axes)]), order="C", copy=None)
+
+
+def _weighed(network: Network, weigh: Weigh, multiplier: float) -> Tables:
+    tables = {scope: weigh(table) for scope, table in network.layers[0].items()}
+    if multiplier:
+        for scope, table in network.layers[1].items():
+            weighted = multiplier * table
+            tables[scope] = tables[scope] + weighted if scope in tables else weighted
+    return tables
