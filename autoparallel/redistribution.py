@@ -165,7 +165,7 @@ class Redistributor:
             if nxt < 0:
                 raise ValueError(f"no redistribution from {src} to {dst}")
             layout = table.layouts[here]
-            steps.append(_step_between(layout, table.layouts[nxt]).on(shape, layout, self.axis_sizes))
+            steps.append(step_between(layout, table.layouts[nxt]).on(shape, layout, self.axis_sizes))
             here = nxt
         return steps
 
@@ -320,7 +320,8 @@ def _all_steps(rank: int, axis_sizes: tuple[int, ...]) -> _Steps:
     )
 
 
-def _step_between(before: Layout, after: Layout) -> Step:
+def step_between(before: Layout, after: Layout) -> Step:
+    """The one step from a layout to another."""
     axes = tuple(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
     return Step(axes, before[axes[0]], after[axes[0]])
 
