@@ -12,7 +12,7 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -26,6 +26,7 @@ from autoparallel._torch import free_unbacked_symbols, make_fake_mode
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.pad_vocabulary import pad_vocabulary
 from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
+from autoparallel.repetition import NotAlike, Run, fill_up, find_runs, leave_out
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
 
@@ -231,21 +232,44 @@ def capture(
             fake = torch.empty(shape, dtype=spec.dtype)
             leaves.append(fake.requires_grad_(spec.requires_grad))
             dynamic.append({0: Dim.AUTO} if spec.batch and symbolic and scale * batch > 1 else {})
-    try:
-        plain = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise CaptureError(
-            f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"
-        ) from error
-    if training is not None:
-        plain.train(training)
     args, kwargs = pytree.tree_unflatten(leaves, in_spec)
     shapes = pytree.tree_unflatten(dynamic, in_spec)
-    wrapper = _Training(plain, loss_fn, precision)
-    wrapper.training = plain.training
-    program = _export(wrapper, (args, kwargs), shapes, model)
-    counted = wrapper.found.counted
-    captured = _describe(program, model, owners, specs, detach_beside_loss, counted, vocabulary_shards, padded)
+
+    def make() -> _Training:
+        try:
+            plain = copy.deepcopy(model, dict(memo))
+        except Exception as error:
+            raise CaptureError(
+                f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"
+            ) from error
+        if training is not None:
+            plain.train(training)
+        wrapper = _Training(plain, loss_fn, precision)
+        wrapper.training = plain.training
+        return wrapper
+
+    def trace(runs: list[Run]) -> Captured:
+        wrapper = make()
+        leave_out(wrapper, runs)
+        program = _export(wrapper, (args, kwargs), shapes, model)
+        counted = wrapper.found.counted
+        captured = _describe(program, model, owners, specs, detach_beside_loss, counted, vocabulary_shards, padded)
+        for run in runs:
+            inner = replace(run, path=run.path.removeprefix("model."))
+            if any(name.startswith(f"{inner.path}.") for name in captured.padded):
+                raise NotAlike(f"parameters of {inner.path} are padded")
+            fill_up(captured.graph, inner, captured.parameters, captured.buffers)
+        if runs:
+            captured.graph.lint()
+            captured.module.recompile()
+        return captured
+
+    with mode:
+        runs = find_runs(make, lambda wrapper: wrapper(args, kwargs))
+    try:
+        captured = trace(runs)
+    except NotAlike:
+        captured = trace([])
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
     return captured
 

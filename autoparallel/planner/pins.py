@@ -26,7 +26,7 @@ from autoparallel.plan import ParameterPlan, Plan, PlanError, mesh_text
 from autoparallel.rules.calls import is_tensor
 
 if TYPE_CHECKING:
-    from autoparallel.planner.space import Option
+    from autoparallel.planner.options import Option
 
 Placements = Sequence[Placement | None]
 """One for each mesh axis; None leaves an axis open."""

@@ -1,0 +1,410 @@
+"""Layers that a model repeats, captured once.
+
+Tracing a layer takes a third of a second, running it on fake tensors a few milliseconds.  So the whole model is run on
+fake tensors and every operator written down; where this record shows the same layer again and again, only the first of
+them are traced, and the graph is filled up with copies.
+
+[Note: when that is sound] Of a ``ModuleList``, the layers in a row whose records are equal are a run: the same
+operators, the same constants, the same shapes, reading the same places of the layer before, the same values of what
+came before all layers, and their own parameters under the same names, of the same kind.  The model without the inner
+layers of its runs is run and recorded, too, and must say the same everywhere else.  After tracing, the graph's last two
+layers of a run must again be equal, node by node, and what follows may read the last one alone.  Where anything
+differs, the whole model is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_KEPT = 2  # layers of a run that are traced
+_LEAST_SAVED = 3  # layers that are not traced; for fewer it does not pay
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers of one ``ModuleList`` that are alike.
+
+    Attributes:
+        path: of the list in the model.
+        first: the first layer's place in the list.
+        count: how many there are, up to the end of the list.
+    """
+
+    path: str
+    first: int
+    count: int
+
+    @property
+    def template(self) -> int:
+        """The layer that is copied: the last one that is traced."""
+        return self.first + _KEPT - 1
+
+    def left_out(self) -> range:
+        """The layers that are not traced."""
+        return range(self.template + 1, self.first + self.count)
+
+
+def find_runs(make: Callable[[], nn.Module], run: Callable[[nn.Module], Any]) -> list[Run]:
+    """The runs of layers that need not be traced (see [Note: when that is sound]).
+
+    Args:
+        make: a copy of the model, its tensors fake.
+        run: calls it as it will be traced.
+    """
+    model = make()
+    if not _stacks(model):
+        return []
+    try:
+        whole = _Record(model, run)
+        runs = whole.runs()
+        if not runs:
+            return []
+        part = make()
+        leave_out(part, runs)
+        short = _Record(part, run)
+    except Exception:  # noqa: BLE001 - whatever a model cannot do here, tracing the whole of it will say better
+        return []
+    return runs if whole.without(runs) == short.without([]) else []
+
+
+def leave_out(model: nn.Module, runs: list[Run]) -> None:
+    """Removes the layers that are not traced from a copy of the model; the others keep their names."""
+    for run in runs:
+        layers = model.get_submodule(run.path)
+        for i in run.left_out():
+            del layers._modules[str(i)]
+
+
+def _stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The lists of layers that may repeat, by path."""
+    found: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) >= _KEPT + _LEAST_SAVED:
+            layers = list(module)
+            if len(set(map(id, layers))) == len(layers) and len({type(layer) for layer in layers}) <= 4:
+                inside = any(path.startswith(f"{outer}.") for outer in found)
+                if not inside:
+                    found[path] = layers
+    return found
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down every operator: what it is, its constants, what it reads, and the shapes of what it makes."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names  # of parameters, buffers and inputs, by id
+        self.lines: list[tuple[Hashable, list[Hashable]]] = []  # an operator, and what it reads
+        self.made: dict[int, tuple[int, int]] = {}
+        self.constants = 0
+        self.held: list[Any] = []  # an id is unique while its owner lives
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # asks a tensor's device or layout, and computes nothing
+            return out
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        reads: list[Hashable] = []
+        constants: list[Hashable] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                reads.append(self.source(leaf))
+                constants.append(None)
+            else:
+                constants.append((type(leaf).__name__, str(leaf)))
+        results: list[Hashable] = []
+        for i, value in enumerate(pytree.tree_leaves(out)):
+            if isinstance(value, torch.Tensor):
+                results.append((tuple(value.shape), value.dtype, value.requires_grad))
+                self.made[id(value)] = (len(self.lines), i)
+                self.held.append(value)
+            else:
+                results.append((type(value).__name__, str(value)))
+        self.lines.append(((func, str(spec), tuple(constants), tuple(results), torch.is_grad_enabled()), reads))
+        return out
+
+    def source(self, tensor: torch.Tensor) -> Hashable:
+        if id(tensor) in self.made:
+            return self.made[id(tensor)]
+        if id(tensor) not in self.names:  # a constant: the very same one everywhere, or not alike
+            self.names[id(tensor)] = f"constant {self.constants}"
+            self.constants += 1
+            self.held.append(tensor)
+        return self.names[id(tensor)]
+
+
+class _Record:
+    """What one call of a model did, cut where the layers of its lists begin and end."""
+
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+        names = {id(t): f"buffer {n}" for n, t in reversed(list(model.named_buffers(remove_duplicate=False)))}
+        names |= {id(t): f"parameter {n}" for n, t in reversed(list(model.named_parameters(remove_duplicate=False)))}
+        recorder = _Recorder(names)
+        self.begins: dict[tuple[str, str], int] = {}
+        self.ends: dict[tuple[str, str], int] = {}
+        self.regular = True
+        for path, module in model.named_modules():
+            if isinstance(module, nn.ModuleList):
+                for name, layer in module.named_children():
+                    layer.register_forward_pre_hook(self._before((path, name), recorder), with_kwargs=True)
+                    layer.register_forward_hook(self._after((path, name), recorder))
+        with recorder:
+            results = run(model)
+        self.lines = recorder.lines
+        self.kinds = {  # what cannot be seen in the record: the kinds of what parameters and buffers are
+            name: (tuple(t.shape), t.dtype, t.requires_grad, isinstance(t, nn.Parameter))
+            for name, t in (*model.named_parameters(), *model.named_buffers())
+        }
+        leaves = pytree.tree_leaves(results)
+        self.results = [recorder.source(t) if isinstance(t, torch.Tensor) else str(t) for t in leaves]
+        self.result_spec = str(pytree.tree_structure(results))
+        self.stacks = {path: [name for name, _ in module.named_children()] for path, module in _lists(model)}
+        self._label()
+
+    def _before(self, key: tuple[str, str], recorder: _Recorder) -> Callable[..., None]:
+        def before(*_: Any) -> None:
+            self.regular &= key not in self.begins
+            self.begins[key] = len(recorder.lines)
+
+        return before
+
+    def _after(self, key: tuple[str, str], recorder: _Recorder) -> Callable[..., None]:
+        def after(*_: Any) -> None:
+            self.ends[key] = len(recorder.lines)
+
+        return after
+
+    def _label(self) -> None:
+        """Cuts the record: a layer reaches up to the next layer's first operator, the last one to its own last."""
+        self.region: list[tuple[str, str, int]] = [("", "", i) for i in range(len(self.lines))]
+        self.last: dict[str, str] = {}
+        for path, names in self.stacks.items():
+            known = [name for name in names if (path, name) in self.begins]
+            if known != names or not names:
+                continue
+            starts = [self.begins[path, name] for name in names]
+            stops = [*starts[1:], self.ends.get((path, names[-1]), -1)]
+            if any(a >= b for a, b in zip(starts, stops, strict=True)) or self.region[starts[0]][0]:
+                continue
+            self.last[path] = names[-1]
+            for name, a, b in zip(names, starts, stops, strict=True):
+                for i in range(a, b):
+                    self.region[i] = (path, name, i - a)
+        gap, offset, before = 0, 0, ""
+        for i, (path, _, _) in enumerate(self.region):
+            if path:
+                gap, offset = gap + (path != before), 0
+            else:
+                self.region[i] = ("", str(gap), offset)
+                offset += 1
+            before = path
+
+    def _line(self, i: int) -> Hashable:
+        """An operator of the record, what it reads named by its place relative to it."""
+        path, name, _ = self.region[i]
+        what, reads = self.lines[i]
+        return what, tuple([self._place(read, path, name) for read in reads])
+
+    def _place(self, read: Hashable, path: str, name: str) -> Hashable:
+        if isinstance(read, str):
+            prefix = f"{path}.{name}."
+            kind, _, full = read.partition(" ")
+            if path and full.startswith(prefix):
+                return kind, "own", full.removeprefix(prefix), self.kinds.get(full)
+            return read
+        line, output = cast(tuple[int, int], read)
+        there, its, offset = self.region[line]
+        if there and there == path:
+            names = self.stacks[path]
+            steps = names.index(name) - names.index(its)
+            if steps in (0, 1):
+                return "layer", steps, offset, output
+        if there and its == self.last[there] and there != path:
+            return "last", there, offset, output
+        return there, its, offset, output
+
+    def _segments(self) -> dict[tuple[str, str], list[Hashable]]:
+        found: dict[tuple[str, str], list[Hashable]] = {}
+        for i, (path, name, _) in enumerate(self.region):
+            found.setdefault((path, name), []).append(self._line(i))
+        return found
+
+    def runs(self) -> list[Run]:
+        """The equal layers at the end of each list, where leaving some out pays."""
+        found: list[Run] = []
+        if not self.regular:
+            return found
+        segments = self._segments()
+        for path in self.last:
+            names = self.stacks[path]
+            if names != [str(i) for i in range(len(names))]:
+                continue
+            kinds: dict[Hashable, int] = {}
+            alike = [
+                kinds.setdefault((tuple(segments[path, name]), self._kind(f"{path}.{name}")), len(kinds))
+                for name in names
+            ]
+            first = len(names) - 1
+            while first and alike[first - 1] == alike[-1]:
+                first -= 1
+            count = len(names) - first
+            if count - _KEPT >= _LEAST_SAVED:
+                found.append(Run(path, first, count))
+        return found
+
+    def _kind(self, prefix: str) -> Hashable:
+        """The parameters and buffers of a layer."""
+        return tuple(sorted((n.removeprefix(prefix), k) for n, k in self.kinds.items() if n.startswith(f"{prefix}.")))
+
+    def without(self, runs: list[Run]) -> Hashable:
+        """The record without the layers that are left out; what comes after them reads the last one that is left."""
+        gone = {(run.path, str(i)) for run in runs for i in run.left_out()}
+        segments = {key: tuple(lines) for key, lines in self._segments().items() if key not in gone}
+        results = tuple([self._place(r, "", "") if not isinstance(r, str) else r for r in self.results])
+        return tuple(segments.items()), results, self.result_spec
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            yield path, module
+
+
+# ------------------------------------------------------------------------------------------------------- the graph
+
+
+class NotAlike(Exception):
+    """The traced layers of a run are not copies of each other."""
+
+
+def fill_up(graph: fx.Graph, run: Run, parameters: dict[str, str], buffers: dict[str, str]) -> None:
+    """Inserts the layers that were not traced, as copies of the last traced one of their run.
+
+    Args:
+        parameters, buffers: placeholder name to name in the model; those of the copies are added.
+
+    Raises:
+        NotAlike: where the traced layers differ; the graph is not changed then.
+    """
+    names = {**parameters, **buffers}
+    owned = {node: names[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in names}
+    first, second = _stretches(graph, run)
+    carried = _compare(first, second, owned, run)
+    old = f"{run.path}.{run.template}."
+    held = [node for node, name in owned.items() if name.startswith(old)]
+    inside = set(second)
+    before, point, place = second, second[-1], held[-1] if held else None
+    for i in run.left_out():
+        copies = {node: before[offset] for node, offset in carried.items()}
+        for node in held:
+            with graph.inserting_after(place):
+                copy = graph.placeholder(_renamed(str(node.target), run, i))
+            copy.meta = {**node.meta, "key": f"/{copy.name}#0"}
+            table = parameters if node.name in parameters else buffers
+            table[copy.name] = f"{run.path}.{i}.{owned[node].removeprefix(old)}"
+            copies[node], place = copy, copy
+        for node in second:
+            with graph.inserting_after(point):
+                copy = graph.node_copy(node, lambda n, copies=copies: copies.get(n, n))  # type: ignore[misc]
+            copy.meta = {**node.meta, "module": _moved(node.meta["module"], run, i)}
+            copy.meta["key"] = _moved(node.meta["key"], run, i)
+            copies[node], point = copy, copy
+        before = [copies[node] for node in second]
+        inside.update(before)
+    for node, final in zip(second, before, strict=True):
+        node.replace_all_uses_with(final, delete_user_cb=lambda user: user not in inside)
+    for table in (parameters, buffers):
+        ordered = {n.name: table[n.name] for n in graph.nodes if n.op == "placeholder" and n.name in table}
+        table.clear()
+        table.update(ordered)
+
+
+def _stretches(graph: fx.Graph, run: Run) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The calls of the last two traced layers, which must be whole stretches of the graph, one after the other."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    places = [
+        [i for i, node in enumerate(calls) if _is_in(node, f"{run.path}.{layer}")]
+        for layer in (run.template - 1, run.template)
+    ]
+    for place in places:
+        if not place or place != list(range(place[0], place[0] + len(place))):
+            raise NotAlike(f"the calls of a layer of {run.path} do not stand together")
+    if places[0][-1] + 1 != places[1][0] or len(places[0]) != len(places[1]):
+        raise NotAlike(f"two layers of {run.path} do not follow each other")
+    return [calls[i] for i in places[0]], [calls[i] for i in places[1]]
+
+
+def _is_in(node: fx.Node, path: str) -> bool:
+    return str(node.meta.get("module", "")) == path or str(node.meta.get("module", "")).startswith(f"{path}.")
+
+
+def _compare(first: list[fx.Node], second: list[fx.Node], owned: dict[fx.Node, str], run: Run) -> dict[fx.Node, int]:
+    """Of the first layer's nodes, those that the second reads, with their place; a copy reads its predecessor's there.
+
+    Raises:
+        NotAlike: where the two layers differ.
+    """
+    here = {node: i for i, node in enumerate(second)}
+    there = {node: i for i, node in enumerate(first)}
+    own, its = f"{run.path}.{run.template}.", f"{run.path}.{run.template - 1}."
+    carried: dict[fx.Node, int] = {}
+    entered: dict[fx.Node, fx.Node] = {}
+    for a, b in zip(first, second, strict=True):
+        what_a, reads_a = _split(a)
+        what_b, reads_b = _split(b)
+        if what_a != what_b or len(reads_a) != len(reads_b):
+            raise NotAlike(f"{a} and {b} differ")
+        for x, y in zip(reads_a, reads_b, strict=True):
+            if y in here:
+                same = there.get(x) == here[y]
+            elif y in there:  # what the layer before hands on
+                same = x not in there and _kind(x) == _kind(y) and entered.setdefault(y, x) is x
+                carried[y] = there[y]
+            elif owned.get(y, "").startswith(own):
+                name = owned.get(x, "")
+                same = name == its + owned[y].removeprefix(own) and _kind(x) == _kind(y)
+            else:
+                same = x is y
+            if not same:
+                raise NotAlike(f"{a} reads {x} where {b} reads {y}")
+    return carried
+
+
+def _split(node: fx.Node) -> tuple[Hashable, list[fx.Node]]:
+    """A call without what it reads, and what it reads."""
+    reads: list[fx.Node] = []
+
+    def note(n: fx.Node) -> str:
+        reads.append(n)
+        return "_"
+
+    arguments = fx.map_arg((node.args, node.kwargs), note)
+    return (node.target, repr(arguments), _kind(node), node.meta["key"].rpartition("/")[2]), reads
+
+
+def _kind(node: fx.Node) -> Hashable:
+    """What passes have found out about a node, but for its name."""
+    values = [
+        (tuple(map(str, v.shape)), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else str(v)
+        for v in pytree.tree_leaves(node.meta.get("val"))
+    ]
+    flags = [(k, str(node.meta.get(k))) for k in ("differentiable", "backward")]
+    return tuple(values), tuple(flags), tuple(sorted(map(str, node.meta.get("batch_factors", ()))))
+
+
+def _moved(text: str, run: Run, layer: int) -> str:
+    """A module path or key of the template, as that of another layer."""
+    old = f"{run.path}.{run.template}"
+    return f"{run.path}.{layer}{text.removeprefix(old)}"
+
+
+def _renamed(target: str, run: Run, layer: int) -> str:
+    path = run.path.replace(".", "_")
+    return target.replace(f"{path}_{run.template}_", f"{path}_{layer}_", 1)

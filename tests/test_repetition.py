@@ -1,0 +1,138 @@
+"""Layers captured once: the graph is the very same, and whatever is not alike is traced as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autoparallel import capture as capture_module
+from autoparallel.capture import Captured, capture, describe_inputs
+from autoparallel.repetition import Run
+
+LAYERS = 7
+
+
+class Block(nn.Module):
+    """A residual MLP; `place` may change what it computes."""
+
+    def __init__(self, place: int, scale: float = 0.5) -> None:
+        super().__init__()
+        self.up, self.down, self.place, self.scale = nn.Linear(8, 16), nn.Linear(16, 8), place, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(x)))
+
+
+class Odd(Block):
+    """The fifth layer does something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu() if self.place == 4 else super().forward(x)
+
+
+class Model(nn.Module):
+    """Blocks in a row; `ends` says what of them is returned."""
+
+    def __init__(self, make: Callable[[int], nn.Module], ends: Callable[[list[Tensor]], Any] = lambda xs: xs[-1]) -> None:
+        super().__init__()
+        self.blocks, self.head, self.ends = nn.ModuleList(map(make, range(LAYERS))), nn.Linear(8, 4), ends
+
+    def forward(self, x: Tensor) -> Any:
+        found = [x]
+        for block in self.blocks:
+            found.append(block(found[-1]))
+        return pytree.tree_map(self.head, self.ends(found))
+
+
+def _capture(model: nn.Module) -> Captured:
+    leaves, spec = pytree.tree_flatten(((torch.randn(4, 8), torch.randint(4, (4,))), {}))
+    specs, batch = describe_inputs(leaves)
+    return capture(model, specs, spec, loss_fn=_loss, least_batch=8, batch=batch)
+
+
+def _loss(output: Any, target: Tensor) -> Tensor:
+    return sum(F.cross_entropy(x, target) for x in pytree.tree_leaves(output))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[Run]]:
+    """What was found, call by call."""
+    found: list[list[Run]] = []
+    find = capture_module.find_runs
+
+    def note(*args: Any) -> list[Run]:
+        found.append(find(*args))
+        return found[-1]
+
+    monkeypatch.setattr(capture_module, "find_runs", note)
+    return found
+
+
+def _whole(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Captured:
+    with monkeypatch.context() as patch:
+        patch.setattr(capture_module, "find_runs", lambda *args: [])
+        return _capture(model)
+
+
+def _text(captured: Captured) -> list[Any]:
+    """The graph, its nodes named by their places; copies have other names than traced nodes."""
+    place = {node: i for i, node in enumerate(captured.graph.nodes)}
+    names = captured.parameters | captured.buffers
+    kept = ("module", "differentiable", "backward", "batch_factors")
+    return [
+        (
+            names.get(node.name) or node.target,
+            str(fx.map_arg((node.args, node.kwargs), place.__getitem__)),
+            [node.meta.get(k) for k in kept],
+            node.meta["key"] if node.op == "call_function" else "",
+            [(str(v.shape), v.dtype) for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)],
+        )
+        for node in captured.graph.nodes
+    ]
+
+
+def _require_same(a: Captured, b: Captured) -> None:
+    assert _text(a) == _text(b)
+    assert list(a.parameters.values()) == list(b.parameters.values())
+
+
+def test_the_graph_is_that_of_the_whole_trace(runs: list[list[Run]], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Model(Block)
+    captured = _capture(model)
+    assert runs == [[Run("model.blocks", 1, LAYERS - 1)]]
+    assert len(captured.parameters) == 4 * LAYERS + 2
+    _require_same(captured, _whole(model, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("make", "ends", "first"),
+    [
+        (lambda i: Block(i, 0.5 if i != 4 else 0.25), lambda xs: xs[-1], None),
+        (Odd, lambda xs: xs[-1], None),
+        (Block, lambda xs: xs[1:], None),
+        (Block, lambda xs: xs[-1] + xs[3], None),
+        (Block, lambda xs: xs[-1] / len(xs), None),
+        (lambda i: Block(i).requires_grad_(i > 1), lambda xs: xs[-1], 2),
+        (lambda i: Block(i, 0.5 if i else 0.25), lambda xs: xs[-1] + xs[1], 1),
+    ],
+    ids=["a constant", "code", "all are returned", "one is read later", "their number", "frozen", "the first differs"],
+)
+def test_what_is_not_alike_is_traced(
+    make: Callable[[int], nn.Module],
+    ends: Callable[[list[Tensor]], Any],
+    first: int | None,
+    runs: list[list[Run]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = Model(make, ends)
+    captured = _capture(model)
+    assert runs == ([[]] if first is None else [[Run("model.blocks", first, LAYERS - first)]])
+    _require_same(captured, _whole(model, monkeypatch))
