@@ -11,7 +11,7 @@ other, also where the transfers between two ranks run one after another, as with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
@@ -200,6 +200,25 @@ class Timeline:
         return most
 
 
+class _Crossings:
+    """What every stage makes for others, and reads of others."""
+
+    def __init__(self, passings: Sequence[Passing]) -> None:
+        self.made: dict[int, list[Passing]] = {}
+        self.read: dict[int, list[Passing]] = {}
+        for p in passings:
+            self.made.setdefault(p.source, []).append(p)
+            self.read.setdefault(p.target, []).append(p)
+
+    def leaving(self, action: Action) -> list[tuple[str, Passing, int]]:
+        """What leaves a stage when it has done an action: a value or a gradient, and the stage it goes to."""
+        if action.kind == FORWARD:
+            return [(FORWARD, p, p.target) for p in self.made.get(action.stage, ())]
+        if action.kind in (BACKWARD, INPUT):
+            return [(BACKWARD, p, p.source) for p in self.read.get(action.stage, ()) if p.gradient]
+        return []
+
+
 def play(
     lists: Sequence[Sequence[Action]],
     rank_of: Callable[[int], int],
@@ -219,11 +238,8 @@ def play(
     Raises:
         ValueError: when the schedule cannot run to its end.
     """
-    made: dict[int, list[Passing]] = {}
-    read: dict[int, list[Passing]] = {}
-    for p in passings:
-        made.setdefault(p.source, []).append(p)
-        read.setdefault(p.target, []).append(p)
+    crossings = _Crossings(passings)
+    made, read = crossings.made, crossings.read
     arrived: dict[tuple[str, int, int, int], float] = {}  # kind, value, target, microbatch
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in lists]
     steps: list[list[Action | Transfer]] = [[] for _ in lists]
@@ -264,16 +280,10 @@ def play(
         done.add(action)
         spans[rank].append((action, begin, end))
         finished.append((end, rank, action))
-        if action.kind == FORWARD:
-            leaving = [(FORWARD, p, p.target) for p in made.get(action.stage, ())]
-        elif action.kind in (BACKWARD, INPUT):
-            leaving = [(BACKWARD, p, p.source) for p in read.get(action.stage, ()) if p.gradient]
-        else:
-            leaving = []
-        for kind, p, to in leaving:
+        for kind, p, to in crossings.leaving(action):
             travel = transfer_seconds(p) if rank_of(to) != rank else 0.0
             arrived[kind, p.value, p.target, action.microbatch] = end + travel
-    _order_steps(spans, steps, finished, made, read, rank_of)
+    _order_steps(spans, steps, finished, crossings, rank_of)
     return Timeline(tuple(map(tuple, spans)), tuple(map(tuple, steps)))
 
 
@@ -281,8 +291,7 @@ def _order_steps(
     spans: Sequence[Sequence[tuple[Action, float, float]]],
     steps: list[list[Action | Transfer]],
     finished: Sequence[tuple[float, int, Action]],
-    made: Mapping[int, Sequence[Passing]],
-    read: Mapping[int, Sequence[Passing]],
+    crossings: _Crossings,
     rank_of: Callable[[int], int],
 ) -> None:
     """Puts every rank's actions and transfers into one order (see [Note: order of transfers])."""
@@ -291,13 +300,7 @@ def _order_steps(
     sends: list[list[list[Transfer]]] = [[[] for _ in own] for own in spans]
     numbers = {action: i for own in spans for i, (action, _, _) in enumerate(own)}
     for end, rank, action in sorted(finished, key=lambda f: (f[0], f[1])):
-        if action.kind == FORWARD:
-            leaving = [(FORWARD, p, p.target) for p in made.get(action.stage, ())]
-        elif action.kind in (BACKWARD, INPUT):
-            leaving = [(BACKWARD, p, p.source) for p in read.get(action.stage, ()) if p.gradient]
-        else:
-            continue
-        for kind, p, to in leaving:
+        for kind, p, to in crossings.leaving(action):
             other = rank_of(to)
             if other == rank:
                 continue
@@ -305,12 +308,8 @@ def _order_steps(
             sends[rank][numbers[action]].append(Transfer(SEND, *common, other))
             # What the other rank computes now, or next: the first action that ends after this one.
             slot = next((i for i, (_, _, its_end) in enumerate(spans[other]) if its_end > end), len(spans[other]))
-            reader = FORWARD if kind == FORWARD else None
-            used = min(
-                numbers[a]
-                for a in (Action(k, to, action.microbatch) for k in ([reader] if reader else [BACKWARD, INPUT]))
-                if a in numbers
-            )
+            readers = (FORWARD,) if kind == FORWARD else (BACKWARD, INPUT)
+            used = min(numbers[a] for k in readers if (a := Action(k, to, action.microbatch)) in numbers)
             receives[other][min(slot, used)].append(Transfer(RECEIVE, *common, rank))
     for rank, own in enumerate(spans):
         for i, (action, _, _) in enumerate(own):

@@ -92,6 +92,27 @@ class StagedPlanner(Planner):
         )
 
 
+def draft_pipeline(
+    model: nn.Module, call: Call, request: Request, ranks: int, pipeline: Pipeline | None = None
+) -> Plan:
+    """Plans one call of a model in training as a pipeline, without ranks.
+
+    Args:
+        model: the plain model; meta tensors will do.
+        request: what is asked for on the mesh axes other than the pipeline's.
+        ranks: of the pipeline's axis.
+        pipeline: what is fixed of the pipeline.
+
+    Returns:
+        The plan; ``plan.pipeline`` predicts the time of its schedule, and what each stage costs.
+
+    Raises:
+        PlanError, CaptureError: when the model cannot be planned so.
+    """
+    planner = StagedPlanner(model, request, ranks, pipeline or Pipeline())
+    return planner.search(planner.capture(call), call)
+
+
 def _count(pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
     """How many microbatches a call has, or at least may have."""
     return pipeline.microbatches if captured.scalars else math.gcd(pipeline.microbatches, call.batch)
@@ -166,6 +187,11 @@ def _kept(captured: Captured, outputs: str) -> list[int]:
 
 
 def _require_combinable(captured: Captured, kept: list[int], microbatches: int) -> None:
+    if len(captured.scalars) > 1:
+        raise PlanError(
+            f"the model returns {len(captured.scalars)} scalars that are differentiated, a pipeline can take one: "
+            "add them up in the model or in loss_fn, and detach the others"
+        )
     if microbatches == 1:
         return
     weight = captured.weight
@@ -224,4 +250,4 @@ def attach_stages(
     return PipelineRunner(staged, stages, store, tied, plain)
 
 
-__all__ = ["StagedPlanner", "attach_stages", "build_stages", "find_owners"]
+__all__ = ["StagedPlanner", "attach_stages", "build_stages", "draft_pipeline", "find_owners"]

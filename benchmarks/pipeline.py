@@ -15,9 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from side_by_side import GPT, Contender, launch, loss_fn, medians, tokens, updates
+from side_by_side import GPT, Comparison, Contender, launch, loss_fn, tokens, updates
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -107,30 +105,24 @@ def _run(arguments: argparse.Namespace) -> None:
     rows = microbatches * arguments.rows
     mesh = init_device_mesh("cpu", (stages,), mesh_dim_names=("pp",))
     title = f"GPT of {LAYERS} layers, {stages} stages, {microbatches} microbatches of {arguments.rows} rows"
-    table = Table(title=title)
-    for column in ("what", "ms per step", "instead", "ms", "ratio", "wanted"):
-        table.add_column(column)
+    table = Comparison(title, "what")
     mine, _ = ours(mesh, microbatches, rows, equal_cuts(stages))
-    pair = [Contender("ours", mine), Contender("theirs", theirs(stages, microbatches, rows))]
-    first, second = medians(pair, arguments.rounds, arguments.steps)
-    table.add_row("autoparallel", f"{first:.0f}", "by hand", f"{second:.0f}", f"{first / second:.2f}x", "1.05x")
+    pair = [Contender("ours", mine), Contender("written by hand", theirs(stages, microbatches, rows))]
+    table.measure("1F1B, equal cuts", pair, 1.05, arguments.rounds, arguments.steps)
     shares = [torch.zeros(1) for _ in range(stages)]
     dist.all_gather(shares, torch.tensor([busy_share(mine, arguments.steps)]))
     waiting = 1.0 - sum(float(s) for s in shares) / stages
     formula = (stages - 1) / (microbatches + stages - 1)
+    notes = [f"ranks wait for {waiting:.0%} of a step; the bubble of 1F1B is {formula:.0%} by its formula"]
     if not arguments.no_uneven:
         planned, chosen = ours(mesh, microbatches, rows, None, LARGE_VOCABULARY)
         equal, _ = ours(mesh, microbatches, rows, equal_cuts(stages), LARGE_VOCABULARY)
-        pair = [Contender("planned", planned), Contender("equal", equal)]
-        first, second = medians(pair, arguments.rounds, arguments.steps)
-        ratio = f"{second / first:.2f}x faster"
-        table.add_row("planned cuts", f"{first:.0f}", "equal layers", f"{second:.0f}", ratio, "1.15x")
+        pair = [Contender("planned", planned), Contender("equal layers", equal)]
+        table.measure("planned cuts", pair, 1 / 1.15, arguments.rounds, arguments.steps)
+        notes.append(f"planned cuts: {', '.join(chosen.plan.pipeline.cuts)}")
+    table.print()
     if dist.get_rank() == 0:
-        console = Console(width=140)
-        console.print(table)
-        console.print(f"ranks wait for {waiting:.0%} of a step; the bubble of 1F1B is {formula:.0%} by its formula")
-        if not arguments.no_uneven:
-            console.print(f"planned cuts: {chosen.plan.pipeline.cuts}")
+        print(*notes, sep="\n")
 
 
 def main() -> None:

@@ -186,7 +186,90 @@ def test_a_rank_killed_in_a_schedule_stops_the_others_with_an_error_that_names_t
     assert "from stage 1 on rank 1" in errors[0].message
 
 
+# ------------------------------------------------------------------------------------------------ what goes together
+
+
+def _compose() -> dict[str, float]:
+    """How far a pipeline is off from the plain model, in windows of `accumulate`, with a saved plan, in evaluation."""
+    import autoparallel
+
+    mesh = pipeline_mesh(2)
+    batches = [tuple(t.double() for t in data(rows, seed)) for seed, rows in enumerate((8, 4, 8))]
+    pipeline = autoparallel.Pipeline("1f1b", 4)
+    planned = autoparallel.compile(
+        Layers().double(), mesh, loss_fn=F.mse_loss, example_inputs=batches[0], pipeline=pipeline
+    )
+    plan = autoparallel.Plan.from_json(planned.plan.to_json())
+    torch.manual_seed(0)
+    plain = Layers().double()
+    torch.manual_seed(0)
+    model = autoparallel.compile(Layers().double(), mesh, loss_fn=F.mse_loss, plan=plan, clip_grad_norm=0.01)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
+    first = next(model.accumulate(3, batches))
+    for x, y in first:
+        model(x, y).backward()
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    F.mse_loss(plain(x), y).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    for optimizer in optimizers:
+        optimizer.step()
+    found = {"norm": abs(float(model.last_grad_norm) - float(norm))}
+    found["plan"] = float(model.plan.pipeline != plan.pipeline)
+    model.eval()
+    odd = data(3, 9)[0].double()
+    with torch.no_grad():
+        found["evaluation"] = float((model(odd) - plain(odd)).abs().max())
+    assert norm > 0.011  # the limit bites
+    found["stepped"] = max(
+        float((p.full_tensor() - q).abs().max())
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+        if p.device_mesh.get_coordinate() is not None
+    )
+    return found
+
+
+def test_windows_saved_plans_clipping_in_the_step_and_evaluation_of_odd_batches() -> None:
+    for found in run_distributed(_compose, world_size=2):
+        assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-9)
+
+
 # -------------------------------------------------------------------------------------------------------------- state
+
+
+def _initialise() -> dict[str, float]:
+    """How far parameters are from a plain model's: of a model on the meta device, and after loading a whole state."""
+    import autoparallel
+
+    torch.manual_seed(0)
+    plain = Layers()
+    with torch.device("meta"):
+        model = Layers()
+    torch.manual_seed(0 if dist.get_rank() == 0 else 5)
+    pipeline = autoparallel.Pipeline("1f1b", 4)
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "example_inputs": data(), "pipeline": pipeline}
+    model = autoparallel.compile(model, pipeline_mesh(2), **options)
+
+    def off() -> float:
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        return max(
+            float((p.full_tensor() - q).abs().max())
+            for p, q in pairs
+            if p.device_mesh.get_coordinate() is not None
+        )
+
+    found = {"initial": off()}
+    torch.manual_seed(1)
+    plain = Layers()
+    model.load_state_dict(plain.state_dict())
+    found["loaded"] = off()
+    found["loss"] = abs(float(model(*data())) - float(F.mse_loss(plain(data()[0]), data()[1])))
+    return found
+
+
+def test_meta_models_are_initialised_and_whole_states_loaded_whatever_the_cut() -> None:
+    for found in run_distributed(_initialise, world_size=2):
+        assert found.pop("loss") < 1e-6
+        assert found == {"initial": 0.0, "loaded": 0.0}
 
 
 def _save_and_load(directory: str) -> dict[str, Any]:
