@@ -66,6 +66,7 @@ def compile(
     precision: MixedPrecisionPolicy | None = None,
     clip_grad_norm: float | Mapping[str, float] | ClipGradNorm | None = None,
     pipeline: Pipeline | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> ParallelModule:
     """Makes a plain single-device model train on a whole mesh.
 
@@ -100,6 +101,8 @@ def compile(
             ``model.last_grad_norm`` is the norm of the last step.
         pipeline: what to fix of the pipeline over "pp": its schedule, its number of microbatches or of stages per rank,
             or where it is cut. What is left open is planned.
+        grad_scaler: the scaler of the loop; a pipeline must know it, as it computes gradients before the loss is scaled.
+            Others need not be told.
 
     Raises:
         TypeError, ValueError: for a mesh, a model or an option that cannot be used.
@@ -133,7 +136,7 @@ def compile(
     if pipeline is not None and not staged:
         raise ValueError("pipeline=... was given, but the mesh has no axis named 'pp' for it")
     if staged:
-        _require_pipelines(model, precision, outputs)
+        _require_pipelines(model, precision, outputs, grad_scaler)
         mesh = with_data_axis(mesh)
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
     require_on_device(model, mesh)
@@ -159,7 +162,7 @@ def compile(
     seed = int(agreement.from_first(lambda: str(torch.initial_seed())))
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
-    make = partial(_StagedCompiler, pipeline=pipeline or Pipeline()) if staged else _Compiler
+    make = partial(_StagedCompiler, pipeline=pipeline or Pipeline(), scaler=grad_scaler) if staged else _Compiler
     compiler = make(model, mesh, agreement, store, request)
     module = ParallelModule(
         model,
@@ -210,12 +213,15 @@ def usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
     return mesh
 
 
-def _require_pipelines(model: nn.Module, precision: MixedPrecisionPolicy | None, outputs: str) -> None:
+def _require_pipelines(
+    model: nn.Module, precision: MixedPrecisionPolicy | None, outputs: str, scaler: torch.amp.GradScaler | None
+) -> None:
     """Refuses what pipelines do not do."""
     used = precision.param_dtype if precision is not None else None
-    if torch.float16 in {used, *(p.dtype for p in model.parameters())}:
+    if scaler is None and torch.float16 in {used, *(p.dtype for p in model.parameters())}:
         raise ValueError(
-            "a pipeline in float16 is not supported: its gradients are computed before the loss is scaled. Use bfloat16"
+            "a pipeline in float16 must know the gradient scaler, because it computes gradients before the loss is "
+            "scaled: pass grad_scaler=torch.amp.GradScaler(...) to compile(), or use bfloat16"
         )
     if outputs == "sharded":
         raise ValueError("outputs='sharded' is not supported by pipelines: use outputs='gather', or 'auto'")
@@ -308,8 +314,10 @@ class _StagedCompiler(_Compiler):
         store: GradientStore,
         request: Request,
         pipeline: Pipeline,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         super().__init__(model, mesh, agreement, store, request)
+        self.scaler = scaler
         ranks = mesh.size((mesh.mesh_dim_names or ()).index(PIPELINE_AXIS))
         self.planner = StagedPlanner(model, request, ranks, pipeline)
         self.owners: dict[str, int] = {}
@@ -331,6 +339,7 @@ class _StagedCompiler(_Compiler):
         compiled = compile_body if self.request.hoist_all else None
         prefix, redistributor = bind(self.mesh), self.planner.redistributor
         runner = attach_stages(staged, self.store, self.model, prefix, self.owners, redistributor, compiled)
+        runner.scaler = self.scaler
         return Kind(runner, plan)
 
     def _homes(self) -> dict[str, DeviceMesh]:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from autoparallel import _torch
 from autoparallel.capture import Captured, InputSpec
+from autoparallel.groups import communicator_of
 from autoparallel.runtime.calls import Call
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.stages import Form, Stage
@@ -76,7 +78,8 @@ class Gradients:
         stages, store, tied: this rank's part of the pipeline.
         sums: for each stage, the summed gradients of parameters that it alone uses.
         totals: the summed gradients of the parameters that several stages use and that lie here.
-        divisor: what they are to be divided by; None for 1.
+        divisor: what they are to be divided by.
+        scaled: whether a gradient scaler looks at them: where they are not finite on one rank, they are nowhere.
     """
 
     def __init__(
@@ -86,9 +89,11 @@ class Gradients:
         tied: TiedParameters,
         sums: Mapping[int, dict[str, torch.Tensor]],
         totals: dict[str, torch.Tensor],
-        divisor: torch.Tensor | None,
+        divisor: torch.Tensor | float,
+        scaled: bool,
     ) -> None:
-        self._stages, self._store, self._tied, self._divisor = stages, store, tied, divisor
+        self._stages, self._store, self._tied = stages, store, tied
+        self._divisor, self._scaled = divisor, scaled
         self._sums: Mapping[int, dict[str, torch.Tensor]] | None = sums
         self._totals = totals
 
@@ -103,8 +108,11 @@ class Gradients:
                 "backward() through the loss of a pipeline a second time: its gradients were handed out the first time"
             )
         sums, self._sums = self._sums, None
-        factor = grad.double() if self._divisor is None else grad.double() / self._divisor
-        _scale([*(v for values in sums.values() for v in values.values()), *self._totals.values()], factor)
+        factor = grad.double() / self._divisor
+        values = [*(v for own in sums.values() for v in own.values()), *self._totals.values()]
+        if self._scaled and self._store.synchronise:
+            factor = factor.masked_fill(self._overflows(values), torch.nan)
+        _scale(values, factor)
         for index, stage in self._stages.items():
             for bucket in stage.program.buckets:
                 chains = [chain for chain in bucket.chains if chain.name in sums[index]]
@@ -112,6 +120,17 @@ class Gradients:
                     self._store.receive_sums(chains, [sums[index][chain.name] for chain in chains], owned=True)
         for name, total in self._totals.items():
             self._store.receive_sums([self._tied.chain(name)], [total], owned=True)
+
+
+    def _overflows(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Whether a gradient is not finite on any rank: one all-reduce, so that all of them skip the step or none."""
+        held = [_torch.local_of(p.grad) for p in self._store.parameters.values() if p.grad is not None]
+        flag = torch.zeros(1, device=self._store.mesh.device_type)
+        for value in (*values, *held):
+            flag = torch.maximum(flag, (~value.isfinite()).any().to(flag))
+        assert self._store.everyone is not None
+        communicator, axis = communicator_of(self._store.everyone)
+        return communicator.all_reduce(flag, axis, "max")().reshape(()) > 0
 
 
 def _scale(values: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -118,6 +118,7 @@ class _Run:
     random: RandomState
     differentiate: bool
     count: int
+    scale: float
     values: dict[tuple[str, int, int, int], torch.Tensor] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int, int], tuple[Any, torch.Tensor, Transfer]] = field(default_factory=dict)
     leaving: dict[tuple[str, int, int, int], torch.Tensor] = field(default_factory=dict)
@@ -135,6 +136,9 @@ class PipelineRunner:
         store: the gradients of the parameters that lie on this rank.
         tied: the parameters that several stages use.
         plain: the model, for its buffers.
+
+    Attributes:
+        scaler: what scales the loss, if anything: gradients are computed with its scale, and handed out without it.
     """
 
     def __init__(
@@ -154,6 +158,7 @@ class PipelineRunner:
         results = len(captured.graph.output_node().args[0])  # type: ignore[arg-type]
         self.specs = [(to_dtensor_placements(whole), whole)] * results
         self.loss = captured.scalars[0] if captured.scalars else None
+        self.scaler: torch.amp.GradScaler | None = None
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
         self._forms: dict[Any, dict[int, Form]] = {}
 
@@ -206,9 +211,9 @@ class PipelineRunner:
         settle(self.store.prefix)
         count, differentiate = self._microbatches(call), self._differentiates()
         specs = micro_specs(call.specs, count)
-        run = _Run(
-            [microbatch(call, m, count) for m in range(count)], self._forms_of(specs), random, differentiate, count
-        )
+        scale = self.scaler.get_scale() if self.scaler is not None and differentiate else 1.0
+        leaves = [microbatch(call, m, count) for m in range(count)]
+        run = _Run(leaves, self._forms_of(specs), random, differentiate, count, scale)
         try:
             lent = self._exchanging(self.tied.lend)
             for step in self.steps(differentiate, count):
@@ -330,13 +335,13 @@ class PipelineRunner:
     def _seed(self, run: _Run, stage: Stage, microbatch: int) -> Any:
         """What the loss of a microbatch is multiplied by (see [Note: the loss of microbatches])."""
         if stage.loss is None or run.count == 1 or self._weighing() == "sum":
-            return 1.0
+            return run.scale
         weight = self.captured.weight
         if weight is None or weight.output is None:
-            return 1.0 / run.count
+            return run.scale / run.count
         value = run.results[weight.output][microbatch]
         assert value is not None
-        return value.double() / self._reference(run)
+        return value.double() * (run.scale / self._reference(run))
 
     def _reference(self, run: _Run) -> float:
         """About what the weights of all microbatches add up to."""
@@ -449,7 +454,8 @@ class PipelineRunner:
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         if run.differentiate:
             assert self.loss is not None
-            call = Gradients(self.stages, self.store, self.tied, sums, totals, self._divisor(run, combined))
+            divisor = self._divisor(run, combined)
+            call = Gradients(self.stages, self.store, self.tied, sums, totals, divisor, self.scaler is not None)
             outputs[self.loss] = HandOut.apply(anchor, outputs[self.loss], call)
         elif torch.is_grad_enabled():
             first = len(self.captured.mutated_buffers)
@@ -458,13 +464,13 @@ class PipelineRunner:
                     outputs[i] = Refuse.apply(anchor, outputs[i])
         return outputs
 
-    def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """What the summed gradients are to be divided by; None for 1."""
+    def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | float:
+        """What the summed gradients are to be divided by."""
         weight = self.captured.weight
         if weight is None or weight.output is None or run.count == 1 or self._weighing() == "sum":
-            return None
+            return run.scale
         total = combined[weight.output].double()
-        return torch.where(total == 0, 1, total) / self._reference(run)
+        return torch.where(total == 0, 1, total) * (run.scale / self._reference(run))
 
 
 def _key(transfer: Transfer) -> tuple[str, int, int, int]:

@@ -228,6 +228,58 @@ def _compose() -> dict[str, float]:
     return found
 
 
+def _scaled() -> dict[str, Any]:
+    """A step with a scaler, then one in which only the first stage's gradients overflow."""
+    import autoparallel
+
+    mesh, (x, y) = pipeline_mesh(2), data()
+    torch.manual_seed(0)
+    plain = Layers()
+    F.mse_loss(plain(x), y).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    model = compiled(mesh, grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        scaler.scale(model(x, y)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    def here() -> list[tuple[Tensor, Tensor]]:
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        return [(p.to_local().detach(), q.detach()) for p, q in pairs if p.device_mesh.get_coordinate() is not None]
+
+    step(x, y)
+    found: dict[str, Any] = {"off": max(float((p - q).abs().max()) for p, q in here())}
+    before = [p.clone() for p, _ in here()]
+    bad = torch.zeros_like(x)
+    bad[:, 0] = torch.inf  # saturates: the outputs are finite, and all gradients but those of the first layer
+    step(bad, y)
+    found["moved"] = any(not torch.equal(p, q) for p, (q, _) in zip(before, here(), strict=True))
+    found["scale"] = scaler.get_scale()
+    half = autoparallel.compile(
+        Layers().half(), mesh, loss_fn=_half_loss, pipeline=autoparallel.Pipeline("1f1b", 4), grad_scaler=scaler
+    )
+    loss = half(x.half(), y.half())
+    scaler.scale(loss).backward()
+    grads = [p.grad.to_local() for p in half.parameters() if p.grad is not None]
+    found["half"] = bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in grads)
+    return found
+
+
+def _half_loss(x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(x.float(), y.float())
+
+
+def test_a_scaler_decides_alike_on_all_stages() -> None:
+    for found in run_distributed(_scaled, world_size=2):
+        assert found.pop("off") < 1e-6
+        assert found == {"moved": False, "scale": 128.0, "half": True}
+
+
 def test_windows_saved_plans_clipping_in_the_step_and_evaluation_of_odd_batches() -> None:
     for found in run_distributed(_compose, world_size=2):
         assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-9)
