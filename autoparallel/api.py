@@ -101,8 +101,8 @@ def compile(
             ``model.last_grad_norm`` is the norm of the last step.
         pipeline: what to fix of the pipeline over "pp": its schedule, its number of microbatches or of stages per rank,
             or where it is cut. What is left open is planned.
-        grad_scaler: the scaler of the loop; a pipeline must know it, as it computes gradients before the loss is scaled.
-            Others need not be told.
+        grad_scaler: the scaler of the loop. A pipeline must know it, because its gradients are computed before the
+            loss is scaled; others need not be told.
 
     Raises:
         TypeError, ValueError: for a mesh, a model or an option that cannot be used.
