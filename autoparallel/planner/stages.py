@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +27,9 @@ from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds
 from autoparallel.planner.hardware import Profile
 from autoparallel.redistribution import Redistributor, local_numel
-from autoparallel.rules import rule_for
+from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.rules.typing import Mode
 from autoparallel.schedules import (
     BACKWARD,
     FORWARD,
@@ -114,6 +116,7 @@ class StagePlanner:
         self.sizes = plan.axis_sizes
         self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
         self.forbidden = self._forbidden()
+        self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
         self.may_split = True  # whether schedules may compute gradients of inputs and of parameters apart
 
     # -- choosing ---------------------------------------------------------------------------------------------------
@@ -301,6 +304,7 @@ class StagePlanner:
 
     def _rows(self, size: Sizes) -> list[_Row]:
         whole = (Invariant,) * len(self.sizes)
+        size = _KnownSizes(size.actual)
         made: dict[fx.Node, Layout] = {}
         seen: set[fx.Node] = set()
         rows = []
@@ -313,12 +317,10 @@ class StagePlanner:
     def _row(
         self, node: fx.Node, size: Sizes, made: dict[fx.Node, Layout], seen: set[fx.Node], whole: Layout
     ) -> _Row:
-        modes = self.plan.modes(node.meta["key"]) if node.meta["key"] in self.plan.operators else ()
-        operands = tensor_operands(node)
-        if not is_tensor(node) or not modes:
+        if not is_tensor(node) or node.meta["key"] not in self.plan.operators:
             return _Row(node, 0.0, 0.0, 0.0, 0.0, 0, whole)
-        needs, result = typed_call(node, modes)
-        val, rule = node.meta["val"], rule_for(node)
+        rule, modes, needs, result = self._call(node)
+        operands, val = tensor_operands(node), node.meta["val"]
         result_bytes = local_numel(size.shape(node), result, self.sizes) * val.element_size()
         moved = result_bytes + sum(
             local_numel(size.shape(x), layout, self.sizes) * x.meta["val"].element_size()
@@ -344,6 +346,13 @@ class StagePlanner:
                 seen.add(x)
                 kept += self._kept(x, size)
         return _Row(node, forward, backward, result_bytes if flows else 0.0, kept, parameters, result)
+
+    def _call(self, node: fx.Node) -> tuple[Rule | None, Sequence[Mode], list[Layout], Layout]:
+        """An operator's rule, how it runs, and the layouts that it needs and makes; the same for all sizes."""
+        if node not in self._calls:
+            modes = self.plan.modes(node.meta["key"])
+            self._calls[node] = (rule_for(node), modes, *typed_call(node, modes))
+        return self._calls[node]
 
     def _parameters(self, node: fx.Node) -> list[fx.Node]:
         """The parameters that a node reads, also through what follows from parameters alone."""
@@ -377,6 +386,22 @@ class StagePlanner:
                 change[i + 1] += held
                 change[max(uses) + 1] -= held
         return np.cumsum(change)
+
+
+class _KnownSizes(Sizes):
+    """Sizes that are asked for again and again."""
+
+    def __init__(self, actual: Mapping[Any, int]) -> None:
+        super().__init__(actual)
+        self._known: dict[Any, int] = {}
+
+    def __call__(self, value: Any) -> int:
+        if isinstance(value, int):
+            return value
+        expression = value.node.expr
+        if expression not in self._known:
+            self._known[expression] = super().__call__(value)
+        return self._known[expression]
 
 
 def boundary_layout(node: fx.Node, plan: Plan) -> Layout:
