@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
 from autoparallel import cli_plan
-from autoparallel.cli_plan import plan_of
-from autoparallel.plan import PlanError
+from autoparallel.calibration import calibrate
+from autoparallel.cli_plan import axes_of, plan_of
+from autoparallel.plan import PlanError, mesh_text
+from autoparallel.planner.hardware import Profile
 from autoparallel.planner.presets import PRESETS
 from autoparallel.processes import Job, Process, ProcessError, require_plain_process, run_processes
+from autoparallel.report.explain import profile_tables
+from autoparallel.report.text import plain_text
 from autoparallel.sources import UsageError, call_factory, find_factory
 from autoparallel.verify import Task, compile_task, make_task, verify
 
@@ -109,6 +116,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     cli_plan.add_arguments(command, _mesh)
     command.set_defaults(run=cli_plan.run)
+    command = commands.add_parser(
+        "calibrate",
+        help="measure a hardware profile",
+        description="Measures matrix products, memory, launches and collectives, and writes them as a profile for\n"
+        "--hardware and compile(hardware=...). Under torchrun on the ranks of the launcher, with their devices; else\n"
+        "in one process for each rank of the mesh, on this machine's CPUs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--mesh", type=_mesh, required=True, help="the mesh axes: dp=2,tp=2, or only sizes (2,2)")
+    command.add_argument("--out", required=True, help="the profile's .json file")
+    command.add_argument("--name", default="measured", help="the profile's name (default: measured)")
+    command.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for everything")
+    command.set_defaults(run=_calibrate)
     return parser
 
 
@@ -170,6 +190,38 @@ def _explain_on_rank(process: Process, task: Task) -> str:
     module = compile_task(task, task.axes, task.plan)
     module.prepare(*task.args, **task.kwargs)
     return str(module.plan.explain()) if process.rank == 0 else ""
+
+
+def _calibrate(options: argparse.Namespace, console: Console) -> int:
+    axes = axes_of(options.mesh)
+    ranks = math.prod(size for _, size in axes)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        text = _measure(axes, options.name, "cuda" if torch.cuda.is_available() else "cpu")
+        if not text:
+            return 0
+    else:
+        with _busy(console, "measuring"):
+            jobs = [Job(f"rank {rank}", "mesh", rank, ranks, _calibrate_on_rank) for rank in range(ranks)]
+            text = run_processes(jobs, (axes, options.name), options.timeout)[0]
+    profile = Profile.from_json(text)
+    profile.save(options.out)
+    print(plain_text(f"{profile.name}, on {mesh_text(axes)}:", *profile_tables(profile)))
+    print(f"\nwrote {options.out}")
+    return 0
+
+
+def _calibrate_on_rank(process: Process, task: tuple[Any, str]) -> str:
+    return _measure(*task, "cpu")
+
+
+def _measure(axes: Sequence[tuple[str, int]], name: str, device: str) -> str:
+    """The profile that the mesh's ranks measure, as the first of them writes it."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    names, sizes = zip(*axes, strict=True)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+    profile = calibrate(mesh, name)
+    return profile.to_json() if mesh.get_rank() == 0 else ""
 
 
 @contextlib.contextmanager

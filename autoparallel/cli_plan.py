@@ -18,7 +18,7 @@ from autoparallel.plan import Plan, PlanError, mesh_text
 from autoparallel.planner.hardware import PROFILES, profile_for
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.presets import EXPERT_AXIS, PRESETS
-from autoparallel.planning import Planner, Request, call_of, copy_captured, draft_captured, limit_in_bytes
+from autoparallel.planning import Axes, Planner, Request, call_of, copy_captured, draft_captured, limit_in_bytes
 from autoparallel.report.comparison import Entry, Workload, comparison_table, workload_of
 from autoparallel.report.reasons import Reasons
 from autoparallel.report.text import operations, plain_text
@@ -105,13 +105,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call]:
     """The model, what is asked of the planner, and the call that is planned for."""
-    mesh = options.mesh
-    if isinstance(mesh, Mapping):
-        axes = tuple(mesh.items())
-    elif len(mesh) > len(NAMES):
-        raise UsageError(f"a mesh of {len(mesh)} axes needs names: write --mesh a=2,b=2,...")
-    else:
-        axes = tuple(zip(NAMES, mesh, strict=False))
+    axes = axes_of(options.mesh)
     try:
         profile = profile_for("cuda", options.hardware)
         pins = parse_pins(_table(options.pin), _table(options.forbid))
@@ -132,6 +126,15 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call]:
         source = from_factory(options.model, options.batch, options.seq, options.seed, options.real_tensors)
     call = call_of(source.args, source.kwargs, source.loss_fn is not None)
     return source, replace(request, loss_fn=source.loss_fn), call
+
+
+def axes_of(mesh: Any) -> Axes:
+    """The mesh axes by name and size; those of sizes alone are dp, tp, ep."""
+    if isinstance(mesh, Mapping):
+        return tuple(mesh.items())
+    if len(mesh) > len(NAMES):
+        raise UsageError(f"a mesh of {len(mesh)} axes needs names: write --mesh a=2,b=2,...")
+    return tuple(zip(NAMES, mesh, strict=False))
 
 
 def plan_of(text: str) -> str | Plan:

@@ -8,9 +8,9 @@ Only the boundary is played: buckets, which on real ranks talk to process groups
 
 from __future__ import annotations
 
+import functools
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,23 +19,26 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.collectives import redistribute
 from autoparallel.groups import active_axes, use_communicator
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
-from autoparallel.passes.insert_collectives import Redistribution, Sizes
+from autoparallel.passes.insert_collectives import Sizes
 from autoparallel.placements import COLLECTIVES, Layout, action, largest_piece
 from autoparallel.plan import Plan
-from autoparallel.planner.cost import operator_seconds
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
 from autoparallel.redistribution import Step, local_numel, step_bytes
+from autoparallel.report.meter import Clock, Ledger, Meter
 from autoparallel.rules.calls import is_tensor
 from autoparallel.traffic import CountingMode, Traffic, TrafficCounter
 
 UNSHARD, FORWARD, BACKWARD, GRADIENTS = "unshard", "forward", "backward", "gradients"
 PHASES = (UNSHARD, FORWARD, BACKWARD, GRADIENTS)
 """Forward and backward of one microbatch; once a step, what is gathered before them and the gradients' reduction."""
+
+ACTIVATIONS, GATHERED, WORKING = "activations", "gathered parameters", "working memory"
+GRADIENT_BUFFERS = "gradients"
+"""What memory is for; working memory is what the backward makes on its way."""
 
 
 @dataclass
@@ -44,18 +47,18 @@ class DryRun:
 
     Attributes:
         traffic: by phase.
-        seconds: by phase, computing and communicating, nothing overlapped.
-        activations: bytes that autograd saves for the backward, parameters and inputs aside.
+        seconds: by phase; what overlaps is counted once (see [Note: two clocks] in ``report.meter``).
         inputs: bytes of the inputs, buffers and constants.
-        gathered: bytes of gathered parameters at the worst moment.
+        peak: bytes alive at the worst moment beside parameters, inputs and optimizer states, by what they are for.
+        history: seconds since the begin and these bytes, whenever they changed.
         regathered: the numbers of the buckets that the backward gathers again.
     """
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    activations: int = 0
     inputs: int = 0
-    gathered: int = 0
+    peak: dict[str, int] = field(default_factory=dict)
+    history: list[tuple[float, int]] = field(default_factory=list)
     regathered: list[int] = field(default_factory=list)
 
 
@@ -80,6 +83,20 @@ class _MeshSizes:
         raise AssertionError(f"a dry run does not communicate, but {name} was called")
 
 
+@dataclass(frozen=True)
+class _Note:
+    """What is saved in place of a gathered parameter, or of a view of it."""
+
+    bucket: Bucket
+    value: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+Finish = Callable[[], list[torch.Tensor]]
+
+
 class _Player:
     def __init__(self, program: LocalProgram, plan: Plan, profile: Profile) -> None:
         self.program, self.plan, self.profile = program, plan, profile
@@ -87,31 +104,52 @@ class _Player:
         self.phase = FORWARD
         self.counters = {phase: TrafficCounter() for phase in PHASES}
         self.found = DryRun()
+        self.clock = Clock(profile.overlap)
+        self.ledger = Ledger(self.clock)
         self.per_use = [b for b in program.buckets if b.per_use]
-        self.owners: dict[Any, Bucket] = {}
+        self.owners: dict[Any, tuple[Bucket, int]] = {}
         self.notes: dict[int, int] = dict.fromkeys((b.number for b in self.per_use), 0)
-        self.gathered: set[int] = set()
-        self.kept: dict[Any, int] = {}
-        self.known: set[Any] = set()
+        self.started: dict[int, Finish] = {}
+        self.gathered: dict[int, list[torch.Tensor]] = {}
+        self.seen: set[int] = set()
+        self.running: list[tuple[Sequence[ParameterChain], Finish]] = []
+        self.gradients: list[torch.Tensor] = []
 
     def play(self) -> DryRun:
         """Forward, then backward from every output that a gradient can come from."""
         before = use_communicator(_MeshSizes(dict(self.plan.mesh)))
+        counting = CountingMode(self.add, fake=True)
+        meter = Meter(self.profile, self.plan.axis_sizes, self.clock, self.ledger)
         try:
-            with _torch.make_fake_mode(), CountingMode(self.add, fake=True), torch.enable_grad():
-                with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-                    results = _Body(self).run(*self.placeholders())
+            with _torch.make_fake_mode(), counting, meter, torch.enable_grad():
+                flowing = self.forward()
+                self.finish_phase(FORWARD)
                 self.phase = BACKWARD
-                results = results[len(self.program.captured.mutated_buffers) :]
-                flowing = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
-                if flowing:
-                    torch.autograd.backward(flowing, [torch.ones_like(r) for r in flowing])
+                with self.ledger.holding(WORKING):
+                    if flowing:
+                        torch.autograd.backward(flowing, [torch.ones_like(r) for r in flowing])
+                    self.finish_phase(BACKWARD)
+                    self.hand_out()
+                self.finish_phase(GRADIENTS)
         finally:
             use_communicator(before)
         self.found.traffic = {phase: counter.result() for phase, counter in self.counters.items()}
-        self.found.activations = sum(self.kept.values())
-        self.found.gathered = self._gathered_bytes()
+        self.found.peak, self.found.history = self.ledger.peak, self.ledger.history
         return self.found
+
+    def forward(self) -> list[torch.Tensor]:
+        """Runs the body and returns the outputs that are differentiated."""
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            inputs = self.placeholders()
+            with self.ledger.holding(ACTIVATIONS):
+                results = _Body(self).run(*inputs)
+        results = results[len(self.program.captured.mutated_buffers) :]
+        return [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+
+    def finish_phase(self, phase: str) -> None:
+        """Notes the time that has passed since the phase before."""
+        spent = sum(self.found.seconds.values())
+        self.found.seconds[phase] += self.clock.now - spent
 
     # -- what goes in -----------------------------------------------------------------------------------------------
 
@@ -129,12 +167,11 @@ class _Player:
                 continue
             value: Any = values.get(node.name)
             if value is None:
-                value = self.local(node)
+                with self.ledger.holding(""):
+                    value = self.local(node)
                 self.found.inputs += _bytes(value)
                 if node.name in inputs and node.meta["differentiable"]:
                     value.requires_grad_()
-            if isinstance(value, torch.Tensor):
-                self.known.add(_torch.StorageWeakRef(value.untyped_storage()))
             found.append(value)
         return found
 
@@ -151,43 +188,118 @@ class _Player:
     # -- what is sent -----------------------------------------------------------------------------------------------
 
     def add(self, kind: str, axis: str, full_bytes: int, ranks: int) -> None:
-        """Counts one collective in the phase that runs now."""
-        self.counters[self.phase].add(kind, axis, full_bytes, ranks)
-        if ranks > 1:
-            names = self.plan.axis_names
-            axes = [names.index(name) for name in axis.split("+")]
-            self.spend(self.profile.step_seconds(self.plan.axis_sizes, kind, axes, full_bytes))
+        """Counts one collective in the phase that runs now, and waits for it."""
+        self.clock.wait(self.begin(kind, axis, full_bytes, ranks))
 
-    def spend(self, seconds: float, phase: str | None = None) -> None:
-        """Counts time in a phase, the one that runs now unless told."""
-        self.found.seconds[phase or self.phase] += seconds
+    def begin(self, kind: str, axis: str, full_bytes: int, ranks: int) -> float:
+        """Counts one collective in the phase that runs now, and starts it."""
+        self.counters[self.phase].add(kind, axis, full_bytes, ranks)
+        if ranks == 1:
+            return self.clock.now
+        names = self.plan.axis_names
+        axes = [names.index(name) for name in axis.split("+")]
+        begun = self.clock.now
+        done = self.clock.start(self.profile.step_seconds(self.plan.axis_sizes, kind, axes, full_bytes))
+        if self.phase == GRADIENTS:  # what the backward cannot hide of it
+            self.found.seconds[GRADIENTS] += self.clock.now - begun
+        return done
 
     def travel(
         self,
         chains: Sequence[ParameterChain],
         paths: Sequence[Sequence[Step]],
         start: Sequence[Layout],
-        itemsize: int,
-    ) -> None:
-        """Takes the tensors of many chains along their paths: each step is one collective for all of them."""
-        layouts = list(start)
-        sizes = self.plan.axis_sizes
-        for steps in zip(*paths, strict=True):
-            full = 0
-            for i, (chain, step) in enumerate(zip(chains, steps, strict=True)):
-                full += step_bytes(step, layouts[i], chain.shape, itemsize, sizes)
-                layouts[i] = step.apply(layouts[i])
-            self.step(steps[0], full)
+        dtype: torch.dtype,
+        phases: Sequence[str] = (),
+        sent: list[torch.Tensor] | None = None,
+    ) -> Finish:
+        """Takes the tensors of many chains along their paths: each step is one collective for all of them.
 
-    def step(self, step: Step, full_bytes: int) -> None:
-        """One step of a redistribution outside of the body."""
-        kind = action(step.src, step.dst)
-        if kind in COLLECTIVES:
-            ranks = math.prod(self.plan.axis_sizes[i] for i in step.axes)
-            axis = "+".join(self.plan.axis_names[i] for i in step.axes)
-            self.add(kind, active_axes(axis, dict(self.plan.mesh).__getitem__), full_bytes, ranks)
-        else:
-            self.spend(self.profile.step_seconds(self.plan.axis_sizes, kind, step.axes, full_bytes))
+        The first starts at once; what is returned waits for it and runs the others, one after the other.
+
+        Args:
+            phases: of each step; the one that runs now unless told.
+            sent: what travels, which lives until the first collective is done.
+        """
+        layouts = list(start)
+        if not paths[0]:
+            return lambda: sent if sent is not None else self.known(chains, layouts, dtype)
+        held: list[Any] = [self.step(chains, [p[0] for p in paths], layouts, dtype, phases[0:1]), sent]
+
+        def finish() -> list[torch.Tensor]:
+            made: list[torch.Tensor] = held[0]()
+            held.clear()
+            for i in range(1, len(paths[0])):
+                made = self.step(chains, [p[i] for p in paths], layouts, dtype, phases[i : i + 1])()
+            return made
+
+        return finish
+
+    def known(
+        self, chains: Sequence[ParameterChain], layouts: Sequence[Layout], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Parameters as they lie at rest, or views of them: memory that is there anyway, unless it is cast."""
+        with self.ledger.holding(self.ledger.kind if dtype != chains[0].rest_dtype else ""):
+            return [self.empty(c.shape, x, dtype) for c, x in zip(chains, layouts, strict=True)]
+
+    def step(
+        self,
+        chains: Sequence[ParameterChain],
+        steps: Sequence[Step],
+        layouts: list[Layout],
+        dtype: torch.dtype,
+        phase: Sequence[str],
+    ) -> Finish:
+        """Starts one step outside of the body, in one collective for all; ``layouts`` become those after it."""
+        sizes, first = self.plan.axis_sizes, steps[0]
+        kind = action(first.src, first.dst)
+        before = sum(local_numel(c.shape, x, sizes) for c, x in zip(chains, layouts, strict=True))
+        full = sum(
+            step_bytes(s, x, c.shape, dtype.itemsize, sizes) for s, x, c in zip(steps, layouts, chains, strict=True)
+        )
+        layouts[:] = [s.apply(x) for s, x in zip(steps, layouts, strict=True)]
+        after = list(layouts)
+        if kind not in COLLECTIVES:
+            self.clock.compute(self.profile.step_seconds(sizes, kind, first.axes, full))
+            if kind in ("nothing", "slice"):
+                return lambda: self.known(chains, after, dtype)
+            return lambda: [self.empty(c.shape, x, dtype) for c, x in zip(chains, after, strict=True)]
+        ranks = math.prod(sizes[i] for i in first.axes)
+        axis = active_axes("+".join(self.plan.axis_names[i] for i in first.axes), dict(self.plan.mesh).__getitem__)
+        # Tensors that do not lie one behind the other are copied so; what is reduced in place is copied in any case.
+        cut = any(s.dst.kind == "S" and s.dst.dim for s in steps)
+        flat = [torch.empty(before if len(steps) > 1 or kind == "all_reduce" or cut else 0, dtype=dtype)]
+        self.clock.compute(2 * _bytes(flat) / self.profile.memory_bandwidth)
+        shrunk = ranks if kind in ("reduce_scatter", "all_to_all") else 1
+        arrived = [flat[0] if kind == "all_reduce" else torch.empty(full // dtype.itemsize // shrunk, dtype=dtype)]
+        running, self.phase = self.phase, (*phase, self.phase)[0]
+        done = self.begin(kind, axis, full, ranks)
+        self.phase = running
+
+        def finish() -> list[torch.Tensor]:
+            self.clock.wait(done)
+            whole = arrived.pop()
+            flat.clear()
+            if kind in ("all_reduce", "reduce_scatter") or len(chains) == 1 and not first.src.dim:
+                return self.cut(whole, chains, after)
+            # Pieces of several ranks are put together.
+            self.clock.compute(2 * _bytes(whole) / self.profile.memory_bandwidth)
+            return [self.empty(c.shape, x, dtype) for c, x in zip(chains, after, strict=True)]
+
+        return finish
+
+    def cut(
+        self, whole: torch.Tensor, chains: Sequence[ParameterChain], layouts: Sequence[Layout]
+    ) -> list[torch.Tensor]:
+        """The tensors that lie one behind the other in a piece of memory."""
+        found, offset = [], 0
+        for chain, layout in zip(chains, layouts, strict=True):
+            shape = largest_piece(chain.shape, layout, self.plan.axis_sizes)
+            size = math.prod(shape)
+            fits = offset + size <= whole.numel()
+            found.append(whole[offset : offset + size].view(shape) if fits else whole.new_empty(shape))
+            offset += size
+        return found
 
     # -- buckets, as runtime.buckets has them -----------------------------------------------------------------------
 
@@ -195,76 +307,97 @@ class _Player:
         """Gathers a bucket; its gradients are reduced when they arrive."""
         leaf = torch.empty((), requires_grad=bucket.chains[0].trainable)
         values = _Unshard.apply(self, bucket, leaf)
-        for value, path in zip(values, (p for c in bucket.chains for p in c.paths), strict=True):
-            storage = _torch.StorageWeakRef(value.untyped_storage())
-            self.known.add(storage)
-            if bucket.per_use and makes_tensor(path):
-                self.owners[storage] = bucket
+        if bucket.per_use:
+            paths = [(chain, path) for chain in bucket.chains for path in chain.paths]
+            for i, (value, (chain, path)) in enumerate(zip(values, paths, strict=True)):
+                if makes_tensor(path) or chain.dtype != chain.rest_dtype:
+                    self.owners[_torch.StorageWeakRef(value.untyped_storage())] = bucket, i
+            later = self.per_use[self.per_use.index(bucket) + 1 :]
+            if later and later[0].number not in self.started:
+                self.started[later[0].number] = self.start(later[0])
         return values
 
-    def gather(self, bucket: Bucket) -> None:
-        """Counts what gathering a bucket costs."""
+    def start(self, bucket: Bucket) -> Finish:
+        """Starts gathering a bucket."""
         chains = bucket.chains
-        before, self.phase = self.phase, UNSHARD if bucket.gather == "per_step" else self.phase
-        for use in range(len(chains[0].uses)):
-            at_rest = [c.at_rest for c in chains]
-            self.travel(chains, [c.paths[use] for c in chains], at_rest, chains[0].dtype.itemsize)
-        self.phase = before
+        phase = UNSHARD if bucket.gather == "per_step" else self.phase
+        columns = []
+        with self.ledger.holding(GATHERED):
+            for use in range(len(chains[0].uses)):
+                paths = [c.paths[use] for c in chains]
+                at_rest = [c.at_rest for c in chains]
+                columns.append(self.travel(chains, paths, at_rest, chains[0].dtype, [phase] * len(paths[0])))
 
-    def receive(self, chains: Sequence[ParameterChain]) -> None:
-        """Counts the reduction of the gradients of some chains of a bucket."""
-        itemsize = chains[0].reduce_dtype.itemsize
-        self.travel(chains, [c.each for c in chains], [c.made for c in chains], itemsize)
-        before, self.phase = self.phase, GRADIENTS
-        self.travel(chains, [c.sync for c in chains], [c.accumulator for c in chains], itemsize)
-        self.phase = before
+        def finish() -> list[torch.Tensor]:
+            with self.ledger.holding(GATHERED):
+                done = [column() for column in columns]
+            return [column[i] for i in range(len(chains)) for column in done]
+
+        return finish
+
+    def gather(self, bucket: Bucket) -> list[torch.Tensor]:
+        """This rank's values for every use, waited for."""
+        begun = self.clock.now
+        values = (self.started.pop(bucket.number, None) or self.start(bucket))()
+        if bucket.gather == "per_step":
+            self.found.seconds[UNSHARD] += self.clock.now - begun
+        return values
+
+    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[torch.Tensor]) -> None:
+        """Starts the reduction of the gradients of some chains of a bucket."""
+        dtype, first = chains[0].reduce_dtype, chains[0]
+        paths = [(*c.each, *c.sync) for c in chains]
+        phases = [self.phase] * len(first.each) + [GRADIENTS] * len(first.sync)
+        with self.ledger.holding(GRADIENT_BUFFERS):
+            sent = [g.to(dtype) if g.dtype != dtype else g if paths[0] else g.clone() for g in grads]
+            finish = self.travel(chains, paths, [c.made for c in chains], dtype, phases, sent)
+        self.running.append((chains, finish))
+
+    def hand_out(self) -> None:
+        """The end of the backward: what has been reduced becomes the gradients."""
+        self.phase = GRADIENTS
+        with self.ledger.holding(GRADIENT_BUFFERS):
+            while self.running:
+                chains, finish = self.running.pop(0)
+                values = finish()
+                for chain, value in zip(chains, values, strict=True):
+                    self.gradients.append(value if value.dtype == chain.rest_dtype else value.to(chain.rest_dtype))
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Notes what autograd saves: a gathered parameter is not kept but gathered again."""
-        storage = _torch.StorageWeakRef(tensor.untyped_storage())
-        bucket = self.owners.get(storage)
-        if bucket is not None:
-            self.notes[bucket.number] += 1
-            return bucket, tensor
-        if storage not in self.known:
-            self.kept[storage] = tensor.untyped_storage().nbytes()
-        return None, tensor
-
-    def unpack(self, saved: tuple[Bucket | None, torch.Tensor]) -> torch.Tensor:
-        """Gathers a bucket again, and the one before it ahead of time, as ``RegatherHooks`` does."""
-        bucket, tensor = saved
-        if bucket is None:
+        owner = self.owners.get(_torch.StorageWeakRef(tensor.untyped_storage()))
+        if owner is None or owner[0].number not in self.notes:
             return tensor
+        bucket, value = owner
+        self.notes[bucket.number] += 1
+        return _Note(bucket, value, tensor.size(), tensor.stride(), 0)
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        """Gathers a bucket again, and the one before it ahead of time, as ``RegatherHooks`` does."""
+        if not isinstance(saved, _Note):
+            return saved
+        bucket = saved.bucket
         if bucket.number not in self.gathered:
-            self._gather_again(bucket)
-            self.gathered.add(bucket.number)
+            self.gathered[bucket.number] = self._gather_again(bucket)
             for earlier in reversed(self.per_use[: self.per_use.index(bucket)]):
                 if self.notes[earlier.number] > 0:
-                    self._gather_again(earlier)
+                    if earlier.number not in self.gathered and earlier.number not in self.seen:
+                        self.seen.add(earlier.number)
+                        self.found.regathered.append(earlier.number)
+                        self.started[earlier.number] = self.start(earlier)
                     break
+        value = self.gathered[bucket.number][saved.value]
         self.notes[bucket.number] -= 1
         if self.notes[bucket.number] <= 0:
-            self.gathered.discard(bucket.number)
-        return tensor
+            del self.gathered[bucket.number]
+        return value.as_strided(saved.size, saved.stride, saved.offset)
 
-    def _gather_again(self, bucket: Bucket) -> None:
-        if bucket.number not in self.found.regathered:
+    def _gather_again(self, bucket: Bucket) -> list[torch.Tensor]:
+        if bucket.number not in self.seen:
+            self.seen.add(bucket.number)
             self.found.regathered.append(bucket.number)
-            self.gather(bucket)
-
-    def _gathered_bytes(self) -> int:
-        """Parameters gathered before the body stay; of those gathered per use, one is used while the next comes."""
-        hoisted = sum(self._made_bytes(b) for b in self.program.buckets if not b.per_use)
-        sizes = [self._made_bytes(b) for b in self.per_use]
-        return hoisted + max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=False)), default=0)
-
-    def _made_bytes(self, bucket: Bucket) -> int:
-        total = 0
-        for chain in bucket.chains:
-            for use, path in zip(chain.uses, chain.paths, strict=True):
-                if makes_tensor(path) or chain.dtype != chain.rest_dtype:
-                    total += local_numel(chain.shape, use, self.plan.axis_sizes) * chain.dtype.itemsize
-        return total
+        with torch.no_grad():
+            return self.gather(bucket)
 
 
 class _Unshard(torch.autograd.Function):
@@ -274,23 +407,30 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, player: _Player, bucket: Bucket, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.player, ctx.bucket = player, bucket
         ctx.set_materialize_grads(False)
-        player.gather(bucket)
-        return tuple(player.empty(c.shape, use, c.dtype) for c in bucket.chains for use in c.uses)
+        return tuple(value.view_as(value) for value in player.gather(bucket))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         chains = ctx.bucket.chains
         uses = len(chains[0].uses)
-        reached = [
-            chain for i, chain in enumerate(chains) if any(g is not None for g in grads[i * uses : (i + 1) * uses])
-        ]
+        reached: list[ParameterChain] = []
+        sums: list[torch.Tensor] = []
+        for i, chain in enumerate(chains):
+            present = [g for g in grads[i * uses : (i + 1) * uses] if g is not None]
+            if present:
+                reached.append(chain)
+                sums.append(functools.reduce(torch.add, present) if _alike(present) else present[0])
         if reached:
-            ctx.player.receive(reached)
+            ctx.player.receive(reached, sums)
         return None, None, None
 
 
+def _alike(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(t.shape == tensors[0].shape for t in tensors)
+
+
 class _Body(fx.Interpreter):
-    """Runs the body on fake tensors and adds up what its operators cost."""
+    """Runs the body on fake tensors."""
 
     def __init__(self, player: _Player) -> None:
         super().__init__(player.program.body)
@@ -304,40 +444,6 @@ class _Body(fx.Interpreter):
         if "device" in kwargs:  # fake tensors live on the CPU, whatever the program's device
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return super().call_function(target, args, kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op == "call_function" and isinstance(result, torch.Tensor):
-            self._price(n, result)
-        return result
-
-    def _price(self, node: fx.Node, result: torch.Tensor) -> None:
-        player = self.player
-        done: Redistribution | None = node.meta.get("redistribution")
-        backward = bool(node.meta.get("backward"))
-        if done is not None and node.target is redistribute:
-            shape, itemsize = player.sizes.shape(node), node.meta["val"].element_size()
-            steps = [(FORWARD, done.step, done.before)]
-            if backward:
-                steps.append((BACKWARD, done.step.transposed(), done.step.apply(done.before)))
-            sizes = player.plan.axis_sizes
-            for phase, step, before in steps:
-                kind = action(step.src, step.dst)
-                if kind not in COLLECTIVES:  # those are counted, and paid, when they run
-                    full = step_bytes(step, before, shape, itemsize, sizes)
-                    player.spend(player.profile.step_seconds(sizes, kind, step.axes, full), phase)
-            return
-        if node.target is operator.getitem:
-            return
-        operands = [self.env[x] for x in node.all_input_nodes]
-        moved = sum(_bytes(x) for x in (*operands, result))
-        forward_seconds, backward_seconds = operator_seconds(
-            player.profile, node.meta.get("rule"), node.meta.get("modes", ()), player.plan.axis_sizes,
-            player.sizes, moved, result.dtype,
-        )  # fmt: skip
-        player.spend(forward_seconds, FORWARD)
-        if backward:
-            player.spend(backward_seconds, BACKWARD)
 
 
 def _bytes(value: Any) -> int:

@@ -10,9 +10,10 @@ from rich.table import Table
 
 from autoparallel.placements import Layout
 from autoparallel.plan import Plan, mesh_text
+from autoparallel.planner.hardware import Profile
 from autoparallel.report.pipeline import explain_pipeline
 from autoparallel.report.predict import ACCUMULATORS, ModuleRow, ParameterRow, Prediction
-from autoparallel.report.text import duration, plain_text, units
+from autoparallel.report.text import duration, operations, plain_text, units
 from autoparallel.rules.typing import parse_mode
 from autoparallel.traffic import Traffic
 
@@ -181,7 +182,7 @@ def _predicted(prediction: Prediction, plan: Plan) -> list[Table | str]:
         f"\nPredicted time of a step on the profile {p.profile!r}: {duration(p.seconds())} "
         f"({f'unshard {duration(p.unshard_seconds)}, ' if p.unshard_seconds else ''}"
         f"forward {duration(p.forward_seconds)}, backward {duration(p.backward_seconds)}, "
-        f"gradients {duration(p.gradient_seconds)}, update {duration(p.update_seconds)}), nothing overlapped."
+        f"gradients {duration(p.gradient_seconds)}, update {duration(p.update_seconds)})."
     )
     parts.append(f"Predicted memory per device: {units(p.total_memory)}, with two states of Adam:")
     memory = plain_table("of which", "bytes", right=["bytes"])
@@ -235,6 +236,21 @@ def _traffic(p: Prediction) -> Table:
 
 def _cell(count: int | None, sent: float | None) -> str:
     return f"{count} x, {units(sent or 0.0)}" if count else ""
+
+
+def profile_tables(profile: Profile) -> list[Table]:
+    """The numbers of a hardware profile."""
+    table = plain_table("what", "reaches", right=["reaches"])
+    for dtype, rate in profile.flops.items():
+        table.add_row(f"matrix products in {str(dtype).removeprefix('torch.')}", f"{operations(rate)}/s")
+    table.add_row("memory", f"{units(profile.memory_bandwidth)}/s")
+    table.add_row("an operator at least", duration(profile.launch))
+    table.add_row("of a collective, hidden behind computing", f"{100 * profile.overlap:.0f}%")
+    links = plain_table("collective", "ranks", "nodes", "latency", "bandwidth", right=["latency", "bandwidth"])
+    for link in profile.links:
+        row = (link.kind, str(link.ranks), str(link.nodes), duration(link.latency), f"{units(link.bandwidth)}/s")
+        links.add_row(*row)
+    return [table, links]
 
 
 def _unruled(unruled: Mapping[str, int]) -> str:

@@ -74,9 +74,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 0
     first = len(heads) - numbers
 
     def row(cells: Sequence[str], tag: str, mark: str = "") -> str:
-        inner = "".join(
-            f"<{tag}{' class=n' if i >= first else ''}>{_e(cell)}</{tag}>" for i, cell in enumerate(cells)
-        )
+        inner = "".join(f"<{tag}{' class=n' if i >= first else ''}>{_e(cell)}</{tag}>" for i, cell in enumerate(cells))
         return f"<tr{mark}>{inner}</tr>"
 
     lines = [row(heads, "th")]

@@ -18,7 +18,7 @@ from autoparallel.planner.cost import OPTIMIZER_STATES, bytes_kept, update_secon
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
 from autoparallel.redistribution import local_numel
-from autoparallel.report.dry_run import BACKWARD, FORWARD, GRADIENTS, UNSHARD, dry_run
+from autoparallel.report.dry_run import BACKWARD, FORWARD, GRADIENT_BUFFERS, GRADIENTS, UNSHARD, dry_run
 from autoparallel.rules.calls import is_tensor
 from autoparallel.traffic import Traffic
 
@@ -72,7 +72,8 @@ class Prediction:
         gradients: traffic of that reduction.
         clip: traffic of ``clip_grad_norm_`` with a finite p or inf: one all-reduce; in no other number.
         unshard_seconds: of the gathers once a step.
-        forward_seconds, backward_seconds: of one microbatch, nothing overlapped.
+        forward_seconds, backward_seconds: of one microbatch; a collective that runs beside what computes counts only
+            where something waits for it.
         gradient_seconds, update_seconds: of one reduction of gradients, and one step of Adam.
         memory: what of, to bytes per device; ``accumulators`` come on top where ``no_sync()`` is used.
         reductions: what each time of reducing gradients would cost, were it that of every parameter.
@@ -128,6 +129,11 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     at_rest = sum(local_numel(c.shape, c.at_rest, sizes) * c.rest_dtype.itemsize for c in chains)
     gradients = sum(local_numel(c.shape, c.at_rest, sizes) * c.rest_dtype.itemsize for c in trained)
     kept = bytes_kept(gradients, True) + bytes_kept(at_rest - gradients, False)
+    states = OPTIMIZER_STATES * gradients
+    # The worst moment of forward and backward, or that of the optimizer's step.
+    peak = run.peak if sum(run.peak.values()) > gradients else {GRADIENT_BUFFERS: gradients}
+    memory = {"parameters": at_rest, "optimizer states": states, "inputs and buffers": run.inputs, **peak}
+    fixed = at_rest + states + run.inputs
     return Prediction(
         unshard=run.traffic[UNSHARD],
         forward=run.traffic[FORWARD],
@@ -140,18 +146,22 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         gradient_seconds=run.seconds[GRADIENTS],
         update_seconds=update_seconds(profile, kept),
         memory={
-            "parameters": at_rest,
-            "gradients": gradients,
-            "optimizer states": OPTIMIZER_STATES * gradients,
-            "activations": run.activations,
-            "gathered parameters": run.gathered,
-            "inputs and buffers": run.inputs,
+            **{what: size for what, size in memory.items() if size},
             ACCUMULATORS: sum(accumulator_bytes(c, sizes) for c in trained),
         },
         reductions=total_costs(program.buckets, sizes, profile),
         regathered=len(run.regathered),
         modules=_modules(program, plan),
         profile=profile.name,
+        timeline=_thinned([(seconds, fixed + size) for seconds, size in run.history]),
+    )
+
+
+def _thinned(points: list[tuple[float, float]], most: int = 1000) -> tuple[tuple[float, float], ...]:
+    """At most so many points, of which the highest of each stretch."""
+    stretch = -(-len(points) // most)
+    return tuple(
+        max(points[i : i + stretch], key=lambda point: point[1]) for i in range(0, len(points), max(stretch, 1))
     )
 
 

@@ -1,0 +1,189 @@
+"""Predicted against measured: time, peak memory and bytes of a step, for five models by every preset and "auto".
+
+The profile is calibrated first, on the same ranks.  For every model the table shows whether the plan that the search
+chose is as fast as the best measured preset, and how well the order of the predictions is that of the measurements.
+
+    python benchmarks/planner_accuracy.py [--ranks 2] [--rounds 8] [--steps 2] [--only gpt,conv]
+
+Run it on a quiet machine: ranks that do not get their cores make every number worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import spearmanr
+from side_by_side import GPT, VOCABULARY, Contender, launch, loss_fn, medians, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import autoparallel
+from autoparallel.calibration import calibrate
+
+PLANS = ("auto", "data_parallel", "fsdp", "tensor_parallel")
+WANTED_CHOICE, WANTED_RANK, WANTED_MEMORY = 1.10, 0.90, 0.10
+
+
+def _regression(width: int, hidden: int, layers: int, rows: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
+    blocks = [nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)) for _ in range(layers)]
+    return nn.Sequential(*blocks), (torch.randn(rows, width), torch.randn(rows, width)), F.mse_loss
+
+
+def _wide() -> tuple[nn.Module, tuple[Any, ...], Any]:
+    """Large matrices and few rows."""
+    return _regression(1024, 4096, 2, 32)
+
+
+def _narrow() -> tuple[nn.Module, tuple[Any, ...], Any]:
+    """Small matrices and many rows."""
+    return _regression(128, 256, 4, 4096)
+
+
+def _gpt() -> tuple[nn.Module, tuple[Any, ...], Any]:
+    return GPT(), tokens(8), loss_fn
+
+
+def _conv() -> tuple[nn.Module, tuple[Any, ...], Any]:
+    """Convolutions, batch norm and a linear head."""
+    layers: list[nn.Module] = []
+    for before, after in ((3, 32), (32, 64), (64, 64), (64, 128)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if after > before else []
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    return model, (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), F.cross_entropy
+
+
+def _llama() -> tuple[nn.Module, tuple[Any, ...], Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=688, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=128, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    ids, target = tokens(8)
+    return LlamaForCausalLM(config), ({"input_ids": ids, "labels": target},), None
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]] = {
+    "wide": _wide, "narrow": _narrow, "gpt": _gpt, "conv": _conv, "llama": _llama,
+}  # fmt: skip
+
+
+class _Trial:
+    """One model by one plan: how it is stepped, and what is measured of it."""
+
+    def __init__(self, name: str, plan: str, mesh: Any, hardware: Any) -> None:
+        torch.manual_seed(0)
+        model, inputs, loss = MODELS[name]()
+        self.args, self.kwargs = ((), inputs[0]) if isinstance(inputs[0], dict) else (inputs, {})
+        self.model = autoparallel.compile(model, mesh, loss_fn=loss, plan=plan, hardware=hardware)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+
+    def step(self) -> None:
+        """Forward, backward, and a step of AdamW."""
+        out = self.model(*self.args, **self.kwargs)
+        (out if isinstance(out, torch.Tensor) else out["loss"]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def kept(self) -> int:
+        """Bytes between steps: parameters, optimizer states, buffers and inputs of this rank."""
+        values: list[Any] = [*self.model.parameters(), *self.model.buffers(), *self.args, *self.kwargs.values()]
+        values += [v for state in self.optimizer.state.values() for v in state.values()]
+        local = [v.to_local() if isinstance(v, DTensor) else v for v in values if isinstance(v, torch.Tensor)]
+        return sum(v.untyped_storage().nbytes() for v in local)
+
+    def peak(self) -> int:
+        """The most bytes that this rank's tensors take in a step, as the CPU's allocator reports them."""
+        kept = self.kept()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            self.step()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiled.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+        live = most = 0
+        for _, size in changes:
+            live += size
+            most = max(most, live)
+        return kept + most
+
+
+def _verdict(ratio: float, good: bool) -> str:
+    return f"{ratio:.2f}" + ("" if good else " (missed)")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    world = dist.get_world_size()
+    shape, names = ((2, 2), ("dp", "tp")) if world == 4 else ((world,), ("dp",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    hardware = calibrate(mesh, f"{world} processes")
+    console = Console(width=150)
+    table = Table(title=f"{world} processes of one thread, mesh {shape}, calibrated; AdamW, float32")
+    heads = ("measured ms", "predicted ms", "ratio", "measured MB", "predicted MB", "ratio", "bytes")
+    for column in ("model", "plan", *heads):
+        table.add_column(column, justify="left" if column in ("model", "plan") else "right")
+    summary = Table("model", "chosen / best preset", "rank correlation", "largest memory error")
+    measured: list[float] = []
+    predicted: list[float] = []
+    for name in arguments.only or MODELS:
+        trials = {plan: _Trial(name, plan, mesh, hardware) for plan in PLANS}
+        for trial in trials.values():
+            trial.step()
+        times = medians([Contender(p, t.step) for p, t in trials.items()], arguments.rounds, arguments.steps)
+        errors, guesses = [], []
+        for (plan, trial), time in zip(trials.items(), times, strict=True):
+            found = trial.model.plan.prediction
+            assert found is not None
+            with autoparallel.count_traffic() as traffic:
+                trial.step()
+            exact = "exact" if traffic.result() == found.step() else "differ"
+            peak, guess = trial.peak(), found.seconds() * 1e3
+            errors.append(found.total_memory / peak - 1)
+            guesses.append(guess)
+            table.add_row(
+                name, plan, f"{time:.1f}", f"{guess:.1f}", f"{guess / time:.2f}", f"{peak / 1e6:.1f}",
+                f"{found.total_memory / 1e6:.1f}", f"{1 + errors[-1]:.2f}", exact,
+            )  # fmt: skip
+        best = min(times[1:])
+        rank = float(spearmanr(times, guesses).statistic)
+        worst = max(errors, key=abs)
+        summary.add_row(
+            name, _verdict(times[0] / best, times[0] / best <= WANTED_CHOICE), _verdict(rank, rank >= WANTED_RANK),
+            f"{100 * worst:+.0f}%" + ("" if abs(worst) <= WANTED_MEMORY else " (missed)"),
+        )  # fmt: skip
+        measured += times
+        predicted += guesses
+    overall = float(spearmanr(measured, predicted).statistic)
+    summary.add_row("all", "", _verdict(overall, overall >= WANTED_RANK), "")
+    if dist.get_rank() == 0:
+        console.print(table)
+        console.print(summary)
+
+
+def main() -> None:
+    """Runs the benchmark and prints its tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="2 or 4")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2, help="steps per plan and round")
+    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {', '.join(MODELS)}")
+    arguments = parser.parse_args()
+    launch(_run, arguments, ranks=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
