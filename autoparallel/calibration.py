@@ -63,6 +63,7 @@ def calibrate(mesh: DeviceMesh, name: str = "measured", told: Callable[[str], No
         network_latency=known.network_latency,
         network_bandwidth=known.network_bandwidth or known.bandwidth,
         overlap=overlap,
+        copies=known.copies,
         links=tuple(links),
     )
     texts: list[str] = [profile.to_json()]

@@ -64,6 +64,7 @@ class Profile:
         hop: seconds that each further rank of a ring adds; ``network_hop`` for each further node.
         overlap: the part of a collective that is hidden while the device computes; 1 where the network needs nothing
             of what computes.
+        copies: the kinds of collectives for which the backend copies what is sent (as gloo does to reduce and scatter).
         links: what was measured, in place of the numbers above.
     """
 
@@ -83,6 +84,7 @@ class Profile:
     hop: float = 0.0
     network_hop: float = 0.0
     overlap: float = 0.0
+    copies: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
     _known: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -160,6 +162,7 @@ class Profile:
                 raise ValueError(f"it has another format than {FORMAT}")
             for name in ("flops", "peak"):
                 data[name] = {_dtype(dtype): float(rate) for dtype, rate in data.get(name, {}).items()}
+            data["copies"] = tuple(str(kind) for kind in data.get("copies", ()))
             data["links"] = tuple(Link(**link) for link in data.get("links", ()))
             profile = Profile(**data)
             numbers = [profile.memory_bandwidth, profile.bandwidth, profile.default_flops, *profile.flops.values()]
@@ -195,6 +198,7 @@ CPU = Profile(
     latency=2.5e-4,
     bandwidth=1e9,
     default_flops=3e10,
+    copies=("reduce_scatter",),
 )
 
 

@@ -268,10 +268,11 @@ class _Player:
         axis = active_axes("+".join(self.plan.axis_names[i] for i in first.axes), dict(self.plan.mesh).__getitem__)
         # Tensors that do not lie one behind the other are copied so; what is reduced in place is copied in any case.
         cut = any(s.dst.kind == "S" and s.dst.dim for s in steps)
-        flat = [torch.empty(before if len(steps) > 1 or kind == "all_reduce" or cut else 0, dtype=dtype)]
-        self.clock.compute(2 * _bytes(flat) / self.profile.memory_bandwidth)
+        held = full // dtype.itemsize if kind in self.profile.copies else 0
+        flat = [torch.empty(held, dtype=dtype), torch.empty(before if len(steps) > 1 or kind == "all_reduce" or cut else 0, dtype=dtype)]
+        self.clock.compute(2 * _bytes(flat[1]) / self.profile.memory_bandwidth)
         shrunk = ranks if kind in ("reduce_scatter", "all_to_all") else 1
-        arrived = [flat[0] if kind == "all_reduce" else torch.empty(full // dtype.itemsize // shrunk, dtype=dtype)]
+        arrived = [flat[1] if kind == "all_reduce" else torch.empty(full // dtype.itemsize // shrunk, dtype=dtype)]
         running, self.phase = self.phase, (*phase, self.phase)[0]
         done = self.begin(kind, axis, full, ranks)
         self.phase = running

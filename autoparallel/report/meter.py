@@ -118,7 +118,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         # What a collective inside an operator needs beside its operand and its result.
-        beside = _beside(name, args)
+        beside = _beside(name, args, self.profile.copies)
         extra = args[0].new_empty(beside) if beside else None
         if extra is not None:
             self.ledger.add(extra)
@@ -154,7 +154,7 @@ class Meter(TorchDispatchMode):
         return self.profile.compute_seconds(flops, _bytes(inputs) + _bytes(outputs), dtype)
 
 
-def _beside(name: str, args: Sequence[Any]) -> int:
+def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
     """Elements that a redistribution inside the body needs beside its operand and its result."""
     if name != "autoparallel::transfer":
         return 0
@@ -164,7 +164,7 @@ def _beside(name: str, args: Sequence[Any]) -> int:
     if kind == "all_gather":  # what arrives, one rank's piece after another, is put together along the dim
         return size * communicator.size(axis) if src.dim else 0
     if kind == "reduce_scatter":  # the pieces, one behind the other
-        return size if dst.dim else 0
+        return size * (int(dst.dim > 0) + int(kind in copies))
     return 2 * size if kind == "all_to_all" else 0
 
 

@@ -1,0 +1,63 @@
+"""The report as one HTML file: complete, offline, and nothing in it is markup that should be text."""
+
+from __future__ import annotations
+
+import dataclasses
+from html.parser import HTMLParser
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoparallel import planning
+from autoparallel.planner.hardware import CPU, H100
+from autoparallel.report.comparison import Entry, workload_of
+from autoparallel.report.html import report
+
+
+class Page(HTMLParser):
+    """Tags, texts, and what is asked of the network."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.asked: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "rect", "line", "polyline"):
+            self.open.append(tag)
+        self.asked += [str(v) for k, v in attrs if k in ("src", "href", "xlink:href", "style") and v]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("meta", "rect", "line", "polyline"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_report_of_a_plan() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    call = planning.call_of((torch.randn(8, 16), torch.randint(0, 4, (8,))), with_target=True)
+    request = planning.Request(axes=(("dp", 2), ("tp", 2)), profile=CPU, plan="fsdp", loss_fn=F.cross_entropy)
+    planner = planning.Planner(model, request)
+    captured = planner.capture(call)
+    work = workload_of(captured, call)
+    assert (work.count, work.unit) == (8, "rows")
+    assert work.flops == 2 * 3 * 8 * (16 * 32 + 32 * 4), "twice the forward for the backward"
+    made = planning.draft_captured(planner, captured, call)
+    plan = dataclasses.replace(made.plan, unruled={"evil::<script>alert(1)</script>": 2})
+    entries = [Entry("fsdp", dataclasses.replace(made, plan=plan)), Entry("<b>other</b>", None, "does <i>not</i> fit")]
+    text = report("<script>Net</script> & co", entries, work, H100)
+    page = Page(text)
+    assert not page.open and page.tags.count("html") == 1 and "svg" in page.tags and "polyline" in page.tags
+    assert "script" not in page.tags and "b" in page.tags and "i" not in page.tags
+    assert not page.asked and "http" not in text
+    for said in ("<script>Net</script> & co", "does <i>not</i> fit", "evil::<script>alert(1)</script>", "per use",
+                 "all_reduce", "dim 0 over dp+tp", "optimizer states", "aten.linear: ", "a h100 has this"):  # fmt: skip
+        assert said in page.text, said

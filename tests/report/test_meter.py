@@ -1,0 +1,156 @@
+"""The clock and the ledger of a dry run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import autoparallel
+from autoparallel import _torch
+from autoparallel.planner.hardware import CPU
+from autoparallel.report.meter import Clock, Ledger, Meter
+from tests.distributed import run_distributed
+
+
+class TestClock:
+    def test_what_is_waited_for_at_once_takes_its_whole_time(self) -> None:
+        for overlap in (0.0, 0.5, 1.0):
+            clock = Clock(overlap)
+            clock.compute(1.0)
+            clock.wait(clock.start(3.0))
+            assert clock.now == 4.0
+
+    def test_what_is_started_ahead_is_hidden_as_far_as_the_hardware_lets_it(self) -> None:
+        for overlap, expected in ((1.0, 4.0), (0.5, 5.5), (0.0, 7.0)):
+            clock = Clock(overlap)
+            done = clock.start(3.0)
+            clock.compute(4.0)
+            clock.wait(done)
+            assert clock.now == expected
+
+    def test_collectives_run_one_after_the_other(self) -> None:
+        clock = Clock(1.0)
+        first, second = clock.start(3.0), clock.start(2.0)
+        clock.compute(1.0)
+        clock.wait(second)
+        assert first == 3.0 and clock.now == 5.0
+
+
+class TestMeter:
+    def meter(self) -> tuple[Meter, Clock, Ledger]:
+        clock = Clock(0.0)
+        ledger = Ledger(clock)
+        return Meter(CPU, (2,), clock, ledger), clock, ledger
+
+    def test_products_are_priced_by_their_sizes_forward_and_backward(self) -> None:
+        meter, clock, _ = self.meter()
+        with _torch.make_fake_mode(), meter:
+            a, b = torch.empty(64, 256, requires_grad=True), torch.empty(256, 512, requires_grad=True)
+            out = a @ b
+            forward = clock.now
+            out.backward(torch.empty_like(out))
+        product = 2 * 64 * 256 * 512 / CPU.flops[torch.float32]
+        assert forward == pytest.approx(product + CPU.launch)
+        # Two products of the same size.
+        assert clock.now - forward == pytest.approx(2 * (product + CPU.launch))
+
+    def test_views_and_allocations_are_free(self) -> None:
+        meter, clock, _ = self.meter()
+        with _torch.make_fake_mode(), meter:
+            x = torch.empty(64, 256)
+            x.view(-1)[5:].unsqueeze(0).expand(3, -1).t()
+        assert clock.now == 0.0
+
+    def test_memory_lives_as_long_as_autograd_holds_it(self) -> None:
+        meter, _, ledger = self.meter()
+        ledger.kind = "values"
+        size = 64 * 256 * 4
+        with _torch.make_fake_mode(), meter:
+            x = torch.empty(64, 256, requires_grad=True)
+            y = F.relu(x)  # saves its result
+            z = y.sum()
+            del y
+            assert ledger.live["values"] == 2 * size + 4
+            z.backward()
+            del z
+            # The gradient of x is x's; nothing else is left.
+            assert ledger.live["values"] == 2 * size
+            x.grad = None
+            del x
+        assert ledger.live["values"] == 0
+        assert sum(ledger.peak.values()) >= 3 * size
+
+    def test_what_is_there_anyway_is_not_counted(self) -> None:
+        meter, _, ledger = self.meter()
+        with _torch.make_fake_mode(), meter:
+            with ledger.holding(""):
+                x = torch.empty(64)
+            with ledger.holding("values"):
+                y = x + 1
+        assert ledger.live == {"values": y.numel() * 4}
+
+
+class Net(nn.Module):
+    """Wide enough that what is alive is much more than bookkeeping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _peaks(cases: list[tuple[str, int]]) -> list[tuple[float, float]]:
+    """Predicted and measured bytes of a step at its worst moment, on this rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    found = []
+    for plan, rows in cases:
+        torch.manual_seed(0)
+        x, y = torch.randn(rows, 128), torch.randn(rows, 128)
+        model = autoparallel.compile(Net(), mesh, loss_fn=F.mse_loss, plan=plan)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x, y).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        kept = [x, y, *model.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
+        local = [v.to_local() if isinstance(v, DTensor) else v for v in kept]
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            model(x, y).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profiled.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        live = most = 0
+        for _, size in sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"):
+            live += size
+            most = max(most, live)
+        assert model.plan.prediction is not None
+        total = sum(v.untyped_storage().nbytes() for v in local) + most
+        found.append((model.plan.prediction.total_memory, float(total)))
+    return found
+
+
+def test_predicted_memory_is_that_of_the_allocator() -> None:
+    """Within 10%: many rows, so that activations count; few, so that parameters and gradients do."""
+    cases = [(plan, rows) for plan in ("data_parallel", "fsdp", "tensor_parallel") for rows in (64, 2048)]
+    for rank in run_distributed(_peaks, cases, world_size=2):
+        for case, (predicted, measured) in zip(cases, rank, strict=True):
+            assert predicted == pytest.approx(measured, rel=0.10), (case, predicted / measured)
