@@ -269,7 +269,8 @@ class _Player:
         # Tensors that do not lie one behind the other are copied so; what is reduced in place is copied in any case.
         cut = any(s.dst.kind == "S" and s.dst.dim for s in steps)
         held = full // dtype.itemsize if kind in self.profile.copies else 0
-        flat = [torch.empty(held, dtype=dtype), torch.empty(before if len(steps) > 1 or kind == "all_reduce" or cut else 0, dtype=dtype)]
+        moved = before if len(steps) > 1 or kind == "all_reduce" or cut else 0
+        flat = [torch.empty(held, dtype=dtype), torch.empty(moved, dtype=dtype)]
         self.clock.compute(2 * _bytes(flat[1]) / self.profile.memory_bandwidth)
         shrunk = ranks if kind in ("reduce_scatter", "all_to_all") else 1
         arrived = [flat[1] if kind == "all_reduce" else torch.empty(full // dtype.itemsize // shrunk, dtype=dtype)]
