@@ -24,6 +24,7 @@ from autoparallel.report.reasons import Reasons
 from autoparallel.report.text import operations, plain_text
 from autoparallel.runtime.calls import Call
 from autoparallel.sources import Source, UsageError, from_config, from_factory
+from autoparallel.staging import PIPELINE_AXIS
 
 NAMES = ("dp", "tp", "ep")
 
@@ -106,6 +107,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
 def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call]:
     """The model, what is asked of the planner, and the call that is planned for."""
     axes = axes_of(options.mesh)
+    if PIPELINE_AXIS in dict(axes):
+        raise UsageError("pipelines are not planned without their ranks yet: leave the axis 'pp' out of --mesh")
     try:
         profile = profile_for("cuda", options.hardware)
         pins = parse_pins(_table(options.pin), _table(options.forbid))
