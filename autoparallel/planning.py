@@ -22,7 +22,7 @@ from autoparallel.plan import ParameterPlan, Plan, PlanError
 from autoparallel.planner.accumulation import choose_reductions, with_reductions
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.pins import Pins
-from autoparallel.planner.presets import PRESETS, Constraints, constraints_for
+from autoparallel.planner.presets import EXPERT_AXIS, PRESETS, Constraints, constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import LocalProgram, build_program, input_layouts, wanted_outputs
@@ -131,6 +131,10 @@ class Planner:
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
         """The plan that the search chooses.
 
+        [Note: what overlaps] The search adds up prices, and what hides behind what is no sum.  So where the hardware
+        overlaps, "auto" is the best of what the search chooses freely and of the presets, as the whole program of each
+        is predicted.
+
         Args:
             at_rest: how the parameters lie already; None where that is open.
 
@@ -138,10 +142,40 @@ class Planner:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
         """
         request = self.request
-        constraints = request.constraints()
+        if request.plan != "auto" or not request.profile.overlap or at_rest is not None:
+            return self._search(captured, call, request.origin, at_rest, request.memory_limit)
+        best: tuple[float, Plan] | None = None
+        free: ValueError | None = None
+        names = [name for name, _ in request.axes]
+        for preset in PRESETS if EXPERT_AXIS in names else [p for p in PRESETS if p != "expert_parallel"]:
+            limit = request.memory_limit
+            try:
+                plan = self._search(captured, call, preset, None, limit if preset == "auto" else None)
+            except ValueError as error:
+                free = error if preset == "auto" else free
+                continue
+            prediction = predict(self.build(copy_captured(captured), plan, call, "mesh0"), plan, request.profile)
+            fits = preset == "auto" or limit is None or prediction.total_memory <= limit
+            if fits and (best is None or prediction.seconds() < best[0]):
+                best = prediction.seconds(), replace(plan, origin="auto")
+        if best is None:
+            assert free is not None
+            raise free
+        return best[1]
+
+    def _search(
+        self,
+        captured: Captured,
+        call: Call,
+        origin: str,
+        at_rest: Mapping[str, ParameterPlan] | None,
+        limit: float | None,
+    ) -> Plan:
+        request = self.request
+        constraints = replace(request, plan=origin).constraints()
         if constraints.data and not captured.actual and any(isinstance(s, InputSpec) for s in call.specs):
             raise PlanError(
-                f"the plan {request.origin!r} shards the batch, but the model fixes the batch size at {call.batch}: "
+                f"the plan {origin!r} shards the batch, but the model fixes the batch size at {call.batch}: "
                 "use x.shape[0] instead of a number, or plan='tensor_parallel'"
             )
         space = SearchSpace(
@@ -155,7 +189,7 @@ class Planner:
             input_layouts=input_layouts(captured, call.specs, call.layouts),
             pins=request.pins.resolve(captured, request.axes),
         )
-        plan = search(space, request.origin, request.memory_limit)
+        plan = search(space, origin, limit)
         if space.pins.freed:
             warnings.warn(
                 f"{len(space.pins.freed)} decisions of the pinned plan are not possible any more and were searched "
