@@ -32,6 +32,9 @@ from autoparallel.placements import (
     largest_piece,
 )
 
+BUCKET_BYTES = 4 << 20
+"""The size at which a bucket of parameters is closed (see ``passes.bucket_collectives``)."""
+
 StepSeconds = Callable[[str, tuple[int, ...], int], float]
 """The predicted time of an action: its kind, the mesh axes (by index), the bytes of the whole tensor in the group."""
 
@@ -111,8 +114,7 @@ class LayoutTable:
     direct: np.ndarray
 
     def next_hop(self, here: int, goal: int) -> int:
-        """The first layout on the cheapest way (of equal ways, the cheapest step first); negative where there is none.
-        """
+        """The first layout on the cheapest way (of equal ways, the cheapest step first); negative where there is none."""
         through = self.direct[here] + self.seconds[:, goal]
         least = float(through.min())
         if not np.isfinite(least):
@@ -136,7 +138,8 @@ class Redistributor:
         Args:
             differentiable: whether Replicate is a placement of its own.
             backward: whether the transposed steps are paid for, too.
-            uneven: whether shards may differ in size, as those of parameters at rest may.
+            uneven: whether it is a parameter at rest: its shards may differ in size, and it travels in a bucket with
+                others.
         """
         key = (tuple(shape), itemsize, differentiable, backward, uneven)
         if key not in self._tables:
@@ -177,7 +180,7 @@ class Redistributor:
         fits = (even | steps.reaches_all(shape)) if uneven else even
         if not differentiable:
             fits &= ~(steps.codes == _R).any(axis=1)
-        prices = self._prices(steps, rows, itemsize, backward)
+        prices = self._prices(steps, rows, itemsize, backward, bucketed=uneven)
         position = np.cumsum(fits) - 1
         kept = fits[steps.before] & fits[steps.after]
         direct = np.full((int(fits.sum()),) * 2, np.inf)
@@ -186,8 +189,13 @@ class Redistributor:
         layouts = tuple(itertools.compress(steps.layouts, fits))
         return LayoutTable(layouts, {layout: i for i, layout in enumerate(layouts)}, seconds, direct)
 
-    def _prices(self, steps: _Steps, rows: np.ndarray, itemsize: int, backward: bool) -> np.ndarray:
-        """The predicted time of every step; each price is asked for once.  Never zero, so that short ways win ties."""
+    def _prices(self, steps: _Steps, rows: np.ndarray, itemsize: int, backward: bool, bucketed: bool) -> np.ndarray:
+        """The predicted time of every step; each price is asked for once.  Never zero, so that short ways win ties.
+
+        Args:
+            bucketed: whether one collective serves many such tensors, as parameters' do: a small one then pays for its
+                share of the latency alone.
+        """
         known: dict[tuple[int, int, int], float] = {}
 
         def price(kinds: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -195,7 +203,11 @@ class Redistributor:
             unique, inverse = np.unique(keys, axis=0, return_inverse=True)
             for kind, group, size in unique.tolist():
                 if (kind, group, size) not in known:
-                    known[kind, group, size] = self.step_seconds(_KINDS[kind], steps.groups[group], size)
+                    what, axes = _KINDS[kind], steps.groups[group]
+                    seconds = self.step_seconds(what, axes, size)
+                    if bucketed and what in COLLECTIVES and size < BUCKET_BYTES:
+                        seconds -= (1 - size / BUCKET_BYTES) * self.step_seconds(what, axes, 0)
+                    known[kind, group, size] = seconds
             return np.array([known[key] for key in map(tuple, unique.tolist())])[inverse.reshape(-1)]
 
         prices = price(steps.kind, steps.full_numel(rows, steps.before, steps.after, steps.src, steps.dst) * itemsize)

@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-
-BUCKET_BYTES = 4 << 20
-"""The size at which a bucket is closed."""
+from autoparallel.redistribution import BUCKET_BYTES
 
 
 @dataclass(frozen=True)
