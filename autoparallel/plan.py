@@ -87,6 +87,8 @@ class Plan:
             made in.
         parameters: parameter name to its plan.
         unruled: operators without a rule, which run replicated, with how often.
+        cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
+            costs less than; None for a plan that no search made.
         pipeline: how the model is cut into stages over one more mesh axis, which is not in ``mesh``.
     """
 
@@ -99,12 +101,21 @@ class Plan:
     unruled: Mapping[str, int] = field(default_factory=dict)
     pipeline: PipelinePlan | None = None
     search_seconds: float = 0.0
+    cost: float | None = field(default=None, compare=False)
+    lower_bound: float | None = field(default=None, compare=False)
     prediction: Prediction | None = field(default=None, compare=False)
     reasons: Reasons | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: all but the model that ``reasons`` holds."""
         return {**self.__dict__, "reasons": None}
+
+    @property
+    def gap(self) -> float | None:
+        """By how much a better plan could be cheaper at most, as a part of this plan's cost; None where not known."""
+        if self.cost is None or self.lower_bound is None:
+            return None
+        return max(0.0, 1.0 - self.lower_bound / self.cost) if self.cost else 0.0
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -166,6 +177,8 @@ class Plan:
             "operators": {key: list(modes) for key, modes in self.operators.items()},
             "shared": dict(self.shared),
             "unruled": dict(self.unruled),
+            "cost": self.cost,
+            "lower_bound": self.lower_bound,
         }
         if self.pipeline is not None:
             data["pipeline"] = self.pipeline.to_data()
@@ -190,6 +203,8 @@ class Plan:
                 shared={str(k): format_layout(parse_layout(v)) for k, v in data["shared"].items()},
                 parameters={str(k): ParameterPlan(**v) for k, v in data["parameters"].items()},
                 unruled={str(k): int(v) for k, v in data["unruled"].items()},
+                cost=_number(data.get("cost")),
+                lower_bound=_number(data.get("lower_bound")),
                 pipeline=PipelinePlan.from_data(data["pipeline"]) if "pipeline" in data else None,
             )
             for name, parameter in plan.parameters.items():
@@ -299,6 +314,10 @@ def _fills_up(whole: int, shape: Sequence[int], layout: Layout, axis_sizes: Sequ
 def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
     """A mesh as reports and messages write it: ``(dp=2, tp=4)``."""
     return "(" + ", ".join(f"{name}={size}" for name, size in mesh) + ")"
+
+
+def _number(value: object) -> float | None:
+    return None if value is None else float(value)  # type: ignore[arg-type]
 
 
 def is_planned(node: fx.Node) -> bool:

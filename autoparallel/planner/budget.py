@@ -66,7 +66,7 @@ def minimise_with_budget(
     high_cost, high_usage = totals(high)
     if high_usage > limit:
         message = f"the smallest usage that any assignment achieves is {high_usage:g}, above the limit {limit:g}"
-        raise Infeasible(message, smallest_usage=high_usage)
+        raise Infeasible(message, smallest_usage=high_usage, choices=high)
     bound, multiplier = low_cost, 0.0
     for _ in range(_LINE_STEPS):
         slope = (high_cost - low_cost) / (low_usage - high_usage)

@@ -68,8 +68,16 @@ class TooWide(Exception):
 class Infeasible(Exception):
     """No assignment has a finite cost (`variable`, where known), or none is within the limit (`smallest_usage`)."""
 
-    def __init__(self, message: str, *, variable: int | None = None, smallest_usage: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        variable: int | None = None,
+        smallest_usage: float | None = None,
+        choices: Sequence[int] | None = None,
+    ) -> None:
         super().__init__(message)
+        self.choices = choices  # with the smallest usage
         self.variable = variable
         self.smallest_usage = smallest_usage
 
@@ -146,10 +154,13 @@ class Network:
             total += part
         return total
 
-    def reduce(self, max_table: int, dominance: bool | None, protected: Collection[int] = ()) -> Order:
+    def reduce(
+        self, max_table: int, dominance: bool | None, protected: Collection[int] = (), relax: bool = False
+    ) -> Order:
         """Drop states that cannot, or need not, be part of a best assignment; the order to eliminate the rest in.
 
-        Protected variables, which something else may depend on, keep all states and are not eliminated.
+        Protected variables, which something else may depend on, keep all states and are not eliminated.  With
+        ``relax``, tables may become too large.
         """
         self._protected = frozenset(protected)
         self._drop_impossible()
@@ -161,7 +172,7 @@ class Network:
                 pruned = [v for v in sorted(changed) if self._drop_dominated(v)]
                 changed = {u for v in pruned for u in self.neighbours(v)} - self._protected
             order = elimination_order(self.sizes, scopes, max_table, self._protected)
-        if order.largest > max_table:
+        if order.largest > max_table and not relax:
             raise TooWide(order.largest, max_table, order.largest_scope)
         return order
 
@@ -318,11 +329,14 @@ def eliminate(sizes: Sequence[int], tables: Tables, order: Order) -> list[int]:
 class Elimination:
     """Eliminates variables in an order; what is left are tables over those that are not in it.
 
+    Where a table would have more than ``most`` entries, its summands are minimised in parts: what is left is a lower
+    bound then, and not to be completed.
+
     Attributes:
         left: these tables, by their variables in ascending order.
     """
 
-    def __init__(self, sizes: Sequence[int], tables: Tables, order: Order) -> None:
+    def __init__(self, sizes: Sequence[int], tables: Tables, order: Order, most: int | None = None) -> None:
         # Variables are renamed by their rank in the order, so that the next one is always axis 0; others come last.
         named = set(order.sequence)
         self._names = [*order.sequence, *(v for v in range(len(sizes)) if v not in named and sizes[v] > 1)]
@@ -342,20 +356,21 @@ class Elimination:
             parts = sorted(buckets[v].items(), key=lambda part: part[1].size)
             buckets[v] = {}
             self._decisions.append(parts)
-            rest = tuple(sorted({u for scope, _ in parts for u in scope if u != v}))
-            full, shape = (v, *rest), [dims[u] for u in rest]
-            views = [
-                table if len(scope) == len(full) else table.reshape([dims[u] if u in scope else 1 for u in full])
-                for scope, table in parts
-            ]
-            if not views:
-                continue
-            message = np.empty(shape)
-            _reduce_in_blocks(views, message)
-            if np.minimum.reduce(message, axis=None) == np.inf:
-                variable = order.sequence[v]
-                raise Infeasible(f"no state of variable {variable} fits the variables around it", variable=variable)
-            if rest or self._count < len(dims):
+            for group in [parts] if most is None else _groups(parts, dims, most):
+                rest = tuple(sorted({u for scope, _ in group for u in scope if u != v}))
+                full, shape = (v, *rest), [dims[u] for u in rest]
+                views = [
+                    table if len(scope) == len(full) else table.reshape([dims[u] if u in scope else 1 for u in full])
+                    for scope, table in group
+                ]
+                if not views:
+                    continue
+                message = np.empty(shape)
+                _reduce_in_blocks(views, message)
+                if np.minimum.reduce(message, axis=None) == np.inf:
+                    variable = order.sequence[v]
+                    what = f"no state of variable {variable} fits the variables around it"
+                    raise Infeasible(what, variable=variable)
                 self._put(buckets, rest, message)
         for bucket in buckets:
             for scope, table in bucket.items():
@@ -378,6 +393,20 @@ class Elimination:
                 chosen[v] = int(_add_up(columns).argmin())
         for v, state in zip(self._names, chosen, strict=True):
             choices[v] = state
+
+
+def _groups(parts: list[tuple[Scope, Array]], dims: Sequence[int], most: int) -> list[list[tuple[Scope, Array]]]:
+    """Parts whose sum has at most so many entries, the largest first; one part alone may have more."""
+    groups: list[tuple[set[int], list[tuple[Scope, Array]]]] = []
+    for scope, table in reversed(parts):
+        for variables, group in groups:
+            if math.prod([dims[u] for u in variables.union(scope)]) <= most:
+                variables.update(scope)
+                group.append((scope, table))
+                break
+        else:
+            groups.append((set(scope), [(scope, table)]))
+    return [group for _, group in groups]
 
 
 def _add_up(tables: Sequence[Array]) -> Array:

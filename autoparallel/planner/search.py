@@ -12,9 +12,13 @@ from collections.abc import Sequence
 from autoparallel.placements import format_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError, fingerprint
 from autoparallel.planner.budget import minimise_with_budget
-from autoparallel.planner.elimination import Infeasible
-from autoparallel.planner.solver import minimise
+from autoparallel.planner.elimination import Factor, Infeasible, TooWide, evaluate
+from autoparallel.planner.solver import FoldedNetwork, minimise
 from autoparallel.planner.space import Problem, SearchSpace
+from autoparallel.planner.wide import minimise_by_pairs
+
+RELAXED_TABLE = 4_000_000
+"""Entries of the largest sum of tables for the bound of a graph that is too wide."""
 
 
 def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -> Plan:
@@ -31,7 +35,7 @@ def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -
     """
     start = time.perf_counter()
     problem = space.build()
-    choices = _solve(space, problem, origin, memory_limit)
+    choices, bound = _solve(space, problem, origin, memory_limit)
     operators, shared, parameters = {}, {}, {}
     for node, variable in problem.variables.items():
         option = variable.options[choices[variable.number]]
@@ -54,14 +58,36 @@ def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -
         parameters=parameters,
         unruled=dict(space.unruled),
         search_seconds=time.perf_counter() - start,
+        cost=evaluate(problem.factors, choices),
+        lower_bound=bound,
     )
 
 
-def _solve(space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None) -> Sequence[int]:
+def _solve(
+    space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None
+) -> tuple[Sequence[int], float]:
+    """The choices, and what no choices cost less than."""
+
+    def solve(
+        sizes: Sequence[int], factors: Sequence[Factor], usage: Sequence[Factor], limited: bool = True
+    ) -> tuple[Sequence[int], float]:
+        if memory_limit is None or not limited:
+            solution = minimise(sizes, factors)
+            return solution.choices, solution.cost
+        within = minimise_with_budget(sizes, factors, usage, memory_limit)
+        return within.solution.choices, within.bound
+
     try:
-        if memory_limit is None:
-            return minimise(problem.sizes, problem.factors).choices
-        return minimise_with_budget(problem.sizes, problem.factors, problem.usage, memory_limit).solution.choices
+        try:
+            return solve(problem.sizes, problem.factors, problem.usage)
+        except TooWide:
+            if len(space.axis_sizes) < 2:
+                raise
+        choices = minimise_by_pairs(problem, len(space.axis_sizes), lambda *parts: solve(*parts)[0])
+        return choices, FoldedNetwork(problem.sizes, problem.factors, max_table=RELAXED_TABLE, relax=True).bound()
+    except TooWide as error:
+        message = "the model's tensors depend on each other in too many ways to be planned on this mesh: use fewer axes"
+        raise PlanError(f"{message}, or pin some parameters ({error})") from error
     except Infeasible as error:
         raise PlanError(_explain_infeasible(error, space, problem, origin, memory_limit)) from error
 
@@ -73,6 +99,8 @@ def _explain_infeasible(
     if memory_limit is not None:
         least = error.smallest_usage
         needs = f"; the smallest that a plan needs is {least / 1e6:.1f} MB" if least is not None else ""
+        if error.choices is not None:
+            needs += f", most of it for {_consumers(problem, error.choices)}"
         return (
             f"no plan fits in {memory_limit / 1e6:.1f} MB per device on the mesh ({mesh}){needs}: raise memory_limit, "
             "or use a larger mesh or a smaller batch"
@@ -84,3 +112,14 @@ def _explain_infeasible(
             if found.number == variable:
                 where = f" at {node.meta['key']}"
     return space.explain_unsatisfiable(where)
+
+
+def _consumers(problem: Problem, choices: Sequence[int], count: int = 3) -> str:
+    """What takes the most memory."""
+    names = {v.number: str(node.meta.get("key", node.name)) for node, v in problem.variables.items()}
+    used: dict[str, float] = {}
+    for factor in problem.usage:
+        name = names.get(factor.variables[0], "")
+        used[name] = used.get(name, 0.0) + float(factor.cost[tuple([choices[v] for v in factor.variables])])
+    most = sorted(used.items(), key=lambda item: (-item[1], item[0]))[:count]
+    return ", ".join(f"{name.partition('#')[0].strip('/')} ({size / 1e6:.1f} MB)" for name, size in most)

@@ -78,6 +78,8 @@ class FoldedNetwork:
     Attributes:
         repeats: the repeated stretches, in variables that have a choice.
         width: the largest number of other variables in a table while eliminating.
+
+    With ``relax``, what is too wide is minimised in parts, and only `bound` may be asked.
     """
 
     def __init__(
@@ -89,12 +91,13 @@ class FoldedNetwork:
         max_table: int = MAX_TABLE,
         dominance: bool | None = None,
         fold: bool = True,
+        relax: bool = False,
     ) -> None:
         if any(size < 1 for size in sizes):
             raise ValueError("every variable needs at least one state")
         self.free = [v for v, size in enumerate(sizes) if size > 1]
         self.sizes = [sizes[v] for v in self.free]
-        self._count, self._max_table, self._dominance = len(sizes), max_table, dominance
+        self._count, self._max_table, self._dominance, self._relax = len(sizes), max_table, dominance, relax
         self._tables: list[Array] = []
         layers = self._terms(sizes, factors, usage)
         self.repeats = find_repeats(self.sizes, [t for layer in layers for t in layer]) if fold else []
@@ -109,7 +112,7 @@ class FoldedNetwork:
         )
         # How the copies are tied together does not depend on the multiplier.
         around = {place[u] for copy in self._copies for u in self._around(copy)}
-        self._order = self._network.reduce(max_table, dominance, around)
+        self._order = self._network.reduce(max_table, dominance, around, relax)
         scopes = [scope for layer in self._network.layers for scope in layer]
         self._ends: list[list[list[tuple[Scope, Scope]]]] = []  # by repeat, copy: scopes left there, and in the rest
         for copy in self._copies:
@@ -122,7 +125,7 @@ class FoldedNetwork:
             self._ends.append(ends)
         if self._copies:
             self._order = elimination_order(self._network.sizes, dict.fromkeys(scopes), max_table)
-            if self._order.largest > max_table:
+            if self._order.largest > max_table and not relax:
                 raise TooWide(self._order.largest, max_table, self._order.largest_scope)
         self.width = max([self._order.width, *(copy.order.width for copy in self._copies)])
 
@@ -134,7 +137,26 @@ class FoldedNetwork:
 
     def solve(self, weigh: Weigh | None = None, multiplier: float = 0.0) -> tuple[int, ...]:
         """The assignment with the smallest sum of (weighed) costs and `multiplier` times usage."""
-        weigh = weigh or _as_it_is
+        parts, elimination = self._run(weigh or _as_it_is, multiplier)
+        rest = [0] * len(self._rest)
+        elimination.complete(rest)
+        chosen = dict(zip(self._rest, self._network.original(rest), strict=True))
+        for copy, part in zip(self._copies, parts, strict=True):
+            self._complete(copy, part, chosen)
+        choices = [0] * self._count
+        for v, state in chosen.items():
+            choices[self.free[v]] = state
+        return tuple(choices)
+
+    def bound(self) -> float:
+        """What no assignment costs less than; its cost itself, unless tables were too large."""
+        _, elimination = self._run(_as_it_is, 0.0)
+        return float(sum(table for table in elimination.left.values()))
+
+    def _most(self) -> int | None:
+        return self._max_table if self._relax else None
+
+    def _run(self, weigh: Weigh, multiplier: float) -> tuple[list[Elimination], Elimination]:
         parts = [self._eliminated(copy, weigh, multiplier) for copy in self._copies]
         tables = _weighed(self._network, weigh, multiplier)
         for part, ends in zip(parts, self._ends, strict=True):
@@ -145,16 +167,7 @@ class FoldedNetwork:
                     if ranked != where:
                         message = message.transpose([where.index(v) for v in ranked])
                     tables[ranked] = tables[ranked] + message if ranked in tables else message
-        elimination = Elimination(self._network.sizes, tables, self._order)
-        rest = [0] * len(self._rest)
-        elimination.complete(rest)
-        chosen = dict(zip(self._rest, self._network.original(rest), strict=True))
-        for copy, part in zip(self._copies, parts, strict=True):
-            self._complete(copy, part, chosen)
-        choices = [0] * self._count
-        for v, state in chosen.items():
-            choices[self.free[v]] = state
-        return tuple(choices)
+        return parts, Elimination(self._network.sizes, tables, self._order, self._most())
 
     def _complete(self, copy: _Copy, part: Elimination, chosen: dict[int, int]) -> None:
         """Chooses the inner states of every copy; copies that meet the same states around them choose alike."""
@@ -176,7 +189,7 @@ class FoldedNetwork:
 
     def _eliminated(self, copy: _Copy, weigh: Weigh, multiplier: float) -> Elimination:
         network = copy.network
-        return Elimination(network.sizes, _weighed(network, weigh, multiplier), copy.order)
+        return Elimination(network.sizes, _weighed(network, weigh, multiplier), copy.order, self._most())
 
     def _terms(self, sizes: Sequence[int], *layers: Sequence[Factor]) -> list[list[Term]]:
         """Tables over variables that have a choice, numbered so that the same table has the same number."""
@@ -217,7 +230,7 @@ class FoldedNetwork:
         )
         kept = {second[0] + k for k in repeat.kept}
         around = [place[v] for v in names if v not in second or v in kept]
-        return _Copy(repeat, names, network, network.reduce(self._max_table, self._dominance, around))
+        return _Copy(repeat, names, network, network.reduce(self._max_table, self._dominance, around, self._relax))
 
 
 def _inner(repeat: Repeat) -> list[int]:

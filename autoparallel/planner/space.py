@@ -70,6 +70,10 @@ class Problem:
     variables: dict[fx.Node, Variable] = field(default_factory=dict)
     readers: dict[fx.Node, tuple[list[Layout], int]] = field(default_factory=dict)
 
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """What a node reads, in the order of its options' needs."""
+        return tensor_operands(node) if node.op == "call_function" else []
+
     def add(self, count: int) -> int:
         """A new variable with so many options."""
         self.sizes.append(count)

@@ -37,6 +37,11 @@ def explain(plan: Plan) -> str:
         parts += [
             "Traffic, time and memory are predicted when the plan is compiled: autoparallel.compile(..., plan=plan).",
         ]
+    if plan.cost is not None and plan.lower_bound is not None and plan.gap is not None:
+        parts.append(
+            f"The search minimised {duration(plan.cost)} a step; no plan can be below {duration(plan.lower_bound)} "
+            f"(a gap of {100 * plan.gap:.2g}%)."
+        )
     parts.append(_unruled(plan.unruled))
     return plain_text(*(part for part in parts if part))
 
