@@ -56,7 +56,14 @@ def t5(layers: int | None) -> Made:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=1024, d_kv=64, d_ff=4096, num_layers=layers or 24, num_heads=16, dropout_rate=0.0, use_cache=False
+        d_model=1024,
+        d_kv=64,
+        d_ff=4096,
+        num_layers=layers or 24,
+        num_heads=16,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
     )
     with torch.device("meta"):
         model = T5ForConditionalGeneration(config)

@@ -39,7 +39,9 @@ class Odd(Block):
 class Model(nn.Module):
     """Blocks in a row; `ends` says what of them is returned."""
 
-    def __init__(self, make: Callable[[int], nn.Module], ends: Callable[[list[Tensor]], Any] = lambda xs: xs[-1]) -> None:
+    def __init__(
+        self, make: Callable[[int], nn.Module], ends: Callable[[list[Tensor]], Any] = lambda xs: xs[-1]
+    ) -> None:
         super().__init__()
         self.blocks, self.head, self.ends = nn.ModuleList(map(make, range(LAYERS))), nn.Linear(8, 4), ends
 

@@ -112,7 +112,7 @@ class FoldedNetwork:
         )
         # How the copies are tied together does not depend on the multiplier.
         around = {place[u] for copy in self._copies for u in self._around(copy)}
-        self._order = self._network.reduce(max_table, dominance, around, relax)
+        self._order = self._network.reduce(max_table, dominance, around, relax or bool(self._copies))
         scopes = [scope for layer in self._network.layers for scope in layer]
         self._ends: list[list[list[tuple[Scope, Scope]]]] = []  # by repeat, copy: scopes left there, and in the rest
         for copy in self._copies:

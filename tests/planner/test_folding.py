@@ -1,0 +1,173 @@
+"""Folding changes nothing but the time: the same minimum, whatever repeats; and what wide graphs fall back on."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoparallel.capture import capture, describe_inputs
+from autoparallel.plan import Plan, PlanError
+from autoparallel.planner import search as search_module
+from autoparallel.planner.budget import minimise_with_budget
+from autoparallel.planner.elimination import Factor, TooWide, evaluate
+from autoparallel.planner.hardware import H100, Profile
+from autoparallel.planner.presets import constraints_for
+from autoparallel.planner.search import search
+from autoparallel.planner.solver import FoldedNetwork, minimise
+from autoparallel.planner.space import SearchSpace
+from autoparallel.program import wanted_outputs
+from autoparallel.redistribution import Redistributor
+
+Mesh = tuple[int, ...]
+
+
+class Block(nn.Module):
+    """A layer with a residual stream that two readers share."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def _space(width: int, layers: int, rows: int, mesh: Mesh, profile: Profile = H100) -> SearchSpace:
+    with torch.device("meta"):
+        model = nn.Sequential(*[Block(width) for _ in range(layers)], nn.Linear(width, 16))
+        x, y = torch.empty(rows, width), torch.empty(rows, 16)
+    leaves, spec = pytree.tree_flatten(((x, y), {}))
+    specs, batch = describe_inputs(leaves)
+    captured = capture(model, specs, spec, loss_fn=F.mse_loss, least_batch=2 * int(np.prod(mesh)), batch=batch)
+    names = ("a", "b", "c")[: len(mesh)]
+    redistributor = Redistributor(mesh, lambda kind, axes, size: profile.step_seconds(mesh, kind, axes, size))
+    outputs = wanted_outputs(captured, "auto", len(mesh))
+    axes = tuple(zip(names, mesh, strict=True))
+    return SearchSpace(captured, axes, profile, constraints_for("auto", names), redistributor, outputs)
+
+
+def _chain(
+    seed: int, copies: int, period: int, states: int, outer: bool
+) -> tuple[list[int], list[Factor], list[Factor]]:
+    """Copies of a few variables with random tables, something before and after, and perhaps one variable all meet."""
+    generator = np.random.default_rng(seed)
+    own = [generator.random(states) for _ in range(period)]
+    inside = {pair: generator.random((states, states)) for pair in itertools.combinations(range(period), 2)}
+    between, bytes_own = generator.random((states, states)), [generator.random(states) for _ in range(period)]
+    first = 2
+    sizes = [states] * (first + copies * period + 2)
+    factors = [Factor((0, 1), generator.random((states, states)))]
+    usage = []
+    shared = generator.random((states, states))
+    for copy in range(copies):
+        start = first + copy * period
+        factors += [Factor((start + k,), own[k]) for k in range(period)]
+        factors += [Factor((start + a, start + b), table) for (a, b), table in inside.items()]
+        factors.append(Factor((start - 1, start), between))
+        usage += [Factor((start + k,), bytes_own[k]) for k in range(period)]
+        if outer:
+            factors.append(Factor((start + 1, 0), shared))
+    end = first + copies * period
+    factors += [Factor((end - 1, end), generator.random((states, states)))]
+    factors += [Factor((end, end + 1), generator.random((states, states)))]
+    return sizes, factors, usage
+
+
+class TestFolding:
+    @pytest.mark.parametrize("outer", [False, True], ids=["a chain", "all meet one"])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_the_minimum_is_that_of_the_unfolded_graph(self, seed: int, outer: bool) -> None:
+        sizes, factors, _ = _chain(seed, copies=7, period=3, states=3, outer=outer)
+        folded = FoldedNetwork(sizes, factors)
+        assert [(r.period, r.count) for r in folded.repeats] in ([(3, 7)], [(3, 6)])
+        found, plain = minimise(sizes, factors), minimise(sizes, factors, fold=False)
+        assert found.cost == pytest.approx(plain.cost, rel=1e-12)
+        assert found.choices == plain.choices
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_it_is_that_of_brute_force(self, seed: int) -> None:
+        sizes, factors, _ = _chain(seed, copies=5, period=2, states=2, outer=True)
+        least = min(evaluate(factors, x) for x in itertools.product(*map(range, sizes)))
+        assert FoldedNetwork(sizes, factors).repeats == [] or minimise(sizes, factors).cost == pytest.approx(least)
+        assert minimise(sizes, factors).cost == pytest.approx(least, rel=1e-12)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_within_a_limit_copies_choose_differently(self, seed: int) -> None:
+        sizes, factors, usage = _chain(seed, copies=8, period=3, states=3, outer=False)
+        limit = (evaluate(usage, minimise(sizes, factors).choices) + minimise(sizes, usage).cost) / 2
+        found = minimise_with_budget(sizes, factors, usage, limit)
+        assert found.usage <= limit
+        assert found.bound <= found.solution.cost
+        copies = {found.solution.choices[2 + 3 * i : 5 + 3 * i] for i in range(8)}
+        assert len(copies) > 1
+
+    def test_a_layer_that_differs_is_not_folded_in(self) -> None:
+        sizes, factors, _ = _chain(0, copies=9, period=3, states=3, outer=False)
+        factors.append(Factor((2 + 4 * 3,), np.array([5.0, 0.0, 5.0])))
+        folded = FoldedNetwork(sizes, factors)
+        assert all(not r.start <= 2 + 4 * 3 < r.stop for r in folded.repeats)
+        assert minimise(sizes, factors).cost == pytest.approx(minimise(sizes, factors, fold=False).cost, rel=1e-12)
+
+    @pytest.mark.parametrize(("layers", "mesh"), [(2, (8, 8)), (4, (8, 8)), (4, (2, 4, 4))], ids=str)
+    def test_real_layers(self, layers: int, mesh: Mesh) -> None:
+        problem = _space(512, layers, 256, mesh).build()
+        found = minimise(problem.sizes, problem.factors)
+        assert found.cost == pytest.approx(minimise(problem.sizes, problem.factors, fold=False).cost, rel=1e-12)
+        assert bool(FoldedNetwork(problem.sizes, problem.factors).repeats) == (layers > 2)
+
+    def test_more_layers_need_no_more_tables(self) -> None:
+        rest = []
+        for layers in (8, 16):
+            space = _space(512, layers, 256, (8, 8))
+            problem = space.build()
+            rest.append((len(space._of_kind), len(space._prices)))
+            assert len(problem.sizes) > 10 * layers
+        assert rest[0] == rest[1]
+
+
+class TestWideGraphs:
+    def test_pairs_of_axes_come_close_and_the_bound_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        exact = search(_space(256, 2, 256, (2, 2, 2)), "auto")
+        assert exact.gap == 0.0
+        space = _space(256, 2, 256, (2, 2, 2))
+        calls = []
+
+        def once_too_wide(sizes: list[int], factors: list[Factor]) -> object:
+            calls.append(1)
+            if len(calls) == 1:
+                raise TooWide(10, 1, ())
+            return minimise(sizes, factors)
+
+        monkeypatch.setattr(search_module, "minimise", once_too_wide)
+        monkeypatch.setattr(search_module, "RELAXED_TABLE", 500)
+        pairs = search(space, "auto")
+        assert len(calls) > 3
+        assert pairs.cost is not None and exact.cost is not None and pairs.lower_bound is not None
+        assert exact.cost <= pairs.cost * (1 + 1e-12) <= 1.05 * exact.cost
+        assert 0 < pairs.lower_bound < exact.cost
+
+    def test_a_relaxed_sum_is_a_lower_bound(self) -> None:
+        sizes, factors, _ = _chain(3, copies=3, period=5, states=4, outer=True)
+        exact = minimise(sizes, factors).cost
+        assert FoldedNetwork(sizes, factors, relax=True).bound() == pytest.approx(exact, rel=1e-12)
+        assert FoldedNetwork(sizes, factors, max_table=16, relax=True).bound() < exact
+
+
+class TestPlans:
+    def test_the_gap_is_kept_in_files_and_said(self) -> None:
+        plan = search(_space(256, 2, 256, (8,)), "auto")
+        assert plan.gap == 0.0
+        again = Plan.from_json(plan.to_json())
+        assert (again.cost, again.lower_bound) == (plan.cost, plan.lower_bound)
+        assert "no plan can be below" in again.explain()
+
+    def test_a_limit_that_nothing_fits_names_what_takes_most(self) -> None:
+        with pytest.raises(PlanError, match=r"the smallest that a plan needs is [\d.]+ MB, most of it for .*MB\)"):
+            search(_space(256, 2, 256, (8,)), "auto", memory_limit=1e3)
