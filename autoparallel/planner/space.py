@@ -123,6 +123,7 @@ class SearchSpace:
         self._has_rule: dict[Hashable, bool] = {}
         self._left: dict[Hashable, list[Option]] = {}
         self._prices: dict[Hashable, _Prices] = {}
+        self._wanted: dict[Hashable, list[Layout]] = {}
         self._own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     # -- options ----------------------------------------------------------------------------------------------------
@@ -211,12 +212,16 @@ class SearchSpace:
             problem.usage.append(Factor((variable.number,), saved))
         # What depends on no parameter and no input is whole on every rank; each reader cuts what it needs.
         if node in self.searched and len(readers.get(node, ())) + len(leaving.get(node, ())) > 1:
-            wanted: dict[Layout, None] = {}
-            for reader, position in readers.get(node, ()):
-                wanted |= dict.fromkeys([o.needs[position] for o in self.options(reader) or ()])
-            if node.name not in self.captured.parameters:
-                wanted |= dict.fromkeys([o.result for o in options])
-            problem.readers[node] = (list(wanted), problem.add(len(wanted)))
+            ends = tuple([(id(self.options(reader)), position) for reader, position in readers.get(node, ())])
+            key = id(options), node.name in self.captured.parameters, ends
+            if key not in self._wanted:
+                wanted: dict[Layout, None] = {}
+                for reader, position in readers.get(node, ()):
+                    wanted |= dict.fromkeys([o.needs[position] for o in self.options(reader) or ()])
+                if node.name not in self.captured.parameters:
+                    wanted |= dict.fromkeys([o.result for o in options])
+                self._wanted[key] = list(wanted)
+            problem.readers[node] = (self._wanted[key], problem.add(len(self._wanted[key])))
 
     def options(self, node: fx.Node) -> list[Option] | None:
         """The ways to run an operator or to keep a parameter; None for a node that has no choice and no tensors.

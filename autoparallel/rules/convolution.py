@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.localize import LocalCall
+from autoparallel.rules.shapes import hint
 
 aten = torch.ops.aten
 
@@ -43,6 +45,8 @@ def _convolution(node: fx.Node) -> Rule:
         channels = shape_of(node)[-spatial - 1]
         sizes = {"g": groups, "i": x[-spatial - 1] // groups, "o": channels // groups}
     batch = ["n"] if len(x) == spatial + 2 else []
+    # Each place of the result (transposed: of the input) meets the kernel once; the other side's places are no loop.
+    beside = math.prod(hint(s) for s in (shape_of(node) if transposed else x)[-spatial:])
     parts = [[*batch, inputs, *places], [*weights, *kernel]]
     if len(operands) == 3:
         parts.append([outputs])
@@ -56,7 +60,7 @@ def _convolution(node: fx.Node) -> Rule:
         additive=(2,) if len(operands) == 3 else (),
         blocked=[*places, *kernel, *out] + (["i", "o"] if groups > 1 else []),
         localize=_localize_groups if groups > 1 else None,
-        flops=2,
+        flops=2 / max(beside, 1),
     )
 
 
