@@ -206,7 +206,7 @@ class StagePlanner:
             return backward[action.stage] * {BACKWARD: 1.0, INPUT: 0.5, WEIGHT: 0.5}[action.kind]
 
         bounds = np.cumsum([len(part) for part in parts])[:-1]
-        moving = [self.profile.latency + self._crossing[b] / self.profile.bandwidth for b in bounds]
+        moving = [float(self._crossing[b]) for b in bounds]
         passings = [Passing(i, i, i + 1, True) for i in range(len(parts) - 1)]
         lists = actions_of(schedule, self.ranks, len(parts), count)
         return play(
@@ -245,7 +245,7 @@ class StagePlanner:
         kept = np.concatenate([[0.0], np.cumsum([row.kept for row in rows])])[places]
         activations = np.concatenate([[0.0], np.cumsum([row.activations for row in rows])])[places]
         used = np.concatenate([[0], np.cumsum([bool(row.parameters) for row in rows])])[places]
-        moved = np.array([self._crossing[p] if 0 < p < n else 0.0 for p in places]) / self.profile.bandwidth
+        moved = np.array([self._crossing[p] if 0 < p < n else 0.0 for p in places])
         span = seconds[None, :] - seconds[:, None] + 2 * (moved[None, :] + moved[:, None])  # [begin, end]
         span = np.where(used[None, :] > used[:, None], span, np.inf)
         per_rank = stages // self.ranks
@@ -311,7 +311,7 @@ class StagePlanner:
         for node in self.nodes:
             rows.append(self._row(node, size, made, seen, whole))
             made[node] = rows[-1].result
-        self._crossing = self._crossing_bytes(rows, size)
+        self._crossing = self._crossing_seconds(rows, size)
         return rows
 
     def _row(
@@ -372,8 +372,8 @@ class StagePlanner:
         at_rest = itemsize * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
         return float(bytes_kept(at_rest, bool(x.meta["differentiable"])))
 
-    def _crossing_bytes(self, rows: Sequence[_Row], size: Sizes) -> Array:
-        """The bytes that cross, forward, where a stage begins at each row."""
+    def _crossing_seconds(self, rows: Sequence[_Row], size: Sizes) -> Array:
+        """How long the values travel that cross, forward, where a stage begins at each row; each is sent by itself."""
         number = {row.node: i for i, row in enumerate(rows)}
         change = np.zeros(len(rows) + 2)
         for i, row in enumerate(rows):
@@ -383,8 +383,9 @@ class StagePlanner:
             if uses and max(uses) > i:
                 layout = tuple(p if p.kind == "S" else Invariant for p in row.result)
                 held = local_numel(size.shape(row.node), layout, self.sizes) * row.node.meta["val"].element_size()
-                change[i + 1] += held
-                change[max(uses) + 1] -= held
+                seconds = self.profile.latency + held / self.profile.bandwidth
+                change[i + 1] += seconds
+                change[max(uses) + 1] -= seconds
         return np.cumsum(change)
 
 

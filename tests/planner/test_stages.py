@@ -57,7 +57,7 @@ def test_no_other_cuts_have_a_faster_slowest_stage(ranks: int) -> None:
     found = planner(Uneven(*WIDTHS), 64, ranks)
     rows = found._rows(Sizes(found.captured.actual))
     cuts = found._cut(rows, "1f1b", ranks, 2 * ranks)
-    moved = found._crossing / PROFILE.bandwidth
+    moved = found._crossing
 
     def slowest(places: tuple[int, ...]) -> float:
         bounds = [0, *places, len(rows)]
@@ -79,6 +79,29 @@ def test_cuts_follow_what_layers_cost_not_how_many_they_are() -> None:
     assert int(plan.stages[1].first.removeprefix("layers.")) >= 6
     seconds = [stage.forward + stage.backward for stage in plan.stages]
     assert max(seconds) / sum(seconds) < 0.7
+
+
+class Attention(nn.Module):
+    """Three projections in the middle, which all live until their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(torch.stack([torch.tanh(part(x)) for part in self.parts]).sum(0))
+
+
+def test_a_cut_through_many_values_is_worth_what_their_messages_cost() -> None:
+    """In the middle of the model seven values cross; at its ends one."""
+    inside = ("parts.", "/aten.tanh")
+    found = planner(Attention(), 64, 2)
+    assert found.choose([4], Pipeline("1f1b")).cuts[0].startswith(inside)
+    found = planner(Attention(), 64, 2)
+    found.profile = replace(PROFILE, latency=1e-2)
+    assert not found.choose([4], Pipeline("1f1b")).cuts[0].startswith(inside)
 
 
 def test_memory_by_stage_moves_the_cuts_and_counts_microbatches_in_flight() -> None:
