@@ -114,7 +114,7 @@ class LayoutTable:
     direct: np.ndarray
 
     def next_hop(self, here: int, goal: int) -> int:
-        """The first layout on the cheapest way (of equal ways, the cheapest step first); negative where there is none."""
+        """The first layout on the cheapest way, the cheapest step first; negative where there is no way."""
         through = self.direct[here] + self.seconds[:, goal]
         least = float(through.min())
         if not np.isfinite(least):
