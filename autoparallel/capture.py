@@ -24,11 +24,16 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch import free_unbacked_symbols, make_fake_mode
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.mark_gradients import (
+    detach_outputs,
+    differentiated_scalars,
+    mark_backward,
+    mark_differentiable,
+)
 from autoparallel.passes.pad_vocabulary import pad_vocabulary
 from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
 from autoparallel.repetition import NotAlike, Run, fill_up, find_runs, leave_out
 from autoparallel.rules import operator_name
-from autoparallel.rules.calls import is_tensor, tensor_operands
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -390,7 +395,7 @@ def _describe(
     mark_differentiable(graph, differentiable)
     weight = _weigh(module, len(mutated), counted)
     _name_modules(graph)
-    scalars = _scalars(graph, len(mutated), detach_beside_loss)
+    scalars = detach_outputs(graph, len(mutated), detach_beside_loss)
     mark_backward(graph)
     graph.lint()
     actual: dict[sympy.Symbol, int] = {}
@@ -409,7 +414,7 @@ def _describe(
 
 def _weigh(module: fx.GraphModule, first: int, counted: bool) -> LossWeight | None:
     """What the loss weighs, where one scalar output is differentiated."""
-    losses = _differentiated(module.graph.output_node().args[0], first)
+    losses = differentiated_scalars(module.graph.output_node().args[0], first)
     if not losses:
         return None
     if len(losses) > 1:
@@ -492,53 +497,6 @@ def _name_modules(graph: fx.Graph) -> None:
         node.meta["key"] = f"{key}#{seen[key]}"
 
 
-_NO_GRADIENT = ("aten::detach", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros")
-
-
-def mark_differentiable(graph: fx.Graph, placeholders: set[str]) -> None:
-    """Sets ``meta["differentiable"]``: whether a node's value depends, differentiably, on one of ``placeholders``."""
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            node.meta["differentiable"] = node.name in placeholders
-            continue
-        value = node.meta.get("val")
-        floating = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
-        stops = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NO_GRADIENT
-        node.meta["differentiable"] = (
-            floating and not stops and any(a.meta.get("differentiable") for a in node.all_input_nodes)
-        )
-
-
-def _differentiated(results: Any, first: int) -> list[int]:
-    """The indices, from ``first`` on, of the scalars that depend differentiably on what is trained."""
-    return [i for i, n in enumerate(results) if i >= first and n.meta["differentiable"] and n.meta["val"].ndim == 0]
-
-
-def _scalars(graph: fx.Graph, first: int, detach_others: bool) -> list[int]:
-    """The indices of the scalar outputs that are differentiated; detaches new values of buffers, and, where there is
-    such a scalar and ``detach_others``, the other outputs."""
-    output = graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
-    scalars = _differentiated(results, first)
-    for i, node in enumerate(results):
-        if node.meta["differentiable"] and (i < first or (detach_others and scalars and i not in scalars)):
-            with graph.inserting_before(output):
-                detached = graph.call_function(torch.ops.aten.detach.default, (node,))
-            detached.meta = {**node.meta, "differentiable": False, "key": f"{node.meta['key']}/output"}
-            results[i] = detached
-    output.args = (tuple(results),)
-    return scalars
-
-
-def mark_backward(graph: fx.Graph) -> None:
-    """Sets ``meta["backward"]``: whether a gradient flows through the node when the outputs are differentiated."""
-    reached: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "output" or node in reached:
-            reached.update(n for n in node.all_input_nodes if n.meta.get("differentiable"))
-        node.meta["backward"] = node in reached
-
-
 def set_device(graph: fx.Graph, device: torch.device) -> None:
     """Rewrites the device that the traced program creates tensors on."""
     for node in graph.nodes:
@@ -546,7 +504,4 @@ def set_device(graph: fx.Graph, device: torch.device) -> None:
             node.kwargs = {**node.kwargs, "device": device}
 
 
-__all__ = [
-    "CaptureError", "Captured", "InputSpec", "capture", "describe_inputs", "is_tensor", "mark_backward",
-    "mark_differentiable", "set_device", "tensor_operands",
-]  # fmt: skip
+__all__ = ["CaptureError", "Captured", "InputSpec", "capture", "describe_inputs", "set_device"]

@@ -1,0 +1,80 @@
+"""Where gradients flow, and which outputs are detached."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoparallel.passes.mark_gradients import (
+    detach_outputs,
+    differentiated_scalars,
+    mark_backward,
+    mark_differentiable,
+)
+
+aten = torch.ops.aten
+
+
+def _graph() -> fx.Graph:
+    """The outputs are the new value of a buffer, the loss, what lies beside it, and a number without a gradient."""
+    graph = fx.Graph()
+    w, x = graph.placeholder("w"), graph.placeholder("x")
+    product = graph.call_function(aten.mul.Tensor, (x, w))
+    loss = graph.call_function(aten.sum.default, (product,))
+    copy = graph.call_function(aten.detach.default, (product,))
+    count = graph.call_function(aten.sum.default, (copy,))
+    graph.output((product, loss, product, count))
+    for node in graph.nodes:
+        scalar = node in (loss, count)
+        node.meta.update(val=torch.zeros(() if scalar else (3,)), key=node.name)
+    return graph
+
+
+def _text(graph: fx.Graph) -> list[str]:
+    return [f"{n.name}({', '.join(map(str, n.args))})" for n in graph.nodes if n.op == "call_function"] + [
+        str(graph.output_node().args[0])
+    ]
+
+
+def test_gradients_flow_from_what_is_trained_to_what_is_differentiated() -> None:
+    graph = _graph()
+    mark_differentiable(graph, {"w"})
+    mark_backward(graph)
+    marks = {n.name: (n.meta["differentiable"], n.meta["backward"]) for n in graph.nodes if n.op != "output"}
+    assert marks == {
+        "w": (True, True),
+        "x": (False, False),
+        "mul_tensor": (True, True),
+        "sum_default": (True, True),
+        "detach_default": (False, False),
+        "sum_default_1": (False, False),
+    }
+    assert differentiated_scalars(graph.output_node().args[0], 1) == [1]
+
+
+def test_new_values_of_buffers_and_what_lies_beside_a_loss_are_detached() -> None:
+    graph = _graph()
+    before = [
+        "mul_tensor(x, w)",
+        "sum_default(mul_tensor)",
+        "detach_default(mul_tensor)",
+        "sum_default_1(detach_default)",
+    ]
+    assert _text(graph) == [*before, "(mul_tensor, sum_default, mul_tensor, sum_default_1)"]
+    mark_differentiable(graph, {"w"})
+    assert detach_outputs(graph, 1, detach_others=True) == [1]
+    assert _text(graph) == [
+        *before,
+        "detach_default_1(mul_tensor)",
+        "detach_default_2(mul_tensor)",
+        "(detach_default_1, sum_default, detach_default_2, sum_default_1)",
+    ]
+
+
+def test_without_a_loss_outputs_stay_differentiable() -> None:
+    graph = _graph()
+    mark_differentiable(graph, {"w"})
+    product, _, _, count = graph.output_node().args[0]  # type: ignore[misc]
+    graph.output_node().args = ((product, product, count),)
+    assert detach_outputs(graph, 1, detach_others=True) == []
+    assert str(graph.output_node().args[0]) == "(detach_default_1, mul_tensor, sum_default_1)"
