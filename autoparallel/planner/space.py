@@ -13,7 +13,6 @@ backward, between what one side makes and the other needs.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,9 @@ from torch import fx
 from autoparallel import ops
 from autoparallel.capture import Captured
 from autoparallel.passes.insert_collectives import call_modes, operand_fits
-from autoparallel.placements import Invariant, Layout, Shard, divides, parse_layout, reaches_all
+from autoparallel.placements import Invariant, Layout, Shard, parse_layout
 from autoparallel.plan import ParameterPlan, PlanError
+from autoparallel.planner.at_rest import every_layout, layouts_at_rest
 from autoparallel.planner.cost import bytes_kept, update_seconds
 from autoparallel.planner.elimination import Factor
 from autoparallel.planner.experts import Experts, find_experts
@@ -294,10 +294,6 @@ class SearchSpace:
         """Whether an operator can read an operand of this shape that lies so."""
         return operand_fits(node, shape, self.size.shape(node), layout, self.axis_sizes)
 
-    def _divides(self, shape: tuple[int, ...], layout: Layout) -> bool:
-        sizes = self.axis_sizes
-        return divides(shape, layout, sizes) and reaches_all(shape, layout, sizes)
-
     def _allowed(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:
         """Whether a preset permits this mode: data axes cut the batch wherever there is one, tensor axes never do."""
 
@@ -342,10 +338,16 @@ class SearchSpace:
             gathers = [plan.gather]
         else:
             fills = [user for user in node.users if user.target is ops.pad_rows]
-            if node in self.pins:
-                layouts = self._pinned_layouts(node, shape)
+            if node in self.pins:  # whatever the preset permits
+                layouts = self.pins.layouts(node, every_layout(shape, self.axis_sizes))
             else:
-                layouts = self._layouts_at_rest(shape, self.experts.parameters.get(node), fills)
+                layouts = layouts_at_rest(
+                    shape,
+                    self.axis_sizes,
+                    self.constraints,
+                    experts=self.experts.parameters.get(node),
+                    readable=lambda layout: any(self._can_read(fill, shape, layout) for fill in fills),
+                )
             gathers = ["per_step", "per_use"]
             if self.constraints.gather_per_use and node not in self.pins:
                 gathers = ["per_use"]
@@ -358,51 +360,6 @@ class SearchSpace:
             for gather in gathers if sharded else ["per_step"]:
                 options.append(Option((), (), layout, update, float(kept), gather))
         return options
-
-    def _pinned_layouts(self, node: fx.Node, shape: tuple[int, ...]) -> list[Layout]:
-        """The layouts that a user's pins leave, whatever the preset permits."""
-        choices = [Invariant, *(Shard(d) for d in range(len(shape)))]
-        offered = [
-            x for x in itertools.product(choices, repeat=len(self.axis_sizes)) if reaches_all(shape, x, self.axis_sizes)
-        ]
-        return self.pins.layouts(node, offered)
-
-    def _layouts_at_rest(
-        self, shape: tuple[int, ...], experts: int | None = None, fills: Sequence[fx.Node] = ()
-    ) -> list[Layout]:
-        """The layouts that the preset permits.
-
-        Args:
-            experts: the dim of the experts, where a parameter stacks them.
-            fills: the operators that fill the parameter up.
-        """
-        choices = [Invariant, *(Shard(d) for d in range(len(shape)))]
-        layouts = [
-            c for c in itertools.product(choices, repeat=len(self.axis_sizes)) if reaches_all(shape, c, self.axis_sizes)
-        ]
-        needed = self._without_needless_padding(shape, layouts)
-        layouts = [x for x in layouts if x in needed or any(self._can_read(fill, shape, x) for fill in fills)]
-        data = self.constraints.data
-        if experts is not None:
-            layouts = [x for x in layouts if all(x[a] == Shard(experts) for a in self.constraints.expert)]
-            data = data - self.constraints.expert
-        if data:
-            rest = self.constraints.sharded_at_rest & data
-            layouts = [x for x in layouts if all(x[a].kind == "I" for a in data - rest)]
-            if rest:
-                most = max(sum(x[a].kind == "S" for a in rest) for x in layouts)
-                layouts = [x for x in layouts if sum(x[a].kind == "S" for a in rest) == most]
-        return layouts
-
-    def _without_needless_padding(self, shape: tuple[int, ...], layouts: Sequence[Layout]) -> list[Layout]:
-        """Of the uneven layouts over the same axes only the smallest, and none where an even one is over these axes.
-
-        Only ``pad_rows`` reads an uneven layout; else all that one is good for is what it does not keep.
-        """
-        best: dict[tuple[bool, ...], Layout] = {}
-        for layout in sorted(layouts, key=lambda x: local_numel(shape, x, self.axis_sizes)):
-            best.setdefault(tuple(p.kind == "S" for p in layout), layout)
-        return [x for x in layouts if self._divides(shape, x) or x in best.values()]
 
     # -- prices between variables -----------------------------------------------------------------------------------
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 
 from autoparallel.placements import divides, format_layout, largest_piece, parse_layout
+from autoparallel.planner.at_rest import layouts_at_rest
 from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.space import SearchSpace
 
 NAMES = ("dp", "tp", "ep")
 
 
 def _offered(shape: tuple[int, ...], mesh: tuple[int, ...], preset: str = "auto") -> list[str]:
-    space = SearchSpace.__new__(SearchSpace)  # its layouts at rest depend on these two alone
-    space.axis_sizes = mesh
-    space.constraints = constraints_for(preset, NAMES[: len(mesh)])
-    return [format_layout(x) for x in space._layouts_at_rest(shape)]
+    constraints = constraints_for(preset, NAMES[: len(mesh)])
+    return [format_layout(x) for x in layouts_at_rest(shape, mesh, constraints)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""The layouts that a parameter may have between steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from autoparallel.placements import Invariant, Layout, Shard, divides, reaches_all
+from autoparallel.planner.presets import Constraints
+from autoparallel.redistribution import local_numel
+
+
+def every_layout(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> list[Layout]:
+    """All layouts that give every rank a part."""
+    choices = [Invariant, *(Shard(d) for d in range(len(shape)))]
+    layouts = itertools.product(choices, repeat=len(axis_sizes))
+    return [layout for layout in layouts if reaches_all(shape, layout, axis_sizes)]
+
+
+def layouts_at_rest(
+    shape: tuple[int, ...],
+    axis_sizes: Sequence[int],
+    constraints: Constraints,
+    *,
+    experts: int | None = None,
+    readable: Callable[[Layout], bool] = lambda layout: False,
+) -> list[Layout]:
+    """The layouts worth having that a preset permits.
+
+    Args:
+        experts: the dim of the experts, where the parameter stacks them.
+        readable: whether an operator reads an uneven layout as it is.
+    """
+    every = every_layout(shape, axis_sizes)
+    needed = _without_needless_padding(shape, every, axis_sizes)
+    return _permitted([x for x in every if x in needed or readable(x)], constraints, experts)
+
+
+def _without_needless_padding(
+    shape: tuple[int, ...], layouts: Sequence[Layout], axis_sizes: Sequence[int]
+) -> list[Layout]:
+    """Of the uneven layouts over the same axes only the smallest, and none where an even one is over these axes.
+
+    Only ``pad_rows`` reads an uneven layout; else all that one is good for is what it does not keep.
+    """
+    best: dict[tuple[bool, ...], Layout] = {}
+    for layout in sorted(layouts, key=lambda x: local_numel(shape, x, axis_sizes)):
+        best.setdefault(tuple(p.kind == "S" for p in layout), layout)
+    return [layout for layout in layouts if divides(shape, layout, axis_sizes) or layout in best.values()]
+
+
+def _permitted(layouts: Sequence[Layout], constraints: Constraints, experts: int | None) -> list[Layout]:
+    left = list(layouts)
+    data = constraints.data
+    if experts is not None:
+        left = [x for x in left if all(x[a] == Shard(experts) for a in constraints.expert)]
+        data = data - constraints.expert
+    if data:
+        rest = constraints.sharded_at_rest & data
+        left = [x for x in left if all(x[a].kind == "I" for a in data - rest)]
+        if rest:
+            most = max(sum(x[a].kind == "S" for a in rest) for x in left)
+            left = [x for x in left if sum(x[a].kind == "S" for a in rest) == most]
+    return left
+
+
+__all__ = ["every_layout", "layouts_at_rest"]
