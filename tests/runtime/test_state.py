@@ -374,19 +374,19 @@ class _CountCaptures:
     """Counts captures; those are what one trace per kind of call is about."""
 
     def __enter__(self) -> list[int]:
-        from autoparallel import api
+        from autoparallel import planning
 
-        self.api, self.saved, self.count = api, api.capture, [0]
+        self.module, self.saved, self.count = planning, planning.capture, [0]
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.count[0] += 1
             return self.saved(*args, **kwargs)
 
-        api.capture = counted
+        planning.capture = counted
         return self.count
 
     def __exit__(self, *_: object) -> None:
-        self.api.capture = self.saved
+        self.module.capture = self.saved
 
 
 def _batches(plan: str) -> dict[str, Any]:
