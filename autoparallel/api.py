@@ -274,12 +274,12 @@ class _Compiler:
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         plan = self.request.plan
-        if isinstance(plan, Plan) and at_rest is None:
-            plan.require_fits(captured.graph, self.request.axes, captured.parameters)
-            return plan
-        return Plan.from_json(
-            self.agreement.from_first(lambda: self.planner.search(captured, call, at_rest).to_json())
-        )
+        if not isinstance(plan, Plan) or at_rest is not None:
+            plan = Plan.from_json(
+                self.agreement.from_first(lambda: self.planner.search(captured, call, at_rest).to_json())
+            )
+        self.planner.prepare(captured, plan)
+        return plan
 
     def _resting(self, plan: Plan) -> dict[str, ParameterPlan]:
         """How every parameter lies from now on; whole, where the plan does not meet it."""

@@ -11,7 +11,7 @@ import copy
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from autoparallel.passes.mark_gradients import (
     mark_backward,
     mark_differentiable,
 )
-from autoparallel.passes.pad_vocabulary import pad_vocabulary
+from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
 from autoparallel.repetition import NotAlike, Run, fill_up, find_runs, leave_out
 from autoparallel.rules import operator_name
@@ -60,7 +60,6 @@ class Captured:
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
         weight: what the loss weighs among the microbatches of a step; None where there is no loss.
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
-        padded: the parameters that are used with rows of padding (see ``passes.pad_vocabulary``).
     """
 
     module: fx.GraphModule
@@ -75,7 +74,6 @@ class Captured:
     actual: dict[sympy.Symbol, int] = field(default_factory=dict)
     weight: LossWeight | None = None
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    padded: list[str] = field(default_factory=list)
 
     @property
     def graph(self) -> fx.Graph:
@@ -191,8 +189,6 @@ def capture(
     symbolic: bool = True,
     detach_beside_loss: bool = True,
     precision: MixedPrecisionPolicy | None = None,
-    vocabulary_shards: int = 1,
-    padded: Collection[str] | None = None,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
@@ -205,8 +201,6 @@ def capture(
         training: captures in this mode instead of the model's own.
         symbolic: leaves the batch size open.
         detach_beside_loss: where there is a scalar loss, detaches the other outputs.
-        vocabulary_shards: into how many pieces a vocabulary is to be cut; one that does not divide is padded.
-        padded: the parameters to pad for that, found in another trace; None finds them.
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
 
     Raises:
@@ -258,11 +252,9 @@ def capture(
         leave_out(wrapper, runs)
         program = _export(wrapper, (args, kwargs), shapes, model)
         counted = wrapper.found.counted
-        captured = _describe(program, model, owners, specs, detach_beside_loss, counted, vocabulary_shards, padded)
+        captured = _describe(program, model, owners, specs, detach_beside_loss, counted)
         for run in runs:
             inner = replace(run, path=run.path.removeprefix("model."))
-            if any(name.startswith(f"{inner.path}.") for name in captured.padded):
-                raise NotAlike(f"parameters of {inner.path} are padded")
             fill_up(captured.graph, inner, captured.parameters, captured.buffers)
         if runs:
             captured.graph.lint()
@@ -328,8 +320,6 @@ def _describe(
     specs: Sequence[InputSpec | Any],
     detach_beside_loss: bool,
     counted: bool,
-    vocabulary_shards: int,
-    padded: Collection[str] | None,
 ) -> Captured:
     module = fx.GraphModule(torch.nn.Module(), program.graph)
     graph = module.graph
@@ -386,7 +376,6 @@ def _describe(
     output = graph.output_node()
     output.args = (tuple(results),)
     canonicalize_operators(module)
-    found = pad_vocabulary(module, parameters, vocabulary_shards, padded)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     differentiable = {node for node, name in parameters.items() if name in trainable}
     differentiable |= {
@@ -394,7 +383,7 @@ def _describe(
     }
     mark_differentiable(graph, differentiable)
     weight = _weigh(module, len(mutated), counted)
-    _name_modules(graph)
+    name_nodes(graph)
     scalars = detach_outputs(graph, len(mutated), detach_beside_loss)
     mark_backward(graph)
     graph.lint()
@@ -408,7 +397,7 @@ def _describe(
     module.recompile()
     return Captured(
         module, parameters, buffers, constants, inputs, mutated, outputs, program.call_spec.out_spec, scalars, actual,
-        weight, padded=found,
+        weight,
     )  # fmt: skip
 
 
@@ -480,21 +469,6 @@ def _require_deterministic(graph: fx.Graph) -> None:
 def _is_random(target: torch._ops.OpOverload) -> bool:
     name = target._schema.name
     return any(word in name for word in ("rand", "bernoulli", "normal", "multinomial", "dropout", "uniform", "rrelu"))
-
-
-def _name_modules(graph: fx.Graph) -> None:
-    """Gives every node the key that plans use: module path, operator, occurrence."""
-    seen: dict[str, int] = {}
-    for node in graph.nodes:
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = ""
-        if stack and isinstance(stack[-1], tuple) and not str(stack[-1][0]).startswith("_empty"):
-            path = str(stack[-1][0]).removeprefix("model").removeprefix(".")
-        node.meta["module"] = path
-        name = node.name if node.op in ("placeholder", "output") else operator_name(node.target)
-        key = f"{path}/{name}"
-        seen[key] = seen.get(key, -1) + 1
-        node.meta["key"] = f"{key}#{seen[key]}"
 
 
 def set_device(graph: fx.Graph, device: torch.device) -> None:

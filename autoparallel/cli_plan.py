@@ -192,7 +192,7 @@ def compare(
     Raises:
         CaptureError: when the model cannot be captured.
     """
-    graphs: dict[Any, tuple[Captured, list[str] | None]] = {}
+    captured: Captured | None = None
     entries: list[Entry] = []
     work: Workload | None = None
     for name in [request.origin, *presets]:
@@ -200,12 +200,10 @@ def compare(
         # Presets are compared as they are: without pins, and without a limit that would change them.
         asked = request if chosen else replace(request, plan=name, pins=Pins(), memory_limit=None)
         planner = Planner(source.model, asked)
-        shards = tuple(request.sizes[axis] for axis in asked.constraints().tensor)
-        if shards not in graphs:
+        if captured is None:
             with phase(name, "trace"):
-                graphs[shards] = planner.capture(call), planner.padded
-        captured, planner.padded = graphs[shards]
-        work = work or workload_of(captured, call)
+                captured = planner.capture(call)
+            work = workload_of(captured, call)
         try:
             with _phases(phase, name) as told:
                 made = draft_captured(planner, copy_captured(captured), call, told)

@@ -55,11 +55,13 @@ class ParameterPlan:
         reduce: of several microbatches, ``"per_step"`` reduces the sum of their gradients, ``"per_microbatch"`` each
             gradient, so that the sum lies as the parameter does, and ``"across_replicas_per_step"`` each over the
             axes that shard the parameter and the sum across the others.
+        rows: a vocabulary's with padding, where it is used so (see ``passes.pad_vocabulary``); None for its own.
     """
 
     at_rest: str
     gather: str = "per_step"
     reduce: str = "per_step"
+    rows: int | None = None
 
     def require_valid(self, name: str, axes: int) -> None:
         """Raises PlanError for what no parameter can be; ``axes`` is the number of mesh axes."""
@@ -72,6 +74,8 @@ class ParameterPlan:
             raise PlanError(f"{name} cannot be gathered {self.gather!r}: expected one of {', '.join(GATHERS)}")
         if self.reduce not in REDUCTIONS:
             raise PlanError(f"{name} cannot be reduced {self.reduce!r}: expected one of {', '.join(REDUCTIONS)}")
+        if self.rows is not None and not (isinstance(self.rows, int) and self.rows > 0):
+            raise PlanError(f"{name} cannot be used with {self.rows!r} rows: expected their number, or null")
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,11 @@ class Plan:
     def at_rest(self, parameter: str) -> Layout:
         """A parameter's layout between steps."""
         return parse_layout(self.parameters[parameter].at_rest)
+
+    @property
+    def padded(self) -> dict[str, int]:
+        """The parameters that are used with rows of padding, and with how many rows in all."""
+        return padded_rows(self.parameters)
 
     def with_prediction(self, prediction: Prediction) -> Plan:
         """The same plan with its predicted traffic, time and memory."""
@@ -323,6 +332,11 @@ def _number(value: object) -> float | None:
 def is_planned(node: fx.Node) -> bool:
     """Whether a call makes or reads a tensor, so that a plan says how it runs."""
     return node.op == "call_function" and (is_tensor(node) or bool(tensor_operands(node)))
+
+
+def padded_rows(parameters: Mapping[str, ParameterPlan]) -> dict[str, int]:
+    """The parameters that are used with rows of padding, and with how many rows in all."""
+    return {name: p.rows for name, p in parameters.items() if p.rows is not None}
 
 
 def fingerprint(graph: fx.Graph) -> str:

@@ -18,7 +18,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
-from autoparallel.plan import ParameterPlan, Plan, PlanError
+from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
+from autoparallel.plan import ParameterPlan, Plan, PlanError, padded_rows
 from autoparallel.planner.accumulation import choose_reductions, with_reductions
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.pins import Pins
@@ -102,7 +103,6 @@ class Planner:
         self.model, self.request = model, request
         sizes, profile = request.sizes, request.profile
         self.redistributor = Redistributor(sizes, partial(profile.step_seconds, sizes))
-        self.padded: list[str] | None = None  # the same for all kinds: found in the first trace, which trains
         # With a limit, when gradients are reduced is chosen on the first program that trains, for all kinds.
         self.reductions: Mapping[str, str] | None = None
         if isinstance(request.plan, Plan):
@@ -113,7 +113,7 @@ class Planner:
     def capture(self, call: Call, training: bool | None = None) -> Captured:
         """The forward graph of a call."""
         request = self.request
-        captured = capture(
+        return capture(
             self.model,
             call.specs,
             call.in_spec,
@@ -122,11 +122,7 @@ class Planner:
             batch=call.batch,
             training=training,
             precision=request.precision,
-            vocabulary_shards=math.prod(request.sizes[axis] for axis in request.constraints().tensor),
-            padded=self.padded,
         )
-        self.padded = captured.padded if self.padded is None else self.padded
-        return captured
 
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
         """The plan that the search chooses.
@@ -154,7 +150,9 @@ class Planner:
             except ValueError as error:
                 free = error if preset == "auto" else free
                 continue
-            prediction = predict(self.build(copy_captured(captured), plan, call, "mesh0"), plan, request.profile)
+            graph = copy_captured(captured)
+            self.prepare(graph, plan)
+            prediction = predict(self.build(graph, plan, call, "mesh0"), plan, request.profile)
             fits = preset == "auto" or limit is None or prediction.total_memory <= limit
             if fits and (best is None or prediction.seconds() < best[0]):
                 best = prediction.seconds(), replace(plan, origin="auto")
@@ -162,6 +160,33 @@ class Planner:
             assert free is not None
             raise free
         return best[1]
+
+    def prepare(self, captured: Captured, plan: Plan) -> None:
+        """Rewrites a captured graph into the one that the plan is about, once.
+
+        Raises:
+            PlanError: when the plan does not fit it.
+        """
+        pad_vocabulary(captured.module, captured.parameters, plan.padded)
+        plan.require_fits(captured.graph, self.request.axes, captured.parameters)
+
+    def _paddings(
+        self, captured: Captured, constraints: Constraints, at_rest: Mapping[str, ParameterPlan] | None
+    ) -> list[dict[str, int]]:
+        """With how many rows vocabularies may be used: how they lie already, as a preset has them, or either way."""
+        kept = self.request.pins.kept
+        if at_rest is not None or kept is not None:
+            return [padded_rows(at_rest if at_rest is not None else kept.parameters)]  # type: ignore[union-attr]
+        sizes, graph = self.request.sizes, captured.graph
+        if constraints.tensor or constraints.data:
+            shards = math.prod(sizes[axis] for axis in constraints.tensor)
+            return [find_vocabularies(graph, captured.parameters, shards)]
+        # Worth a search of its own where there is an axis that could not shard a vocabulary otherwise.
+        alone: dict[str, int] = {}
+        for size in set(sizes):
+            alone |= find_vocabularies(graph, captured.parameters, size)
+        together = find_vocabularies(graph, captured.parameters, math.prod(sizes))
+        return [{}, {**alone, **{name: together[name] for name in alone if name in together}}] if alone else [{}]
 
     def _search(
         self,
@@ -171,8 +196,36 @@ class Planner:
         at_rest: Mapping[str, ParameterPlan] | None,
         limit: float | None,
     ) -> Plan:
+        constraints = replace(self.request, plan=origin).constraints()
+        best: Plan | None = None
+        failed: PlanError | None = None
+        for padded in self._paddings(captured, constraints, at_rest):
+            graph = copy_captured(captured) if padded else captured
+            pad_vocabulary(graph.module, graph.parameters, padded)
+            try:
+                plan = self._search_graph(graph, call, origin, constraints, at_rest, limit)
+            except PlanError as error:
+                failed = failed or error
+                continue
+            rows = {name: replace(p, rows=padded.get(name)) for name, p in plan.parameters.items()}
+            plan = replace(plan, parameters=rows)
+            if best is None or plan.cost < best.cost:  # type: ignore[operator]
+                best = plan
+        if best is None:
+            assert failed is not None
+            raise failed
+        return best
+
+    def _search_graph(
+        self,
+        captured: Captured,
+        call: Call,
+        origin: str,
+        constraints: Constraints,
+        at_rest: Mapping[str, ParameterPlan] | None,
+        limit: float | None,
+    ) -> Plan:
         request = self.request
-        constraints = replace(request, plan=origin).constraints()
         if constraints.data and not captured.actual and any(isinstance(s, InputSpec) for s in call.specs):
             raise PlanError(
                 f"the plan {origin!r} shards the batch, but the model fixes the batch size at {call.batch}: "
@@ -291,9 +344,9 @@ def draft_captured(planner: Planner, captured: Captured, call: Call, told: Told 
     told("search")
     requested = planner.request.plan
     if isinstance(requested, Plan):
-        requested.require_fits(captured.graph, planner.request.axes, captured.parameters)
         plan = requested
     else:
         plan = planner.search(captured, call)
+    planner.prepare(captured, plan)
     told("predict")
     return Draft(*planner.finish(captured, plan, call, "mesh0"))

@@ -19,7 +19,7 @@ class Emitter:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
-        new.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        new.meta = {k: v for k, v in self.node.meta.items() if k in ("module", "nn_module_stack", "stack_trace")}
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         mode = next((v.fake_mode for v in fake_tensors((values, named))), None) or self.node.meta["mode"]
         with mode, torch.no_grad():

@@ -22,13 +22,25 @@ def mark_differentiable(graph: fx.Graph, placeholders: set[str]) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta["differentiable"] = node.name in placeholders
-            continue
-        value = node.meta.get("val")
-        floating = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
-        stops = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NO_GRADIENT
-        node.meta["differentiable"] = (
-            floating and not stops and any(a.meta.get("differentiable") for a in node.all_input_nodes)
-        )
+        else:
+            _mark(node)
+
+
+def mark_new(graph: fx.Graph) -> None:
+    """Marks the nodes that a rewrite has put into a marked graph."""
+    for node in graph.nodes:
+        if "differentiable" not in node.meta:
+            _mark(node)
+    mark_backward(graph)
+
+
+def _mark(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    floating = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
+    stops = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NO_GRADIENT
+    node.meta["differentiable"] = (
+        floating and not stops and any(a.meta.get("differentiable") for a in node.all_input_nodes)
+    )
 
 
 def differentiated_scalars(results: Any, first: int) -> list[int]:
@@ -61,4 +73,4 @@ def mark_backward(graph: fx.Graph) -> None:
         node.meta["backward"] = node in reached
 
 
-__all__ = ["detach_outputs", "differentiated_scalars", "mark_backward", "mark_differentiable"]
+__all__ = ["detach_outputs", "differentiated_scalars", "mark_backward", "mark_differentiable", "mark_new"]

@@ -18,7 +18,7 @@ After:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from torch import fx
 
 from autoparallel import ops
 from autoparallel.passes.emitter import Emitter
+from autoparallel.passes.mark_gradients import mark_new
+from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.rules.calls import arguments, shape_of
 
 aten = torch.ops.aten
@@ -36,39 +38,56 @@ MOST_PADDING = 1 / 4
 _SAME = (aten._to_copy.default, aten.clone.default, aten.alias.default)
 
 
-def pad_vocabulary(
-    module: fx.GraphModule, parameters: Mapping[str, str], shards: int, known: Collection[str] | None = None
-) -> list[str]:
-    """Rewrites the graph of ``module`` in place and returns the names of the parameters that were padded.
+def find_vocabularies(graph: fx.Graph, parameters: Mapping[str, str], shards: int) -> dict[str, int]:
+    """The parameters that must be padded to be cut into ``shards`` along their vocabulary, with their padded rows.
 
     Args:
         parameters: placeholder name to parameter name.
-        shards: how many pieces a vocabulary is to be cut into.
-        known: the parameters to pad, found in another trace of the model; None finds them in this one.
     """
-    graph = module.graph
-    padded: list[str] = []
-    for node in list(graph.nodes):
+    found: dict[str, int] = {}
+    for node in graph.nodes:
         if node.op != "placeholder" or node.name not in parameters or len(shape_of(node)) != 2:
             continue
         rows = shape_of(node)[0]
         more = -rows % shards
-        if not more or rows < shards or more > MOST_PADDING * rows:
-            continue
-        if known is not None and parameters[node.name] not in known:
-            continue
-        tables = [u for u in node.users if u.target is aten.embedding.default and u.args[0] is node]
-        tables = [u for u in tables if not arguments(u)["scale_grad_by_freq"]]
-        heads = [u for u in node.users if u.target is aten.linear.default and u.args[1] is node]
-        heads = [u for u in heads if known is not None or _is_head(u, rows)]
-        if tables or heads:
-            _Padding(graph, rows, rows + more).rewrite(node, tables, heads)
-            padded.append(parameters[node.name])
-    if padded:
+        if more and rows >= shards and more <= MOST_PADDING * rows:
+            tables, heads = _readers(node)
+            if tables or any(_is_head(head, rows) for head in heads):
+                found[parameters[node.name]] = rows + more
+    return found
+
+
+def pad_vocabulary(module: fx.GraphModule, parameters: Mapping[str, str], padded: Mapping[str, int]) -> None:
+    """Rewrites the graph of ``module`` in place; one that is padded already is left as it is.
+
+    Args:
+        parameters: placeholder name to parameter name.
+        padded: parameter name to its rows with padding, as :func:`find_vocabularies` found them in this trace of the
+            model or in another.
+    """
+    graph = module.graph
+    changed = False
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and parameters.get(node.name) in padded:
+            tables, heads = _readers(node)
+            own, rows = shape_of(node)[0], padded[parameters[node.name]]
+            if (tables or heads) and rows > own:
+                _Padding(graph, own, rows).rewrite(node, tables, heads)
+                changed = True
+    if changed:
         graph.eliminate_dead_code()
+        name_nodes(graph)
+        mark_new(graph)
         graph.lint()
         module.recompile()
-    return padded
+
+
+def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The look-ups and the linear layers that read a parameter and can read it padded."""
+    tables = [u for u in weight.users if u.target is aten.embedding.default and u.args[0] is weight]
+    tables = [u for u in tables if not arguments(u)["scale_grad_by_freq"]]
+    heads = [u for u in weight.users if u.target is aten.linear.default and u.args[1] is weight]
+    return tables, heads
 
 
 def _is_head(node: fx.Node, rows: int) -> bool:
@@ -150,4 +169,4 @@ class _Padding:
         self.graph.erase_node(old)
 
 
-__all__ = ["pad_vocabulary"]
+__all__ = ["find_vocabularies", "pad_vocabulary"]

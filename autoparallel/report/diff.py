@@ -42,6 +42,8 @@ def _parameters(plan: Plan) -> dict[str, str]:
             words += f", gathered {parameter.gather.replace('_', ' ')}"
         if parameter.reduce != "per_step":
             words += f", reduced {parameter.reduce.replace('_', ' ')}"
+        if parameter.rows is not None:
+            words += f", padded to {parameter.rows} rows in use"
         found[name] = words
     return found
 

@@ -70,10 +70,11 @@ def describe_modes(modes: Sequence[str], axes: Sequence[str]) -> str:
     return ", ".join(f"{what} over {'+'.join(names)}" for what, names in over.items()) or "whole"
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
+def _shape(shape: tuple[int, ...] | None, rows: int | None = None) -> str:
     if shape is None:
         return ""
-    return f"[{', '.join(map(str, shape))}]" if shape else "scalar"
+    sizes = [f"{n} as {rows}" if rows is not None and i == 0 else str(n) for i, n in enumerate(shape)]
+    return f"[{', '.join(sizes)}]" if shape else "scalar"
 
 
 # ------------------------------------------------------------------------------------------------------------ folding
@@ -145,7 +146,7 @@ _Cells = tuple[str, ...]
 
 def _parameter_cells(p: ParameterRow, axes: Sequence[str]) -> _Cells:
     uses = "; ".join(dict.fromkeys(describe_layout(use, axes) for use in p.uses))
-    name = f"{p.name} {_shape(p.shape)}".strip() + ("" if p.trainable else " (frozen)")
+    name = f"{p.name} {_shape(p.shape, p.rows)}".strip() + ("" if p.trainable else " (frozen)")
     return name, describe_layout(p.at_rest, axes), uses, p.gather.replace("_", " ")
 
 
@@ -156,7 +157,7 @@ def _rows_of(plan: Plan) -> list[ModuleRow]:
         path, _, own = name.rpartition(".")
         layout = plan.at_rest(name)
         gather = parameter.gather if any(p.kind == "S" for p in layout) else ""
-        found.setdefault(path, []).append(ParameterRow(own, None, layout, (), gather, True))
+        found.setdefault(path, []).append(ParameterRow(own, None, layout, (), gather, True, parameter.rows))
     return [ModuleRow(path, tuple(rows)) for path, rows in found.items()]
 
 

@@ -34,6 +34,7 @@ class ParameterRow:
         uses: the layouts it is used in; empty where they are not known.
         gather: when it is gathered; empty where it is used as it lies.
         trainable: whether it gets a gradient.
+        rows: with how many rows it is used, where some of them are padding.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ParameterRow:
     uses: tuple[Layout, ...]
     gather: str
     trainable: bool
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:
         path, _, own = name.rpartition(".")
         gather = plan.parameters[name].gather if chain.gathered else ""
         parameters.setdefault(path, []).append(
-            ParameterRow(own, chain.shape, chain.at_rest, chain.uses, gather, chain.trainable)
+            ParameterRow(own, chain.shape, chain.at_rest, chain.uses, gather, chain.trainable, plan.padded.get(name))
         )
     last: dict[str, fx.Node] = {}
     for node in program.body.graph.nodes:

@@ -106,12 +106,13 @@ def predicted(plan: Plan, reasons: Reasons, pins: Pins) -> Plan | None:
     known = reasons.planner.request
     kept = replace(known.pins, excluded=pins.excluded)
     planner = Planner(reasons.planner.model, replace(known, plan=plan.origin, pins=kept))
-    planner.padded, planner.reductions = reasons.planner.padded, {}
+    planner.reductions = {}
     captured = planner.capture(reasons.call, training=True)
     try:
         best = planner.search(captured, reasons.call)
     except PlanError:
         return None
+    planner.prepare(captured, best)
     return planner.finish(captured, best, reasons.call, "mesh0")[0]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
+from autoparallel import Plan
 from tests.distributed import run_distributed
 from tests.runtime.support import off
 
@@ -47,12 +48,12 @@ def batch(step: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     return ids, target
 
 
-def _train(vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, folder: str) -> dict[str, Any]:
+def _train(vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, plan: str, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = LanguageModel(vocabulary, tied).double()
     axes = ("tp",) if len(shape) == 1 else ("dp", "tp")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=loss_fn, plan="tensor_parallel")
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=loss_fn, plan=plan)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
     worst, bit = 0.0, True
 
@@ -87,6 +88,9 @@ def _train(vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, folder
     dcp.load(saved, checkpoint_id=folder)
     for name, value in plain.state_dict().items():
         compare(saved[name], value)
+    decided = Plan.from_json(model.plan.to_json())
+    again = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=loss_fn, plan=decided)
+    compare(again(*batch(7, vocabulary)), loss_fn(plain(batch(7, vocabulary)[0]), batch(7, vocabulary)[1]))
     weight = model.head.weight
     return {
         "worst": worst,
@@ -94,6 +98,8 @@ def _train(vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, folder
         "local": tuple(weight.to_local().shape),
         "uses": sorted({str(c) for b in _program(model).buckets for c in b.chains if c.name == weight_name}),
         "unruled": dict(model.plan.unruled),
+        "rows": decided.parameters[weight_name].rows,
+        "explained": model.plan.explain(),
     }
 
 
@@ -103,22 +109,26 @@ def _program(model: Any) -> Any:
 
 
 CASES = [
-    (20011, False, (2,), 1.0),
-    (20011, True, (4,), 2.0),
-    (20011, True, (2, 2), float("inf")),
-    (50257, True, (2,), 2.0),
+    (20011, False, (2,), 1.0, "tensor_parallel"),
+    (20011, True, (4,), 2.0, "tensor_parallel"),
+    (20011, True, (2, 2), float("inf"), "tensor_parallel"),
+    (50257, True, (2,), 2.0, "auto"),
 ]
 
 
-@pytest.mark.parametrize(("vocabulary", "tied", "shape", "p"), CASES, ids=str)
-def test_parity(vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("vocabulary", "tied", "shape", "p", "plan"), CASES, ids=str)
+def test_parity(
+    vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, plan: str, tmp_path: Path
+) -> None:
     ranks = run_distributed(
-        _train, vocabulary, tied, shape, p, str(tmp_path), world_size=torch.Size(shape).numel(), timeout=250
+        _train, vocabulary, tied, shape, p, plan, str(tmp_path), world_size=torch.Size(shape).numel(), timeout=250
     )
     n = shape[-1]
     for found in ranks:
         assert found["worst"] < 1e-9 and found["bit"], found
         assert found["unruled"] == {}
+        assert found["rows"] == vocabulary + -vocabulary % n
+        assert f"[{vocabulary} as {found['rows']}, {WIDTH}]" in found["explained"]
     rows = sum(found["local"][0] for found in ranks)
     assert rows == vocabulary * len(ranks) // n, "no padding at rest"
     assert max(found["local"][0] for found in ranks) == -(-vocabulary // n), "sharded"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture import Captured, capture, describe_inputs
+from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
 from tests.passes.support import show
 
 VOCABULARY, WIDTH = 13, 4
@@ -46,7 +47,10 @@ IDS = torch.randint(0, VOCABULARY, (8, 3), generator=torch.Generator().manual_se
 def captured(model: nn.Module, *inputs: Any, shards: int, loss_fn: Any = None) -> Captured:
     leaves, spec = pytree.tree_flatten((inputs, {}))
     specs, batch = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=loss_fn, least_batch=8, batch=batch, vocabulary_shards=shards)
+    graph = capture(model, specs, spec, loss_fn=loss_fn, least_batch=8, batch=batch)
+    found = find_vocabularies(graph.graph, graph.parameters, shards)
+    pad_vocabulary(graph.module, graph.parameters, found)
+    return graph
 
 
 def text(graph: Captured) -> list[str]:
