@@ -340,6 +340,8 @@ class _StagedCompiler(_Compiler):
         prefix, redistributor = bind(self.mesh), self.planner.redistributor
         runner = attach_stages(staged, self.store, self.model, prefix, self.owners, redistributor, compiled)
         runner.scaler = self.scaler
+        if captured.scalars and self.model.training:
+            plan = self.planner.with_traffic(staged, plan, call, self.owners)
         return Kind(runner, plan)
 
     def _homes(self) -> dict[str, DeviceMesh]:

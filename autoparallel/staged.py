@@ -20,6 +20,7 @@ from autoparallel.planner.stages import StagePlanner, boundary_layout, microbatc
 from autoparallel.planning import Planner, Request
 from autoparallel.program import LocalProgram, build_program
 from autoparallel.redistribution import Redistributor
+from autoparallel.report.pipeline_traffic import pipeline_traffic
 from autoparallel.runtime.calls import Call, sizes_of
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.microbatches import batch_dim, micro_specs
@@ -91,6 +92,11 @@ class StagedPlanner(Planner):
             hoist_all=request.hoist_all,
             reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
         )
+
+    def with_traffic(self, staged: StagedProgram, plan: Plan, call: Call, owners: Mapping[str, int]) -> Plan:
+        """The plan with what its stages send in a call that is differentiated."""
+        traffic = pipeline_traffic(staged, plan, call, self.request.profile, owners, self.redistributor)
+        return replace(plan, pipeline=replace(staged.plan, traffic=traffic))
 
 
 def draft_pipeline(

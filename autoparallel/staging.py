@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from autoparallel.schedules import SCHEDULES, rank_of_stage, require_schedule, stages_of_rank
+
+if TYPE_CHECKING:
+    from autoparallel.report.pipeline_traffic import PipelineTraffic
 
 PIPELINE_AXIS = "pp"
 """The mesh axis that splits the model into stages."""
@@ -66,6 +69,7 @@ class PipelinePlan:
         cuts: the keys of the operators with which the stages but the first begin.
         stages: what each stage is predicted to cost; empty where nothing is predicted.
         seconds, bubble: of one step's schedule: how long it takes, and the share of it in which ranks wait.
+        traffic: what is sent in a step; None where the plan is not carried out yet.
     """
 
     axis: str
@@ -76,6 +80,7 @@ class PipelinePlan:
     stages: tuple[StageCost, ...] = field(default=(), compare=False)
     seconds: float = field(default=0.0, compare=False)
     bubble: float = field(default=0.0, compare=False)
+    traffic: PipelineTraffic | None = field(default=None, compare=False, repr=False)
 
     @property
     def count(self) -> int:
@@ -98,7 +103,9 @@ class PipelinePlan:
 
     def to_data(self) -> dict[str, Any]:
         """The plan as plain data for JSON."""
-        return {**asdict(self), "cuts": list(self.cuts)}
+        data = asdict(replace(self, traffic=None))
+        del data["traffic"]
+        return {**data, "cuts": list(self.cuts)}
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> PipelinePlan:

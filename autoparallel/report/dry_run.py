@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,7 @@ class DryRun:
         peak: bytes alive at the worst moment beside parameters, inputs and optimizer states, by what they are for.
         history: seconds since the begin and these bytes, whenever they changed.
         regathered: the numbers of the buckets that the backward gathers again.
+        reached: the parameters that a gradient comes back to.
     """
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
@@ -60,11 +61,17 @@ class DryRun:
     peak: dict[str, int] = field(default_factory=dict)
     history: list[tuple[float, int]] = field(default_factory=list)
     regathered: list[int] = field(default_factory=list)
+    reached: list[str] = field(default_factory=list)
 
 
-def dry_run(program: LocalProgram, plan: Plan, profile: Profile) -> DryRun:
-    """Runs the program's forward and backward, on the sizes of the call that was planned for."""
-    return _Player(program, plan, profile).play()
+def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collection[int] | None = None) -> DryRun:
+    """Runs the program's forward and backward, on the sizes of the call that was planned for.
+
+    Args:
+        roots: where the program is a stage of a pipeline, the numbers of the outputs that its backward begins with;
+            its gradients are added up then, not reduced.
+    """
+    return _Player(program, plan, profile, roots).play()
 
 
 class _MeshSizes:
@@ -98,8 +105,10 @@ Finish = Callable[[], list[torch.Tensor]]
 
 
 class _Player:
-    def __init__(self, program: LocalProgram, plan: Plan, profile: Profile) -> None:
-        self.program, self.plan, self.profile = program, plan, profile
+    def __init__(
+        self, program: LocalProgram, plan: Plan, profile: Profile, roots: Collection[int] | None = None
+    ) -> None:
+        self.program, self.plan, self.profile, self.roots = program, plan, profile, roots
         self.sizes = Sizes(program.captured.actual)
         self.phase = FORWARD
         self.counters = {phase: TrafficCounter() for phase in PHASES}
@@ -144,7 +153,11 @@ class _Player:
             with self.ledger.holding(ACTIVATIONS):
                 results = _Body(self).run(*inputs)
         results = results[len(self.program.captured.mutated_buffers) :]
-        return [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+        return [
+            r
+            for i, r in enumerate(results)
+            if isinstance(r, torch.Tensor) and r.requires_grad and (self.roots is None or i in self.roots)
+        ]
 
     def finish_phase(self, phase: str) -> None:
         """Notes the time that has passed since the phase before."""
@@ -347,6 +360,9 @@ class _Player:
 
     def receive(self, chains: Sequence[ParameterChain], grads: Sequence[torch.Tensor]) -> None:
         """Starts the reduction of the gradients of some chains of a bucket."""
+        self.found.reached += [chain.name for chain in chains]
+        if self.roots is not None:
+            return
         dtype, first = chains[0].reduce_dtype, chains[0]
         paths = [(*c.each, *c.sync) for c in chains]
         phases = [self.phase] * len(first.each) + [GRADIENTS] * len(first.sync)

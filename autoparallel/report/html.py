@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Sequence
 
 from autoparallel.planner.hardware import Profile
 from autoparallel.report.comparison import Entry, Workload, mfu, sent_by_kind, throughput
 from autoparallel.report.explain import describe_layout, describe_modes, fold
+from autoparallel.report.pipeline_chart import chart, stage_rows
 from autoparallel.report.predict import ACCUMULATORS, Prediction
 from autoparallel.report.text import duration, operations, units
+from autoparallel.staging import PipelinePlan
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 STYLE = """
@@ -51,6 +54,7 @@ def report(title: str, entries: Sequence[Entry], work: Workload, profile: Profil
         "<h2>Memory of a device</h2>",
         _bars([(e.name, _memory(e.draft.prediction)) for e in entries if e.draft is not None], units),
         _timeline(prediction, profile),
+        _pipeline(first.plan.pipeline),
         "<h2>Parameters and results, module by module</h2>",
         _modules(entries),
         "<h2>How operators run</h2>",
@@ -88,9 +92,8 @@ def _comparison(entries: Sequence[Entry], work: Workload, profile: Profile) -> s
         if entry.draft is None:
             rows.append([entry.name, entry.problem, "", "", "", ""])
             continue
-        devices = 1
-        for size in entry.draft.plan.axis_sizes:
-            devices *= size
+        plan = entry.draft.plan
+        devices = math.prod(plan.axis_sizes) * (plan.pipeline.ranks if plan.pipeline is not None else 1)
         rows.append(
             [
                 entry.name,
@@ -185,6 +188,19 @@ def _timeline(p: Prediction, profile: Profile) -> str:
         lines.append(f'<line x1="60" x2="940" y1="{y:.1f}" y2="{y:.1f}" stroke="#ff725c" stroke-dasharray="4 3"/>')
         lines.append(f'<text x="700" y="{y + 14:.1f}" font-size="12">{_e(f"a {profile.name} has this")}</text>')
     return "\n".join([*lines, "</svg>"])
+
+
+def _pipeline(plan: PipelinePlan | None) -> str:
+    """The stages of a pipeline, and its schedule."""
+    if plan is None or not plan.stages:
+        return ""
+    text = (
+        f"{plan.schedule} over {plan.axis}={plan.ranks} with {plan.microbatches} microbatches; predicted "
+        f"{duration(plan.seconds)} for a step's forwards and backwards, {plan.bubble:.0%} of it waiting"
+    )
+    heads, rows = stage_rows(plan)
+    table = _table(heads, rows, numbers=len(heads) - 4)
+    return f"<h2>The pipeline</h2>\n<p>{_e(text)}.</p>\n{chart(plan)}\n{table}"
 
 
 def _modules(entries: Sequence[Entry]) -> str:

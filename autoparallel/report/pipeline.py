@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from rich import box
 from rich.table import Table
 
 from autoparallel.report.text import duration, units
 from autoparallel.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Passing, Timeline, actions_of, play
 from autoparallel.staging import PipelinePlan
+from autoparallel.traffic import Traffic
+
+if TYPE_CHECKING:
+    from autoparallel.report.pipeline_traffic import Border, PipelineTraffic
 
 WIDTH = 100
 """Columns of the picture."""
@@ -34,7 +41,69 @@ def explain_pipeline(plan: PipelinePlan) -> list[Table | str]:
             str(i), str(plan.rank_of(i)), stage.first, stage.last, duration(stage.forward), duration(stage.backward),
             balance, str(stage.in_flight), units(stage.memory),
         )  # fmt: skip
-    return [head, table, picture(plan)]
+    return [head, table, picture(plan), *_explain_traffic(plan)]
+
+
+def _explain_traffic(plan: PipelinePlan) -> list[Table | str]:
+    """What crosses between stages, and what each rank sends in a step."""
+    traffic = plan.traffic
+    if traffic is None:
+        return []
+    parts: list[Table | str] = []
+    table = _table("stage", "to", "what crosses", right=("a microbatch", "its gradients", "a step"))
+    for (source, target), borders in by_ends(traffic.borders).items():
+        there, back = sum(b.forward for b in borders), sum(b.backward for b in borders)
+        names = [b.key for b in borders]
+        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        step = units(plan.microbatches * (there + back)) if borders[0].moves else "the same rank"
+        table.add_row(str(source), str(target), what, units(there), units(back), step)
+    if traffic.borders:
+        parts += ["Between stages, sent by each rank of them:", table]
+    table = _table("parameter", "held by rank", "used by rank", right=("a call", "its gradient"))
+    for loan in traffic.loans:
+        row = (loan.name, str(loan.owner), str(loan.borrower), units(loan.forward), units(loan.backward))
+        table.add_row(*row)
+    if traffic.loans:
+        parts += ["Parameters that stages share:", table]
+    table = _table("rank", "collective", "mesh axis", right=("the schedule", "gradients"))
+    for ranks, call, gradients in _alike(traffic):
+        for kind, axis in (call + gradients).collectives:
+            cells = [_cell(part, kind, axis) for part in (call, gradients)]
+            table.add_row(", ".join(map(str, ranks)), kind, axis, *cells)
+            ranks = []
+    return [*parts, "A rank's step, which reduces gradients once:", table]
+
+
+def _alike(traffic: PipelineTraffic) -> list[tuple[list[int], Traffic, Traffic]]:
+    """The ranks that send the same, with what they do."""
+    found: list[tuple[list[int], Traffic, Traffic]] = []
+    for rank, (call, gradients) in enumerate(zip(traffic.calls, traffic.gradients, strict=True)):
+        known = next((ranks for ranks, *same in found if same == [call, gradients]), None)
+        if known is None:
+            found.append(([rank], call, gradients))
+        else:
+            known.append(rank)
+    return found
+
+
+def _cell(traffic: Traffic, kind: str, axis: str) -> str:
+    count = traffic.collectives.get((kind, axis))
+    return f"{count} x, {units(traffic.bytes[kind, axis])}" if count else ""
+
+
+def by_ends(borders: Sequence[Border]) -> dict[tuple[int, int], list[Border]]:
+    """What crosses, by the stages it comes from and goes to."""
+    found: dict[tuple[int, int], list[Border]] = {}
+    for border in borders:
+        found.setdefault((border.source, border.target), []).append(border)
+    return dict(sorted(found.items()))
+
+
+def _table(*columns: str, right: Sequence[str]) -> Table:
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in right:
+        table.add_column(title, justify="right")
+    return table
 
 
 def picture(plan: PipelinePlan, width: int = WIDTH) -> str:
@@ -75,4 +144,4 @@ def played(plan: PipelinePlan) -> Timeline:
     return play(lists, plan.rank_of, passings, seconds)
 
 
-__all__ = ["explain_pipeline", "picture", "played"]
+__all__ = ["by_ends", "explain_pipeline", "picture", "played"]

@@ -11,6 +11,7 @@ import torch
 from autoparallel import _torch
 from autoparallel.capture import Captured, InputSpec
 from autoparallel.groups import communicator_of
+from autoparallel.passes.cut_stages import StageGraph
 from autoparallel.runtime.calls import Call
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.stages import Form, Stage
@@ -71,6 +72,25 @@ def unpack(packed: torch.Tensor, forms: Sequence[Form]) -> list[torch.Tensor]:
     return [part.clone().view(form.dtype).view(form.shape) for part, form in zip(parts, forms, strict=True)]
 
 
+def shared_forms(captured: Captured, graph: StageGraph, actual: Mapping[Any, int]) -> tuple[list[int], list[Form]]:
+    """What a stage makes that all ranks are told after a call: results and buffers, by number, and their forms.
+
+    Args:
+        captured: the whole model's graph.
+        graph: of the stage.
+        actual: the sizes of the traced symbols in the whole batch.
+    """
+    numbers = {path: i for i, path in enumerate(captured.mutated_buffers)}
+    wanted = [*graph.results, *(numbers[path] for path in graph.captured.mutated_buffers)]
+    nodes: Any = captured.graph.output_node().args[0]
+    forms = []
+    for i in wanted:
+        val = nodes[i].meta["val"]
+        shape = [s if isinstance(s, int) else int(s.node.expr.subs(actual)) for s in val.shape]
+        forms.append(Form(tuple(shape), val.dtype))
+    return wanted, forms
+
+
 class Gradients:
     """The gradients that a schedule has computed, until they are handed out.
 
@@ -121,7 +141,6 @@ class Gradients:
         for name, total in self._totals.items():
             self._store.receive_sums([self._tied.chain(name)], [total], owned=True)
 
-
     def _overflows(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Whether a gradient is not finite on any rank: one all-reduce, so that all of them skip the step or none."""
         held = [_torch.local_of(p.grad) for p in self._store.parameters.values() if p.grad is not None]
@@ -167,4 +186,15 @@ class Refuse(torch.autograd.Function):
         )
 
 
-__all__ = ["Gradients", "HandOut", "NotKept", "Refuse", "batch_dim", "micro_specs", "microbatch", "pack", "unpack"]
+__all__ = [
+    "Gradients",
+    "HandOut",
+    "NotKept",
+    "Refuse",
+    "batch_dim",
+    "micro_specs",
+    "microbatch",
+    "pack",
+    "shared_forms",
+    "unpack",
+]

@@ -39,6 +39,7 @@ from autoparallel.runtime.microbatches import (
     micro_specs,
     microbatch,
     pack,
+    shared_forms,
     unpack,
 )
 from autoparallel.runtime.stages import Form, Stage, form_of
@@ -387,19 +388,12 @@ class PipelineRunner:
     def _share(self, run: _Run, combined: dict[int, torch.Tensor], call: Call) -> None:
         """Tells all ranks of the pipeline what one of them has made: the loss, outputs that are kept, buffers."""
         actual = sizes_of(self.captured, call.specs)
-        nodes = self.captured.graph.output_node().args[0]
-        buffers = {path: i for i, path in enumerate(self.captured.mutated_buffers)}
         sends: list[tuple[Any, torch.Tensor]] = []
         for stage, graph in enumerate(self.staged.graphs):
-            wanted = [*graph.results, *(buffers[p] for p in graph.captured.mutated_buffers)]
+            wanted, forms = shared_forms(self.captured, graph, actual)
             if not wanted:
                 continue
             root = self.plan.rank_of(stage)
-            forms = []
-            for i in wanted:
-                val = nodes[i].meta["val"]  # type: ignore[index, union-attr]
-                shape = [s if isinstance(s, int) else int(s.node.expr.subs(actual)) for s in val.shape]
-                forms.append(Form(tuple(shape), val.dtype))
             if root == self.rank:
                 paths = self.captured.mutated_buffers
                 values = [run.buffers[paths[i]] if i < len(paths) else combined[i] for i in wanted]

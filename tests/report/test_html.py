@@ -13,6 +13,10 @@ from autoparallel import planning
 from autoparallel.planner.hardware import CPU, H100
 from autoparallel.report.comparison import Entry, workload_of
 from autoparallel.report.html import report
+from autoparallel.report.pipeline_chart import stage_rows
+from autoparallel.report.pipeline_traffic import Border, PipelineTraffic
+from autoparallel.staging import PipelinePlan, StageCost
+from autoparallel.traffic import Traffic
 
 
 class Page(HTMLParser):
@@ -61,3 +65,32 @@ def test_a_report_of_a_plan() -> None:
     for said in ("<script>Net</script> & co", "does <i>not</i> fit", "evil::<script>alert(1)</script>", "per use",
                  "all_reduce", "dim 0 over dp+tp", "optimizer states", "aten.linear: ", "a h100 has this"):  # fmt: skip
         assert said in page.text, said
+
+
+def test_a_pipeline_is_shown_over_time_and_stage_by_stage() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    call = planning.call_of((torch.randn(8, 16), torch.randint(0, 4, (8,))), with_target=True)
+    request = planning.Request(axes=(("dp", 2),), profile=CPU, plan="data_parallel", loss_fn=F.cross_entropy)
+    planner = planning.Planner(model, request)
+    captured = planner.capture(call)
+    work = workload_of(captured, call)
+    made = planning.draft_captured(planner, captured, call)
+    stages = tuple(StageCost(f"<i>first</i>.{i}", f"last.{i}", 1e-3, 2e-3, 5e6, 2) for i in range(4))
+    crossing = Border("0/aten.linear#0", 0, 1, 100, 50, True)
+    stays = Border("1/aten.linear#0", 1, 2, 7, 7, False)
+    traffic = PipelineTraffic((crossing, stays), (), (Traffic(),) * 2, (Traffic(),) * 2)
+    pipeline = PipelinePlan("pp", 2, "zero_bubble_v", 4, ("a", "b", "c"), stages, 1.0, 0.25, traffic)
+    entries = [Entry("auto", dataclasses.replace(made, plan=dataclasses.replace(made.plan, pipeline=pipeline)))]
+    page = Page(report("Net", entries, work, CPU))
+    assert not page.open and not page.asked and "i" not in page.tags
+    assert (
+        "zero_bubble_v over pp=2 with 4 microbatches; predicted 1.0 s" in page.text and "25% of it waiting" in page.text
+    )
+    for stage in range(4):
+        for microbatch in range(4):
+            for kind in ("forward", "backward, gradients of inputs", "backward, gradients of parameters"):
+                assert f"{kind} of microbatch {microbatch} in stage {stage}: " in page.text
+    assert "<i>first</i>.3" in page.text and "last.0" in page.text
+    heads, rows = stage_rows(pipeline)
+    assert [row[heads.index("sends to others in a step")] for row in rows] == ["400 B", "200 B", "0 B", "0 B"]

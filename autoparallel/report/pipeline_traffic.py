@@ -1,0 +1,189 @@
+"""What a pipeline sends: between stages, inside of them, and for the gradients; counted from its stages' programs.
+
+The programs are run without values (see ``report.dry_run``), and what happens around them is added up as the runtime
+does it: activations and their gradients cross each border once a microbatch, a parameter that several stages use goes
+to them and its gradient back once a call, and gradients are reduced once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoparallel.groups import active_axes
+from autoparallel.passes.cut_stages import StageGraph
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.placements import COLLECTIVES, action
+from autoparallel.plan import Plan
+from autoparallel.planner.hardware import Profile
+from autoparallel.redistribution import Redistributor, local_numel, step_bytes
+from autoparallel.report.dry_run import BACKWARD, FORWARD, UNSHARD, dry_run
+from autoparallel.runtime.calls import Call, sizes_of
+from autoparallel.runtime.microbatches import shared_forms
+from autoparallel.runtime.pipeline import StagedProgram
+from autoparallel.runtime.stages import form_of
+from autoparallel.runtime.tied import Tie, find_ties
+from autoparallel.traffic import Traffic, TrafficCounter
+
+
+@dataclass(frozen=True)
+class Border:
+    """One value on its way from the stage that makes it to one that reads it.
+
+    Attributes:
+        key: the operator that makes it.
+        source, target: the stages.
+        forward, backward: bytes that each rank of them sends for one microbatch: the value's, and those of its
+            gradient, 0 where none comes back.
+        moves: whether the stages lie on different ranks; else nothing is sent.
+    """
+
+    key: str
+    source: int
+    target: int
+    forward: int
+    backward: int
+    moves: bool
+
+
+@dataclass(frozen=True)
+class Loan:
+    """A parameter that a rank of the pipeline uses and another holds.
+
+    Attributes:
+        name: of the parameter.
+        owner, borrower: ranks on the pipeline's axis.
+        forward, backward: bytes a call: the parameter's, and those of its gradient.
+    """
+
+    name: str
+    owner: int
+    borrower: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class PipelineTraffic:
+    """What the ranks of a pipeline send in a training step of one call, clipping and a gradient scaler aside.
+
+    Counts and bytes are exact where sizes divide: ``count_traffic()`` around the call, and around the backward of its
+    loss, counts the same.
+
+    Attributes:
+        borders: what crosses between stages, for each microbatch.
+        loans: the parameters that several stages use.
+        calls: for each rank on the pipeline's axis, what it sends in the call, which runs the whole schedule.
+        gradients: likewise, what it sends when the loss is differentiated and gradients are reduced.
+    """
+
+    borders: tuple[Border, ...]
+    loans: tuple[Loan, ...]
+    calls: tuple[Traffic, ...]
+    gradients: tuple[Traffic, ...]
+
+
+def pipeline_traffic(
+    staged: StagedProgram,
+    plan: Plan,
+    call: Call,
+    profile: Profile,
+    owners: Mapping[str, int],
+    redistributor: Redistributor,
+) -> PipelineTraffic:
+    """Counts what the stages of a plan send in a call that is differentiated.
+
+    Args:
+        call: the whole batch's.
+        owners: the rank on the pipeline's axis on which each parameter lies.
+    """
+    pipeline, sizes = staged.plan, plan.axis_sizes
+    count = pipeline.microbatches
+    nodes = {node.name: node for node in staged.captured.graph.nodes}
+    borders = []
+    for crossing in staged.crossings:
+        size = form_of(crossing, staged.programs[crossing.targets[0]], sizes, staged.captured.actual).bytes
+        key = nodes[crossing.name].meta["key"]
+        for target in crossing.targets:
+            moves = pipeline.rank_of(crossing.source) != pipeline.rank_of(target)
+            back = size if target in crossing.flows else 0
+            borders.append(Border(key, crossing.source, target, size, back, moves))
+    chains = [staged.chains(stage) for stage in range(pipeline.count)]
+    ties = find_ties(chains, owners, pipeline.rank_of, redistributor)
+    loans = [loan for tie in ties for loan in _loans(tie, sizes)]
+    calls = [TrafficCounter() for _ in range(pipeline.ranks)]
+
+    def send(source: int, target: int, size: int) -> None:
+        calls[source].add("send", pipeline.axis, size, pipeline.ranks)
+        calls[target].add("recv", pipeline.axis, size, pipeline.ranks)
+
+    for border in borders:
+        source, target = pipeline.rank_of(border.source), pipeline.rank_of(border.target)
+        for _ in range(count if border.moves else 0):
+            send(source, target, border.forward)
+            if border.backward:
+                send(target, source, border.backward)
+    for loan in loans:
+        send(loan.owner, loan.borrower, loan.forward)
+        if loan.backward:
+            send(loan.borrower, loan.owner, loan.backward)
+    whole = sizes_of(staged.captured, call.specs)
+    for stage, graph in enumerate(staged.graphs):
+        _, forms = shared_forms(staged.captured, graph, whole)
+        root = pipeline.rank_of(stage)
+        for peer in range(pipeline.ranks) if forms else ():
+            if peer != root:
+                send(root, peer, sum(form.bytes for form in forms))
+
+    made = [counter.result() for counter in calls]
+    gradients = [Traffic()] * pipeline.ranks
+    tied = {tie.chain.name: tie for tie in ties}
+    for stage, program in enumerate(staged.programs):
+        rank = pipeline.rank_of(stage)
+        run = dry_run(program, plan, profile, _roots(staged, staged.graphs[stage]))
+        once, each = run.traffic[UNSHARD], run.traffic[FORWARD] + run.traffic[BACKWARD]
+        made[rank] += once + each * count
+        for bucket in program.buckets:
+            own = [c for c in bucket.chains if c.name in run.reached and c.name not in tied]
+            gradients[rank] += reduction_traffic(own, plan)
+    for tie in ties:
+        if tie.chain.trainable:
+            gradients[tie.owner] += reduction_traffic([tie.chain], plan)
+    return PipelineTraffic(tuple(borders), tuple(loans), tuple(made), tuple(gradients))
+
+
+def _roots(staged: StagedProgram, graph: StageGraph) -> list[int]:
+    """The outputs of a stage with which its backward begins: the loss, and what gradients come back of."""
+    loss = staged.captured.scalars[:1]
+    found = [n for n, result in enumerate(graph.results) if result in loss]
+    return found + [len(graph.results) + n for n, crossing in enumerate(graph.sent) if crossing.flows]
+
+
+def _loans(tie: Tie, sizes: Sequence[int]) -> list[Loan]:
+    chain = tie.chain
+    lent = local_numel(chain.shape, chain.at_rest, sizes) * chain.rest_dtype.itemsize
+    back = local_numel(chain.shape, chain.made, sizes) * chain.accumulator_dtype.itemsize if chain.trainable else 0
+    return [Loan(chain.name, tie.owner, rank, lent, back) for rank in tie.borrowers]
+
+
+def reduction_traffic(chains: Sequence[ParameterChain], plan: Plan) -> Traffic:
+    """What the gradients of some parameters of a bucket send on their way to rest, all together."""
+    if not chains:
+        return Traffic()
+    counter = TrafficCounter()
+    layouts = [chain.made for chain in chains]
+    for steps in zip(*((*chain.each, *chain.sync) for chain in chains), strict=True):
+        full = 0
+        for i, (chain, step) in enumerate(zip(chains, steps, strict=True)):
+            full += step_bytes(step, layouts[i], chain.shape, chain.reduce_dtype.itemsize, plan.axis_sizes)
+            layouts[i] = step.apply(layouts[i])
+        kind = action(steps[0].src, steps[0].dst)
+        if kind in COLLECTIVES:
+            axis = "+".join(plan.axis_names[i] for i in steps[0].axes)
+            ranks = math.prod(plan.axis_sizes[i] for i in steps[0].axes)
+            counter.add(kind, active_axes(axis, dict(plan.mesh).__getitem__), full, ranks)
+    return counter.result()
+
+
+__all__ = ["Border", "Loan", "PipelineTraffic", "pipeline_traffic", "reduction_traffic"]
