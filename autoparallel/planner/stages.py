@@ -10,6 +10,7 @@ schedule is then played through with the times of its stages, and the fastest is
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import fx
 from autoparallel.capture import Captured
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
 from autoparallel.passes.insert_collectives import Sizes, typed_call
-from autoparallel.placements import Invariant, Layout, parse_layout
+from autoparallel.placements import Invariant, Layout, dual_layout, parse_layout
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds
 from autoparallel.planner.hardware import Profile
@@ -51,20 +52,26 @@ Array = npt.NDArray[np.float64]
 MAX_POSITIONS = 400
 """Places for a cut that are looked at; of longer models, those where least crosses."""
 
-CHOICES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble_v", 2))
+CHOICES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble_v", 2))
 """The schedules tried, with their stages per rank, where none is asked for."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What one operator costs one rank for one microbatch."""
+    """What one operator costs one rank for one microbatch.
+
+    Attributes:
+        activations: bytes that its backward needs.
+        kept: bytes of the parameters that are read here first, with gradients and optimizer states.
+        reads: the parameters that it reads: the bytes where they lie, and where they are borrowed.
+    """
 
     node: fx.Node
     forward: float
     backward: float
     activations: float
     kept: float
-    parameters: int
+    reads: Mapping[fx.Node, tuple[float, float]]
     result: Layout
 
 
@@ -182,11 +189,17 @@ class StagePlanner:
         parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
         timeline = self.timeline(parts, schedule, count)
         costs = []
+        homes: dict[fx.Node, int] = {}  # parameter to the rank that holds it
         for stage, part in enumerate(parts):
-            held = timeline.in_flight(rank_of_stage(schedule, self.ranks, stage)).get(stage, count)
+            rank = rank_of_stage(schedule, self.ranks, stage)
+            kept = 0.0
+            for x, (own, borrowed) in {x: found for row in part for x, found in row.reads.items()}.items():
+                kept += own if x not in homes else borrowed if homes[x] != rank else 0.0
+                homes.setdefault(x, rank)
+            held = timeline.in_flight(rank).get(stage, count)
             modules = [row.node.meta.get("module", "") for row in part]
             named = [m for m in modules if m] or [part[0].node.name]
-            memory = sum(row.kept for row in part) + held * sum(row.activations for row in part)
+            memory = kept + held * sum(row.activations for row in part)
             forward, backward = sum(row.forward for row in part), sum(row.backward for row in part)
             costs.append(StageCost(named[0], named[-1], forward, backward, memory, held))
         self._require_fits(costs, schedule)
@@ -233,7 +246,7 @@ class StagePlanner:
 
     def _cut(self, rows: Sequence[_Row], schedule: str, stages: int, count: int) -> list[int]:
         """The numbers of the rows with which the stages but the first begin."""
-        layers = sum(bool(row.parameters) for row in rows)
+        layers = sum(bool(row.reads) for row in rows)
         if layers < stages:
             raise PlanError(
                 f"{stages} stages are more than the {layers} operators with parameters that the model has: use fewer "
@@ -244,23 +257,26 @@ class StagePlanner:
         seconds = np.concatenate([[0.0], np.cumsum([row.forward + row.backward for row in rows])])[places]
         kept = np.concatenate([[0.0], np.cumsum([row.kept for row in rows])])[places]
         activations = np.concatenate([[0.0], np.cumsum([row.activations for row in rows])])[places]
-        used = np.concatenate([[0], np.cumsum([bool(row.parameters) for row in rows])])[places]
+        used = np.concatenate([[0], np.cumsum([bool(row.reads) for row in rows])])[places]
         moved = np.array([self._crossing[p] if 0 < p < n else 0.0 for p in places])
-        span = seconds[None, :] - seconds[:, None] + 2 * (moved[None, :] + moved[:, None])  # [begin, end]
+        span = seconds[None, :] - seconds[:, None]  # [begin, end]
         span = np.where(used[None, :] > used[:, None], span, np.inf)
+        ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(stages)]
         per_rank = stages // self.ranks
-        best: Array = np.where(np.arange(len(places)) == 0, 0.0, np.inf)
-        history: list[npt.NDArray[np.intp]] = []
         flight = self._in_flight(schedule, stages, count)
+        costs: list[Array] = []
         for stage in range(stages):
             cost = span
+            if stage and ranks[stage - 1] != ranks[stage]:
+                cost = cost + 2 * moved[:, None]
+            if stage < stages - 1 and ranks[stage + 1] != ranks[stage]:
+                cost = cost + 2 * moved[None, :]
             if self.memory_limit is not None:
                 memory = kept[None, :] - kept[:, None] + flight[stage] * (activations[None, :] - activations[:, None])
                 cost = np.where(memory * per_rank <= self.memory_limit, cost, np.inf)
-            table = np.maximum(best[:, None], cost)
-            history.append(table.argmin(0))
-            best = table.min(0)
-        if not np.isfinite(best[-1]):
+            costs.append(cost)
+        slowest, _ = _fewest(costs, np.maximum)
+        if not np.isfinite(slowest):
             if self.memory_limit is not None:
                 unlimited = StagePlanner(
                     self.captured, self.plan, self.profile, self.redistributor, self.axis, self.ranks
@@ -268,12 +284,9 @@ class StagePlanner:
                 unlimited._crossing = self._crossing
                 return unlimited._cut(rows, schedule, stages, count)  # of which the largest stage is then named
             raise PlanError(f"the model cannot be cut into {stages} stages that all have parameters")
-        found: list[int] = []
-        end = len(places) - 1
-        for choices in reversed(history):
-            end = int(choices[end])
-            found.append(places[end])
-        return sorted(found)[1:]
+        # Among those whose slowest stage is as fast, the most even: others wait less for each other.
+        even = [np.where(cost <= slowest * (1 + 1e-9), cost**2, np.inf) for cost in costs]
+        return [places[i] for i in _fewest(even, np.add)[1]]
 
     def _in_flight(self, schedule: str, stages: int, count: int) -> list[int]:
         passings = [Passing(i, i, i + 1, True) for i in range(stages - 1)]
@@ -314,11 +327,9 @@ class StagePlanner:
         self._crossing = self._crossing_seconds(rows, size)
         return rows
 
-    def _row(
-        self, node: fx.Node, size: Sizes, made: dict[fx.Node, Layout], seen: set[fx.Node], whole: Layout
-    ) -> _Row:
+    def _row(self, node: fx.Node, size: Sizes, made: dict[fx.Node, Layout], seen: set[fx.Node], whole: Layout) -> _Row:
         if not is_tensor(node) or node.meta["key"] not in self.plan.operators:
-            return _Row(node, 0.0, 0.0, 0.0, 0.0, 0, whole)
+            return _Row(node, 0.0, 0.0, 0.0, 0.0, {}, whole)
         rule, modes, needs, result = self._call(node)
         operands, val = tensor_operands(node), node.meta["val"]
         result_bytes = local_numel(size.shape(node), result, self.sizes) * val.element_size()
@@ -339,13 +350,11 @@ class StagePlanner:
                 )
                 moving = float(table.seconds[table.index[made[x]], table.index[need]])
                 forward, backward = forward + moving, backward + (moving if flows else 0.0)
-        kept, parameters = 0.0, 0
-        for x in self._parameters(node):
-            parameters += 1
-            if x not in seen:
-                seen.add(x)
-                kept += self._kept(x, size)
-        return _Row(node, forward, backward, result_bytes if flows else 0.0, kept, parameters, result)
+        layouts = dict(zip(operands, needs, strict=True))
+        reads = {x: self._kept(x, by, layouts.get(by), size) for x, by in self._parameters(node).items()}
+        kept = sum(own for x, (own, _) in reads.items() if x not in seen)
+        seen.update(reads)
+        return _Row(node, forward, backward, result_bytes if flows else 0.0, kept, reads, result)
 
     def _call(self, node: fx.Node) -> tuple[Rule | None, Sequence[Mode], list[Layout], Layout]:
         """An operator's rule, how it runs, and the layouts that it needs and makes; the same for all sizes."""
@@ -354,23 +363,32 @@ class StagePlanner:
             self._calls[node] = (rule_for(node), modes, *typed_call(node, modes))
         return self._calls[node]
 
-    def _parameters(self, node: fx.Node) -> list[fx.Node]:
-        """The parameters that a node reads, also through what follows from parameters alone."""
-        found: dict[fx.Node, None] = {}
-        pending, places = list(node.all_input_nodes), set(self.nodes)
+    def _parameters(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
+        """The parameters that a node reads, also through what follows from parameters alone; by which operand."""
+        found: dict[fx.Node, fx.Node] = {}
+        pending, places = [(x, x) for x in node.all_input_nodes], set(self.nodes)
         while pending:
-            x = pending.pop()
+            x, by = pending.pop()
             if x.op == "placeholder" and x.name in self.captured.parameters:
-                found[x] = None
+                found[x] = by
             elif x.op == "call_function" and x not in places and x.target is not operator.getitem:
-                pending += x.all_input_nodes
-        return list(found)
+                pending += [(y, by) for y in x.all_input_nodes]
+        return found
 
-    def _kept(self, x: fx.Node, size: Sizes) -> float:
+    def _kept(self, x: fx.Node, by: fx.Node, used: Layout | None, size: Sizes) -> tuple[float, float]:
+        """The bytes of a parameter, where it lies and where it is borrowed, which is read as ``by`` in a layout.
+
+        While a schedule runs, gradients are added up in the layout in which they are made, beside what lies at rest.
+        """
         name = self.captured.parameters[x.name]
-        itemsize = self.captured.rest_dtypes.get(name, x.meta["val"].dtype).itemsize
-        at_rest = itemsize * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
-        return float(bytes_kept(at_rest, bool(x.meta["differentiable"])))
+        dtype = self.captured.rest_dtypes.get(name, x.meta["val"].dtype)
+        at_rest = dtype.itemsize * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
+        if not x.meta["differentiable"]:
+            return float(at_rest), float(at_rest)
+        sums = max(dtype.itemsize, 4) * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
+        if used is not None and math.prod(size.shape(by)) == math.prod(size.shape(x)):
+            sums = max(dtype.itemsize, 4) * local_numel(size.shape(by), dual_layout(used), self.sizes)
+        return float(bytes_kept(at_rest, True) + max(0, sums - at_rest)), float(at_rest + sums)
 
     def _crossing_seconds(self, rows: Sequence[_Row], size: Sizes) -> Array:
         """How long the values travel that cross, forward, where a stage begins at each row; each is sent by itself."""
@@ -387,6 +405,26 @@ class StagePlanner:
                 change[i + 1] += seconds
                 change[max(uses) + 1] -= seconds
         return np.cumsum(change)
+
+
+def _fewest(costs: Sequence[Array], combine: np.ufunc) -> tuple[float, list[int]]:
+    """The least combined cost of stages one behind the other, and where all but the first of them begin.
+
+    Args:
+        costs: for each stage, what it costs from each place to each.
+    """
+    best: Array = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
+    history: list[npt.NDArray[np.intp]] = []
+    for cost in costs:
+        table = combine(best[:, None], cost)
+        history.append(table.argmin(0))
+        best = table.min(0)
+    found: list[int] = []
+    end = len(best) - 1
+    for choices in reversed(history[1:]):
+        end = int(choices[end])
+        found.append(end)
+    return float(best[-1]), found[::-1]
 
 
 class _KnownSizes(Sizes):

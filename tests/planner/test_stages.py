@@ -43,9 +43,7 @@ def planner(model: nn.Module, width: int, ranks: int, limit: float | None = None
     graph = captured(model, torch.randn(rows, width), torch.randn(rows, width), loss_fn=F.mse_loss)
     mesh = (("dp", 1),)
     paths = redistributor(1)
-    space = SearchSpace(
-        graph, mesh, PROFILE, constraints_for("auto", ["dp"]), paths, wanted_outputs(graph, "auto", 1)
-    )
+    space = SearchSpace(graph, mesh, PROFILE, constraints_for("auto", ["dp"]), paths, wanted_outputs(graph, "auto", 1))
     return StagePlanner(graph, search(space, "auto"), PROFILE, paths, "pp", ranks, limit)
 
 
@@ -63,7 +61,7 @@ def test_no_other_cuts_have_a_faster_slowest_stage(ranks: int) -> None:
         bounds = [0, *places, len(rows)]
         worst = 0.0
         for a, b in itertools.pairwise(bounds):
-            if not any(row.parameters for row in rows[a:b]):
+            if not any(row.reads for row in rows[a:b]):
                 return float("inf")
             edges = sum(moved[p] for p in (a, b) if 0 < p < len(rows))
             worst = max(worst, sum(row.forward + row.backward for row in rows[a:b]) + 2 * edges)
@@ -149,3 +147,34 @@ def test_a_plan_is_read_as_it_was_written_and_explained() -> None:
     data = plan.pipeline.to_data()  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="cannot lie on 2 ranks alike"):
         PipelinePlan.from_data({**data, "cuts": data["cuts"] * 2})
+
+
+def rank_memory(plan: PipelinePlan) -> float:
+    needs = [0.0] * plan.ranks
+    for i, stage in enumerate(plan.stages):
+        needs[plan.rank_of(i)] += stage.memory
+    return max(needs)
+
+
+def test_a_limit_changes_the_schedule_not_only_the_cuts() -> None:
+    model, counts = Uneven(*[64] * 17), microbatch_counts(512, 2, Pipeline())
+    free = planner(model, 64, 2, rows=512).choose(counts, Pipeline())
+    lean = planner(model, 64, 2, rows=512).choose(counts, Pipeline("1f1b"))
+    assert free.schedule != "1f1b" and rank_memory(free) > rank_memory(lean)
+    limit = 1.01 * rank_memory(lean)
+    tight = planner(model, 64, 2, limit, rows=512).choose(counts, Pipeline())
+    assert tight.schedule == "1f1b" and rank_memory(tight) <= limit
+
+
+def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() -> None:
+    graph = captured(Uneven(64, 64, 64), torch.randn(8, 64), torch.randn(8, 64), loss_fn=F.mse_loss)
+    needs = []
+    for preset in ("data_parallel", "fsdp"):
+        paths = redistributor(2)
+        space = SearchSpace(
+            graph, (("dp", 2),), PROFILE, constraints_for(preset, ["dp"]), paths, wanted_outputs(graph, "auto", 1)
+        )
+        found = StagePlanner(graph, search(space, preset), PROFILE, paths, "pp", 2)
+        needs.append(sum(row.kept for row in found._rows(Sizes(graph.actual))))
+    whole = 2 * 64 * 64 * 4
+    assert needs == [4 * whole, 4 * whole / 2 + whole / 2]  # weight, gradient, two states; and the sum over its shard
