@@ -4,6 +4,9 @@ A 4-layer GPT on two processes of one thread each.  Ours is ``model.accumulate(8
 ``no_sync()`` and FSDP2 with ``set_requires_gradient_sync``, resharding after each forward and not.  All alternate in
 the same processes; the table gives medians, with what one step sends beside the times.
 
+Ours returns the loss of the global batch, which takes an all-reduce of a number in each microbatch and so keeps the
+ranks in step; theirs return each rank's own.  The lines "+ loss" give theirs that all-reduce, too.
+
     python benchmarks/accumulation.py [--rounds 6] [--microbatches 8]
 """
 
@@ -56,9 +59,10 @@ def _sharded(mesh: DeviceMesh, gather: str) -> Plan:
 def _theirs(mesh: DeviceMesh, kind: str, count: int) -> Callable[[], None]:
     torch.manual_seed(0)
     model: Any = GPT()
+    kind, ddp, whole = kind.removesuffix(" + loss"), kind.startswith("DDP"), kind.endswith(" + loss")
     rank = dist.get_rank()
     ids, target = (t[rank * ROWS : (rank + 1) * ROWS] for t in tokens(ROWS * mesh.size()))
-    if kind == "DDP":
+    if ddp:
         model = DistributedDataParallel(model)
     else:
         keep = kind.endswith("kept")
@@ -70,12 +74,15 @@ def _theirs(mesh: DeviceMesh, kind: str, count: int) -> Callable[[], None]:
     def step() -> None:
         for i in range(count):
             last = i == count - 1
-            if kind != "DDP":
+            if not ddp:
                 model.set_requires_gradient_sync(last)
                 if kind.endswith("kept"):
                     model.set_reshard_after_backward(last)
-            with nullcontext() if last or kind != "DDP" else model.no_sync():
-                (loss_fn(model(ids), target) / count).backward()
+            with nullcontext() if last or not ddp else model.no_sync():
+                loss = loss_fn(model(ids), target)
+                if whole:
+                    dist.all_reduce(loss.detach().clone())
+                (loss / count).backward()
         update()
 
     return step
@@ -92,8 +99,11 @@ def _run(arguments: argparse.Namespace) -> None:
     title = f"GPT {LAYERS} x {WIDTH}, {count} microbatches of {ROWS} rows a rank, {world} ranks; ms per step"
     table = Comparison(title, "parameters")
     for what, (plan, kind) in pairs.items():
-        pair = [Contender("autoparallel", _ours(mesh, plan, count)[1]), Contender(kind, _theirs(mesh, kind, count))]
-        table.measure(what, pair, WANTED, arguments.rounds, 1)
+        kinds = [kind, f"{kind} + loss"]
+        contenders = [Contender(k, _theirs(mesh, k, count)) for k in kinds]
+        table.measure(
+            what, [Contender("autoparallel", _ours(mesh, plan, count)[1]), *contenders], WANTED, arguments.rounds, 1
+        )
     table.print()
 
 

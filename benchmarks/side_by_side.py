@@ -130,12 +130,15 @@ class Comparison:
         for column in (what, "autoparallel", "instead", "ms", "ratio", "wanted", "ours sends", "theirs sends"):
             self._table.add_column(column, justify="left" if column in (what, "instead") else "right")
 
-    def measure(self, what: str, pair: Sequence[Contender], wanted: float, rounds: int, steps: int) -> None:
-        """Lets ours and theirs alternate and adds their row; ``wanted`` is the ratio to reach."""
-        sent = [contender.sends() for contender in pair]
-        ours, theirs = medians(pair, rounds, steps)
-        verdict = f"{ours / theirs:.2f}x" + (" (lost)" if ours / theirs > wanted else "")
-        self._table.add_row(what, f"{ours:.0f}", pair[1].name, f"{theirs:.0f}", verdict, f"{wanted:.2f}x", *sent)
+    def measure(self, what: str, contenders: Sequence[Contender], wanted: float, rounds: int, steps: int) -> None:
+        """Lets ours, the first, and theirs alternate and adds a row for each of theirs; ``wanted`` is the ratio to
+        reach."""
+        sent = [contender.sends() for contender in contenders]
+        ours, *others = medians(contenders, rounds, steps)
+        for contender, theirs, sends in zip(contenders[1:], others, sent[1:], strict=True):
+            verdict = f"{ours / theirs:.2f}x" + (" (lost)" if ours / theirs > wanted else "")
+            cells = (f"{ours:.0f}", contender.name, f"{theirs:.0f}", verdict, f"{wanted:.2f}x", sent[0], sends)
+            self._table.add_row(what, *cells)
 
     def print(self) -> None:
         """Prints the table, once for all ranks."""
