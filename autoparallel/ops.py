@@ -50,6 +50,11 @@ def set_random_state(state: RandomState) -> None:
     _CURRENT.state = state
 
 
+def random_state() -> RandomState:
+    """What this thread's dropout masks depend on now."""
+    return _CURRENT.state
+
+
 def _mix(z: int) -> int:
     """One round of splitmix64 (Steele, Lea, Flood 2014) on a Python integer."""
     z = (z + 0x9E3779B97F4A7C15) & _MASK64

@@ -16,6 +16,7 @@ from torch import fx
 
 from autoparallel import ops
 from autoparallel.passes.insert_collectives import call_modes, typed_call
+from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import (
     Invariant,
     Layout,
@@ -91,6 +92,7 @@ class Plan:
             made in.
         parameters: parameter name to its plan.
         unruled: operators without a rule, which run replicated, with how often.
+        recompute: the layers, by module path, that keep only what enters them and run again in the backward.
         cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
             costs less than; None for a plan that no search made.
         pipeline: how the model is cut into stages over one more mesh axis, which is not in ``mesh``.
@@ -103,6 +105,7 @@ class Plan:
     shared: Mapping[str, str]
     parameters: Mapping[str, ParameterPlan]
     unruled: Mapping[str, int] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
     pipeline: PipelinePlan | None = None
     search_seconds: float = 0.0
     cost: float | None = field(default=None, compare=False)
@@ -186,6 +189,7 @@ class Plan:
             "operators": {key: list(modes) for key, modes in self.operators.items()},
             "shared": dict(self.shared),
             "unruled": dict(self.unruled),
+            "recompute": list(self.recompute),
             "cost": self.cost,
             "lower_bound": self.lower_bound,
         }
@@ -212,6 +216,7 @@ class Plan:
                 shared={str(k): format_layout(parse_layout(v)) for k, v in data["shared"].items()},
                 parameters={str(k): ParameterPlan(**v) for k, v in data["parameters"].items()},
                 unruled={str(k): int(v) for k, v in data["unruled"].items()},
+                recompute=tuple(str(layer) for layer in data.get("recompute", ())),
                 cost=_number(data.get("cost")),
                 lower_bound=_number(data.get("lower_bound")),
                 pipeline=PipelinePlan.from_data(data["pipeline"]) if "pipeline" in data else None,
@@ -257,6 +262,11 @@ class Plan:
             detail = [f"the model has {missing[0]}, the plan has not"] if missing else []
             detail += [f"the plan has {extra[0]}, the model has not"] if extra else []
             raise PlanError(f"the plan is for another model ({'; '.join(detail) or 'shapes differ'}): plan again")
+        layers = find_layers(graph)
+        for layer in self.recompute:
+            if layer not in layers:
+                possible = ", ".join(layers) or "none"
+                raise PlanError(f"the plan recomputes {layer!r}, which is no layer of the model (layers: {possible})")
         for node in graph.nodes:
             if node.op == "call_function" and is_tensor(node) and node.target is not operator.getitem:
                 self._require_operator(node)

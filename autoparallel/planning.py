@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
 from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
+from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.plan import ParameterPlan, Plan, PlanError, padded_rows
 from autoparallel.planner.accumulation import choose_reductions, with_reductions
 from autoparallel.planner.hardware import Profile
@@ -139,20 +140,18 @@ class Planner:
         """
         request = self.request
         if request.plan != "auto" or not request.profile.overlap or at_rest is not None:
-            return self._search(captured, call, request.origin, at_rest, request.memory_limit)
+            return self._search_within(captured, call, request.origin, at_rest, request.memory_limit)
         best: tuple[float, Plan] | None = None
         free: ValueError | None = None
         names = [name for name, _ in request.axes]
         for preset in PRESETS if EXPERT_AXIS in names else [p for p in PRESETS if p != "expert_parallel"]:
             limit = request.memory_limit
             try:
-                plan = self._search(captured, call, preset, None, limit if preset == "auto" else None)
+                plan = self._search_within(captured, call, preset, None, limit if preset == "auto" else None)
             except ValueError as error:
                 free = error if preset == "auto" else free
                 continue
-            graph = copy_captured(captured)
-            self.prepare(graph, plan)
-            prediction = predict(self.build(graph, plan, call, "mesh0"), plan, request.profile)
+            prediction = self._predict(captured, plan, call)
             fits = preset == "auto" or limit is None or prediction.total_memory <= limit
             if fits and (best is None or prediction.seconds() < best[0]):
                 best = prediction.seconds(), replace(plan, origin="auto")
@@ -188,6 +187,101 @@ class Planner:
         together = find_vocabularies(graph, captured.parameters, math.prod(sizes))
         return [{}, {**alone, **{name: together[name] for name in alone if name in together}}] if alone else [{}]
 
+    def _predict(self, captured: Captured, plan: Plan, call: Call) -> Prediction:
+        graph = copy_captured(captured)
+        self.prepare(graph, plan)
+        return predict(self.build(graph, plan, call, "mesh0"), plan, self.request.profile)
+
+    def _search_within(
+        self,
+        captured: Captured,
+        call: Call,
+        origin: str,
+        at_rest: Mapping[str, ParameterPlan] | None,
+        limit: float | None,
+    ) -> Plan:
+        """A preset's plan within a limit, with layers recomputed where that is faster than other ways to fit.
+
+        [Note: what is recomputed] Whole layers are, the first ones: what they save lives longest.  Layouts are searched
+        with every layer recomputed; then as few are as the prediction says must be, and layouts are searched again.
+
+        Raises:
+            PlanError: when nothing fits.
+        """
+        search = partial(self._search, captured, call, origin, at_rest)
+        layers = find_layers(captured.graph) if limit is not None and at_rest is None else []
+        if not layers or self.request.hoist_all:
+            return search(limit)
+        assert limit is not None
+        free = search(None)
+        plain: Plan | None = None
+        try:
+            plain = search(limit)
+            if plain.cost <= free.cost * (1 + 1e-9):  # type: ignore[operator]
+                return plain
+        except PlanError as error:
+            why = error
+        try:
+            least = self._recompute_all(captured, call, limit, partial(search, recompute=layers))
+        except PlanError as error:
+            if plain is None:
+                raise PlanError(f"{why}; {error}") from why
+            return plain
+        best = self._recompute_few(captured, call, least, limit)
+        try:
+            again = search(limit, best.recompute)
+            if self._predict(captured, again, call).total_memory <= limit:
+                best = again
+        except PlanError:  # the search counts what is saved a little higher than the prediction does
+            pass
+        if plain is not None:
+            seconds = [self._predict(captured, plan, call).seconds() for plan in (plain, best)]
+            best = plain if seconds[0] <= seconds[1] else best
+        return replace(best, lower_bound=free.lower_bound)
+
+    def _recompute_all(
+        self, captured: Captured, call: Call, limit: float, search: Callable[[float], Plan]
+    ) -> Plan:
+        """A plan with every layer recomputed that is predicted to fit.
+
+        The search knows what is kept, not what a layer makes while it runs again: that is left room for.
+
+        Raises:
+            PlanError: where none was found.
+        """
+        room, least = 0.0, math.inf
+        for _ in range(4):
+            try:
+                plan = search(limit - room)
+            except PlanError as error:
+                if least == math.inf:
+                    raise PlanError(f"with every layer recomputed in the backward, {error}") from error
+                break
+            memory = self._predict(captured, plan, call).total_memory
+            if memory <= limit:
+                return plan
+            least = min(least, memory)
+            room += memory - limit
+        raise PlanError(f"with every layer recomputed in the backward, a plan needs {least / 1e6:.1f} MB")
+
+    def _recompute_few(self, captured: Captured, call: Call, plan: Plan, limit: float) -> Plan:
+        """The plan with as few of its layers recomputed as fit, by what is predicted."""
+
+        def memory(count: int) -> float:
+            tried = replace(plan, recompute=plan.recompute[:count])
+            return self._predict(captured, tried, call).total_memory
+
+        few, many = 0, len(plan.recompute)
+        most, least = memory(few), memory(many)
+        if most <= limit:
+            return replace(plan, recompute=(), cost=None)
+        while many - few > 1 and least < limit:
+            guess = few + math.ceil((many - few) * (most - limit) / max(most - least, 1.0))
+            guess = min(max(guess, few + 1), many - 1)
+            found = memory(guess)
+            few, most, many, least = (few, most, guess, found) if found <= limit else (guess, found, many, least)
+        return replace(plan, recompute=plan.recompute[:many], cost=plan.cost if many == len(plan.recompute) else None)
+
     def _search(
         self,
         captured: Captured,
@@ -195,6 +289,7 @@ class Planner:
         origin: str,
         at_rest: Mapping[str, ParameterPlan] | None,
         limit: float | None,
+        recompute: Sequence[str] = (),
     ) -> Plan:
         constraints = replace(self.request, plan=origin).constraints()
         best: Plan | None = None
@@ -203,7 +298,7 @@ class Planner:
             graph = copy_captured(captured) if padded else captured
             pad_vocabulary(graph.module, graph.parameters, padded)
             try:
-                plan = self._search_graph(graph, call, origin, constraints, at_rest, limit)
+                plan = self._search_graph(graph, call, origin, constraints, at_rest, limit, recompute)
             except PlanError as error:
                 failed = failed or error
                 continue
@@ -224,6 +319,7 @@ class Planner:
         constraints: Constraints,
         at_rest: Mapping[str, ParameterPlan] | None,
         limit: float | None,
+        recompute: Sequence[str],
     ) -> Plan:
         request = self.request
         if constraints.data and not captured.actual and any(isinstance(s, InputSpec) for s in call.specs):
@@ -241,8 +337,9 @@ class Planner:
             pinned=at_rest,
             input_layouts=input_layouts(captured, call.specs, call.layouts),
             pins=request.pins.resolve(captured, request.axes),
+            recompute=recompute,
         )
-        plan = search(space, origin, limit)
+        plan = replace(search(space, origin, limit), recompute=tuple(recompute))
         if space.pins.freed:
             warnings.warn(
                 f"{len(space.pins.freed)} decisions of the pinned plan are not possible any more and were searched "

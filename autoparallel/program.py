@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -12,9 +12,10 @@ from autoparallel.capture import Captured, InputSpec, set_device
 from autoparallel.passes.bucket_collectives import Bucket, bucket_collectives
 from autoparallel.passes.hoist_parameter_chains import hoist_parameter_chains
 from autoparallel.passes.insert_collectives import Sizes, insert_collectives
+from autoparallel.passes.recompute_layers import Region, recompute_layers
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Invariant, Layout, parse_layout, shards_of
-from autoparallel.plan import Plan
+from autoparallel.plan import Plan, PlanError
 from autoparallel.redistribution import Redistributor
 from autoparallel.rules.calls import is_tensor
 
@@ -29,6 +30,7 @@ class LocalProgram:
         buckets: how parameters reach the body; those gathered per use are calls in it.
         output_layouts: the layouts in which the outputs leave.
         divisors: for each symbolic size that is cut: its expression and into how many pieces.
+        regions: the calls in the body that run again in the backward, in its order.
     """
 
     captured: Captured
@@ -36,12 +38,27 @@ class LocalProgram:
     buckets: list[Bucket]
     output_layouts: list[Layout]
     divisors: list[tuple[object, int]]
+    regions: list[Region] = field(default_factory=list)
 
     def text(self) -> str:
         """The program in words, the same on every rank: what ranks compare before they run it."""
         chains = [f"{b.name} {b.gather or 'in place'}: {c}" for b in self.buckets for c in b.chains]
-        return "\n".join([*chains, str(self.body.graph)])
+        graphs = [str(graph.graph) for graph in self.graphs()]
+        return "\n".join([*chains, *graphs])
 
+    def graphs(self) -> list[fx.GraphModule]:
+        """The body and the programs of its regions."""
+        return [self.body, *(region.program for region in self.regions)]
+
+    def calls(self) -> Iterator[fx.Node]:
+        """Every node of the body, those of its regions where they run."""
+        regions = {f"recompute_{i}": region for i, region in enumerate(self.regions)}
+        for node in self.body.graph.nodes:
+            if node.op == "call_module" and node.target in regions:
+                inner = regions[str(node.target)].program.graph
+                yield from (n for n in inner.nodes if n.op not in ("placeholder", "output"))
+            else:
+                yield node
 
     def reducing(self, plan: Plan) -> None:
         """Reduces gradients when ``plan`` says; a bucket's parameters must agree."""
@@ -120,10 +137,16 @@ def build_program(
     )
     chains = [chain.reducing(plan.parameters[chain.name].reduce) for chain in chains]
     gather = {name: "per_step" if hoist_all else p.gather for name, p in plan.parameters.items()}
-    buckets = bucket_collectives(module, chains, gather)
+    if hoist_all and plan.recompute:
+        raise PlanError(
+            "the plan recomputes layers in the backward, but backend='inductor' chooses itself what it recomputes: use "
+            "backend='eager', or plan again"
+        )
+    buckets = bucket_collectives(module, chains, gather, layers=plan.recompute)
     set_device(module.graph, device)
     divisors = _divisors(module, plan.axis_sizes)
-    return LocalProgram(captured, module, buckets, output_layouts, divisors)
+    regions = recompute_layers(module, plan.recompute)
+    return LocalProgram(captured, module, buckets, output_layouts, divisors, regions)
 
 
 def _divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> list[tuple[object, int]]:

@@ -15,12 +15,13 @@ After:
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.passes.name_nodes import layer_of
 from autoparallel.redistribution import BUCKET_BYTES
 
 
@@ -74,6 +75,7 @@ def bucket_collectives(
     chains: Sequence[ParameterChain],
     gather: Mapping[str, str],
     *,
+    layers: Collection[str] = (),
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Bucket]:
     """Rewrites ``module`` in place and returns the buckets in the order of their first uses.
@@ -81,16 +83,23 @@ def bucket_collectives(
     Args:
         chains: in the order of first uses.
         gather: parameter name to when it is gathered, as ``plan.ParameterPlan`` says.
+        layers: those that will run again in the backward: they share no bucket that is gathered per use.
         bucket_bytes: the size of a bucket's whole parameters at which a new one is begun.
     """
 
     def when(chain: ParameterChain) -> str:
         return gather.get(chain.name, "per_microbatch") if chain.gathered else ""
 
+    placeholders = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
+
+    def layer(chain: ParameterChain) -> str | None:
+        readers = {layer_of(user) for name in chain.placeholders for user in placeholders[name].users}
+        return readers.pop() if len(readers) == 1 and readers <= {*layers} and when(chain) == "per_use" else None
+
     groups: list[tuple[Hashable, list[ParameterChain]]] = []
     open_groups: dict[Hashable, tuple[list[ParameterChain], int]] = {}
     for chain in chains:
-        kind = _kind(chain, when(chain))
+        kind = _kind(chain, when(chain)), layer(chain)
         members, size = open_groups.get(kind, ([], 0))
         if members and size + _bytes(chain) > bucket_bytes:
             members, size = [], 0

@@ -51,11 +51,15 @@ def operator_options(
     profile: Profile,
     sizes: Signatures,
     allowed: Callable[[Rule | None, Sequence[Typed], Typed, int], bool],
+    runs: int = 1,
+    keeps: bool = True,
 ) -> list[Option]:
     """Every way to run a call; of those that read and make the same layouts, the fastest.
 
     Args:
         allowed: whether a call with this rule and these ways may run in one of them on one mesh axis.
+        runs: how often it runs forward, where its layer is recomputed.
+        keeps: whether its result is kept for the backward.
     """
     ways, rule = call_modes(node), rule_for(node)
     operands = tensor_operands(node)
@@ -74,14 +78,14 @@ def operator_options(
             even = np.array([operand_fits(node, shape, result_shape, x, axis_sizes) for x in layouts], dtype=bool)
         fits &= even
     kept = np.flatnonzero(fits)
-    pricer = _Pricer(node, rule, ways, axis_sizes, profile, sizes)
+    pricer = _Pricer(node, rule, ways, axis_sizes, profile, sizes, runs)
     itemsizes = [x.meta["val"].element_size() for x in operands]
     moved = result_pieces * node.meta["val"].element_size()
     saved = moved
     for pieces, itemsize in zip(read_pieces, itemsizes, strict=True):
         moved = moved + pieces * itemsize
     best: dict[tuple[tuple[Layout, ...], Layout], Option] = {}
-    backward = bool(node.meta["backward"])
+    backward = keeps and bool(node.meta["backward"])
     for row, i in zip(combinations[kept].tolist(), kept.tolist(), strict=True):
         chosen = [ways[w] for w in row]
         needs = tuple([tuple([t.operands[k] for t in chosen]) for k in range(len(operands))])
@@ -119,7 +123,9 @@ class _Pricer:
         axis_sizes: Sequence[int],
         profile: Profile,
         sizes: Signatures,
+        runs: int,
     ) -> None:
+        self.runs = runs
         self.rule, self.ways, self.axis_sizes, self.profile, self.sizes = rule, ways, axis_sizes, profile, sizes
         self.dtype = node.meta["val"].dtype
         self.itemsize = node.meta["val"].element_size()
@@ -142,4 +148,4 @@ class _Pricer:
         if self.rule is not None and self.rule.exchange:
             moving = exchange_seconds(self.profile, self.rule, modes, self.axis_sizes, self.sizes, self.itemsize)
             seconds, backward = seconds + moving, backward + 2 * moving
-        return seconds + backward if self.backward else seconds
+        return self.runs * seconds + backward if self.backward else seconds

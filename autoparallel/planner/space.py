@@ -14,7 +14,7 @@ backward, between what one side makes and the other needs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import fx
 from autoparallel import ops
 from autoparallel.capture import Captured
 from autoparallel.passes.insert_collectives import call_modes, operand_fits
+from autoparallel.passes.name_nodes import layer_of
 from autoparallel.placements import Invariant, Layout, Shard, parse_layout
 from autoparallel.plan import ParameterPlan, PlanError
 from autoparallel.planner.at_rest import every_layout, layouts_at_rest
@@ -104,6 +105,7 @@ class SearchSpace:
         pinned: Mapping[str, ParameterPlan] | None = None,
         input_layouts: Mapping[str, Layout] | None = None,
         pins: ResolvedPins | None = None,
+        recompute: Collection[str] = (),
     ) -> None:
         self.captured, self.mesh, self.profile = captured, tuple(mesh), profile
         self.constraints, self.redistributor = constraints, redistributor
@@ -117,6 +119,7 @@ class SearchSpace:
         self.searched = self._descendants()
         self.experts = self._find_experts()
         self.unruled: dict[str, int] = {}
+        self.again = {n: x for n in captured.graph.nodes if (x := layer_of(n)) in recompute} if recompute else {}
         self._known: dict[fx.Node, list[Option] | None] = {}
         # What is alike is worked out once: options by the kind of node, prices by the options on both sides.
         self._of_kind: dict[Hashable, list[Option] | None] = {}
@@ -263,7 +266,11 @@ class SearchSpace:
             return "parameter", self.size.tensor(node), rest, self.experts.parameters.get(node), pinned, users, own
         if node.op != "call_function" or not is_tensor(node) or node not in self.searched:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
-        return "call", self.size.call(node), self.experts.factors.get(node)
+        return "call", self.size.call(node), self.experts.factors.get(node), node in self.again, self._is_kept(node)
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        """Whether the backward finds what a node made; a layer that is recomputed keeps only what others read."""
+        return node not in self.again or any(self.again.get(user) != self.again[node] for user in node.users)
 
     def _options(self, node: fx.Node) -> list[Option] | None:
         if node.op == "placeholder":
@@ -275,8 +282,9 @@ class SearchSpace:
         if not is_tensor(node) or node.target is operator.getitem or node not in self.searched:
             return self._whole_option(node)
         options = operator_options(
-            node, self.axis_sizes, self.profile, self.size, lambda *way: self._allowed(node, *way)
-        )
+            node, self.axis_sizes, self.profile, self.size, lambda *way: self._allowed(node, *way),
+            runs=1 + (node in self.again), keeps=self._is_kept(node),
+        )  # fmt: skip
         if not options:
             raise PlanError(self.explain_unsatisfiable(node.meta["key"]))
         return options
@@ -457,6 +465,8 @@ class SearchSpace:
 
     def _matrix(self, node: fx.Node, rows: Sequence[Layout], columns: Sequence[Layout]) -> np.ndarray:
         index, seconds = self._table(node)
+        if node in self.again and node.meta["backward"]:
+            seconds = seconds + self._table(node, backward=False)[1]
         return seconds[np.ix_([index[r] for r in rows], [index[c] for c in columns])]
 
     def _source_prices(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from autoparallel.placements import parse_layout
 from autoparallel.plan import Plan, mesh_text
-from autoparallel.report.explain import describe_layout, describe_modes, fold, plain_table
+from autoparallel.report.explain import describe_layout, describe_modes, fold, plain_table, recomputed
 from autoparallel.report.text import duration, plain_text, units
 
 ABSENT = "(absent)"
@@ -28,6 +28,9 @@ def diff(first: Plan, second: Plan) -> str:
         _differences("read as", _shared(first), _shared(second)),
     ]
     parts += [table for table in tables if table is not None]
+    if first.recompute != second.recompute:
+        was, now = (recomputed(plan) or "nothing" for plan in (first, second))
+        parts.append(f"Recomputed in the backward: {was}; now {now}.")
     same = not parts
     if first.prediction is not None and second.prediction is not None and not same:
         parts.append(_predictions(first, second))

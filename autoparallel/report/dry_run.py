@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -328,9 +330,14 @@ class _Player:
                 if makes_tensor(path) or chain.dtype != chain.rest_dtype:
                     self.owners[_torch.StorageWeakRef(value.untyped_storage())] = bucket, i
             later = self.per_use[self.per_use.index(bucket) + 1 :]
-            if later and later[0].number not in self.started:
-                self.started[later[0].number] = self.start(later[0])
+            if later and self.phase == FORWARD:
+                self.prefetch(later[0])
         return values
+
+    def prefetch(self, bucket: Bucket) -> None:
+        """Starts gathering a bucket ahead of its use."""
+        if bucket.number not in self.started:
+            self.started[bucket.number] = self.start(bucket)
 
     def start(self, bucket: Bucket) -> Finish:
         """Starts gathering a bucket."""
@@ -380,6 +387,15 @@ class _Player:
                 values = finish()
                 for chain, value in zip(chains, values, strict=True):
                     self.gradients.append(value if value.dtype == chain.rest_dtype else value.to(chain.rest_dtype))
+
+    @contextmanager
+    def around(self, number: int) -> Iterator[None]:
+        """Around the second run of a region: then the bucket that the one before it needs is gathered ahead."""
+        yield
+        if number:
+            names = {n.target for n in self.program.regions[number - 1].program.graph.nodes if n.op == "call_module"}
+            for bucket in [b for b in self.per_use if b.name in names][:1]:
+                self.prefetch(bucket)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Notes what autograd saves: a gathered parameter is not kept but gathered again."""
@@ -448,15 +464,21 @@ def _alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class _Body(fx.Interpreter):
-    """Runs the body on fake tensors."""
+    """Runs the body, or one of its regions, on fake tensors."""
 
-    def __init__(self, player: _Player) -> None:
-        super().__init__(player.program.body)
+    def __init__(self, player: _Player, program: fx.GraphModule | None = None) -> None:
+        super().__init__(program or player.program.body)
+        self.extra_traceback = False  # the second run of a region ends in an exception, when it has made enough
         self.player = player
         self.buckets = {b.name: b for b in player.program.buckets}
+        self.regions = {f"recompute_{i}": region for i, region in enumerate(player.program.regions)}
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.player.unshard(self.buckets[target])
+        if target in self.buckets:
+            return self.player.unshard(self.buckets[target])
+        region = self.regions[target]
+        region.around = partial(self.player.around, self.player.program.regions.index(region))
+        return region.run(_Body(self.player, region.program).run, *args)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if "device" in kwargs:  # fake tensors live on the CPU, whatever the program's device

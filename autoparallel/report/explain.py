@@ -33,6 +33,8 @@ def explain(plan: Plan) -> str:
         parts += [_modules_table(plan.prediction.modules, plan), *_predicted(plan.prediction, plan)]
     else:
         parts += [_modules_table(_rows_of(plan), plan), _operators_table(plan)]
+    if plan.recompute:
+        parts.append(f"Recomputed in the backward, to save memory: {recomputed(plan)}.")
     if plan.prediction is None and plan.pipeline is None:
         parts += [
             "Traffic, time and memory are predicted when the plan is compiled: autoparallel.compile(..., plan=plan).",
@@ -259,6 +261,11 @@ def profile_tables(profile: Profile) -> list[Table]:
     return [table, links]
 
 
+def recomputed(plan: Plan) -> str:
+    """The layers that a plan recomputes, in words."""
+    return ", ".join(path for path, _ in fold((layer, ()) for layer in plan.recompute))
+
+
 def _unruled(unruled: Mapping[str, int]) -> str:
     if not unruled:
         return "Every operator has a sharding rule."
@@ -269,4 +276,4 @@ def _unruled(unruled: Mapping[str, int]) -> str:
     )
 
 
-__all__ = ["Prediction", "describe_layout", "explain", "fold"]
+__all__ = ["Prediction", "describe_layout", "explain", "fold", "recomputed"]

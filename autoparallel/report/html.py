@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from autoparallel.planner.hardware import Profile
 from autoparallel.report.comparison import Entry, Workload, mfu, sent_by_kind, throughput
-from autoparallel.report.explain import describe_layout, describe_modes, fold
+from autoparallel.report.explain import describe_layout, describe_modes, fold, recomputed
 from autoparallel.report.pipeline_chart import chart, stage_rows
 from autoparallel.report.predict import ACCUMULATORS, Prediction
 from autoparallel.report.text import duration, operations, units
@@ -258,6 +258,8 @@ def _unsharded(entries: Sequence[Entry]) -> str:
     if whole:
         names = ", ".join(name for name, _ in fold(whole))
         parts.append(f"<p>Parameters that every rank keeps whole: <code>{_e(names)}</code></p>")
+    if plan.recompute:
+        parts.append(f"<p>Recomputed in the backward, to save memory: <code>{_e(recomputed(plan))}</code></p>")
     return "\n".join(parts)
 
 

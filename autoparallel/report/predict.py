@@ -189,7 +189,7 @@ def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:
             ParameterRow(own, chain.shape, chain.at_rest, chain.uses, gather, chain.trainable, plan.padded.get(name))
         )
     last: dict[str, fx.Node] = {}
-    for node in program.body.graph.nodes:
+    for node in program.calls():
         if node.op == "call_function" and "needs" in node.meta and is_tensor(node):
             last[node.meta.get("module", "")] = node
     sizes = Sizes(program.captured.actual)

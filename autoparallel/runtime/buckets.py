@@ -7,8 +7,10 @@ backward gathers the bucket again.  The next bucket's gather is started ahead, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 
 from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
+from autoparallel.passes.recompute_layers import Region
 from autoparallel.runtime.gradients import GradientReceiver, Tensors, cast
 
 
@@ -90,6 +93,20 @@ class ParameterBucket(nn.Module):
             return [column[i] for i in range(len(chains)) for column in done]
 
         return finish
+
+
+def gather_ahead(regions: Sequence[Region]) -> None:
+    """Lets each region that runs again start the gather that the one before it will need when it does."""
+    buckets = [[m for m in region.program.modules() if isinstance(m, ParameterBucket)] for region in regions]
+    for region, before in zip(regions, [[], *buckets], strict=False):
+        region.around = partial(_then_prefetch, before[0]) if before else nullcontext
+
+
+@contextmanager
+def _then_prefetch(bucket: ParameterBucket) -> Iterator[None]:
+    yield
+    bucket.prefetch()
+    _torch.after_backward(bucket.drop)  # this backward may end without using it
 
 
 class _Unshard(torch.autograd.Function):

@@ -15,7 +15,7 @@ from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram
 from autoparallel.runtime.accumulation import Weight
-from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks
+from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks, gather_ahead
 from autoparallel.runtime.calls import Call, require_divides
 from autoparallel.runtime.gradients import GradientReceiver, GradientStore
 
@@ -31,10 +31,14 @@ class Runner:
         buckets = [ParameterBucket(b, store) for b in program.buckets]
         self.hoisted = [b for b in buckets if not b.bucket.per_use]
         self.per_use = [b for b in buckets if b.bucket.per_use]
-        for bucket in self.per_use:
-            program.body.add_submodule(bucket.bucket.name, bucket)
-        program.body.graph.lint()
-        program.body.recompile()
+        modules = {bucket.bucket.name: bucket for bucket in self.per_use}
+        for graph in program.graphs():
+            for node in graph.graph.nodes:
+                if node.op == "call_module" and node.target in modules:
+                    graph.add_submodule(node.target, modules[node.target])
+            graph.graph.lint()
+            graph.recompile()
+        gather_ahead(program.regions)
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
         self.fixed: dict[str, torch.Tensor] = dict(captured.constants)
         self.leaf_names = captured.inputs

@@ -1,0 +1,152 @@
+"""Moves layers into calls that keep only what they read, and run again in the backward.
+
+Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) by whole layers: the
+saved tensors of a layer become those that enter it, for the price of one more forward, its collectives included.
+
+Before (nodes of the layers "layers.0" and "layers.1", of which the first is recomputed):
+    linear = aten.linear(x, w0);  tanh = aten.tanh(linear)
+    linear_1 = aten.linear(tanh, w1)
+After, with a Region of the first two calls as the submodule "recompute_0":
+    recompute_0 = self.recompute_0(x, w0);  getitem = recompute_0[0]
+    linear_1 = aten.linear(getitem, w1)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from autoparallel import ops
+from autoparallel.passes.name_nodes import layer_of
+
+
+class Region(nn.Module):
+    """A stretch of a program that is computed again in its backward.
+
+    Args:
+        layer: the module path that it is of.
+        program: its calls.
+
+    Attributes:
+        around: is entered around each time that it runs again.
+    """
+
+    def __init__(self, layer: str, program: fx.GraphModule) -> None:
+        super().__init__()
+        self.layer, self.program = layer, program
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def forward(self, *arguments: Any) -> Any:
+        # Not self.program(...), which reports every exception: the second run ends in one, when it has made enough.
+        return self.run(self.program.forward, *arguments)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls ``function`` and keeps its arguments, from which the backward calls it again."""
+        state = ops.random_state()
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.callback(ops.set_random_state, ops.random_state())
+                ops.set_random_state(state)
+                stack.enter_context(self.around())
+                yield
+
+        return checkpoint(
+            function,
+            *arguments,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), again()),
+        )
+
+
+def find_layers(graph: fx.Graph) -> list[str]:
+    """The layers of a model that can be recomputed: items of a list or a sequence of modules whose calls stand
+    together, and which save something that only they read, in the order of the graph."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    places: dict[str, list[int]] = {}
+    for i, node in enumerate(calls):
+        layer = layer_of(node)
+        if layer is not None:
+            places.setdefault(layer, []).append(i)
+    found = []
+    for layer, place in places.items():
+        inside = set(calls[place[0] : place[-1] + 1])
+        saves = any(n.meta["backward"] and inside.issuperset(n.users) for n in inside)
+        if saves and len(place) == place[-1] - place[0] + 1:
+            found.append(layer)
+    return found
+
+
+def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> list[Region]:
+    """Rewrites ``module`` in place and returns the regions in its order."""
+    graph = module.graph
+    order = dict.fromkeys(layer for node in graph.nodes if (layer := layer_of(node)) in layers)
+    regions = []
+    for layer in layers:
+        if layer not in order:
+            raise ValueError(f"there is no layer {layer!r} to recompute")
+    for number, layer in enumerate(order):
+        assert layer is not None
+        region = Region(layer, _outline(graph, _stretch(graph, layer), f"recompute_{number}"))
+        module.add_submodule(f"recompute_{number}", region)
+        regions.append(region)
+    module.recompile()
+    return regions
+
+
+def _stretch(graph: fx.Graph, layer: str) -> list[fx.Node]:
+    """All nodes from the first of a layer to its last, with the gathers of parameters that only they read."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    places = [i for i, node in enumerate(nodes) if layer_of(node) == layer]
+    first, last = places[0], places[-1]
+    inside = set(nodes[first : last + 1])
+    while first and "bucket" in nodes[first - 1].meta and inside.issuperset(nodes[first - 1].users):
+        first -= 1
+        inside.add(nodes[first])
+    found = nodes[first : last + 1]
+    start = next(node for node in found if "bucket" not in node.meta)
+    for call in [node for node in found if node.op == "call_module"]:
+        if not all(inside.issuperset(item.users) for item in call.users):  # others read it, too: gathered before
+            for node in [call, *call.users]:
+                start.prepend(node)
+                found.remove(node)
+    return found
+
+
+def _outline(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
+    """Moves nodes into a graph of their own, which is called in their place."""
+    inside = set(nodes)
+    entering = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside))
+    leaving = [node for node in nodes if any(user not in inside for user in node.users)]
+    inner = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in entering:
+        copies[node] = inner.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = inner.node_copy(node, copies.__getitem__)
+    inner.output(tuple(copies[node] for node in leaving))
+    with graph.inserting_after(nodes[-1]):
+        call = graph.create_node("call_module", name, tuple(entering), {}, name)
+    call.meta = {"region": name}
+    point = call
+    for i, node in enumerate(leaving):
+        with graph.inserting_after(point):
+            point = item = graph.call_function(operator.getitem, (call, i))
+        item.meta = dict(node.meta)
+        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+    program = fx.GraphModule(nn.Module(), fx.Graph())
+    program.graph = inner
+    return program
+
+
+__all__ = ["Region", "find_layers", "recompute_layers"]

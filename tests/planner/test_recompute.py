@@ -1,0 +1,73 @@
+"""Which layers are recomputed: as few as the limit on memory asks for, and none without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoparallel.plan import Plan, PlanError
+from autoparallel.planner.hardware import CPU
+from autoparallel.planning import Draft, Request, call_of, draft
+from autoparallel.report.diff import diff
+
+LAYERS, WIDTH, ROWS = 4, 16, 512
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _draft(limit: float | None, plan: str | Plan = "auto") -> Draft:
+    request = Request((("dp", 2),), CPU, plan, loss_fn=nn.functional.mse_loss, memory_limit=limit)
+    x = torch.empty(ROWS, WIDTH, device="meta")
+    return draft(Model(), call_of((x, x), with_target=True), request)
+
+
+def test_as_few_layers_as_the_limit_asks_for_are_recomputed() -> None:
+    free = _draft(None)
+    assert free.plan.recompute == ()
+    most = free.prediction.total_memory
+    counts, seconds = [], []
+    for part in (0.9, 0.8, 0.7):
+        found = _draft(part * most)
+        count = len(found.plan.recompute)
+        assert found.plan.recompute == tuple(f"blocks.{i}" for i in range(count)), "the first ones"
+        assert found.prediction.total_memory <= part * most
+        assert found.plan.lower_bound <= found.prediction.seconds()  # type: ignore[operator]
+        counts.append(count)
+        seconds.append(found.prediction.seconds())
+    assert 0 < counts[0] < counts[1] < counts[2] <= LAYERS
+    assert free.prediction.seconds() < seconds[0] < seconds[1] < seconds[2]
+
+
+def test_a_plan_says_what_is_recomputed() -> None:
+    free = _draft(None)
+    plan = _draft(0.7 * free.prediction.total_memory).plan
+    assert Plan.from_json(plan.to_json()).recompute == plan.recompute
+    words = f"blocks.0-{len(plan.recompute) - 1}"
+    assert f"Recomputed in the backward, to save memory: {words}." in plan.explain()
+    assert f"Recomputed in the backward: nothing; now {words}." in diff(free.plan, plan)
+    again = _draft(None, Plan.from_json(plan.to_json()))
+    assert again.prediction.total_memory == plan.prediction.total_memory  # type: ignore[union-attr]
+
+
+def test_a_limit_that_nothing_fits_says_what_recomputing_needs() -> None:
+    with pytest.raises(PlanError, match=r"no plan fits in 0\.1 MB .* with every layer recomputed in the backward, "):
+        _draft(1e5)

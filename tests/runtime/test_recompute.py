@@ -1,0 +1,142 @@
+"""Layers that run again in the backward: the same numbers, less memory, and the traffic that was predicted."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoparallel
+from autoparallel.plan import Plan, PlanError
+from autoparallel.report.meter import Clock, Ledger
+from tests.distributed import run_distributed
+from tests.models import build
+from tests.runtime.support import off
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes that calls have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(Clock(0.0))
+        self.ledger.kind = "all"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.ledger.add(result)
+        return result
+
+
+def _train(name: str, shape: tuple[int, ...], preset: str, layers: list[str], gather: str) -> dict[str, Any]:
+    case = build(name)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+    batches = [case.make_batch(step, 8) for step in range(3)]
+    kept: list[int] = []
+
+    def compiled(plan: Any) -> Any:
+        torch.manual_seed(3)
+        return autoparallel.compile(copy.deepcopy(case.model), mesh, loss_fn=case.loss_fn, plan=plan)
+
+    def call(model: Any, step: int) -> torch.Tensor:
+        args, kwargs = batches[step]
+        out = model(*args, **kwargs)
+        return out if case.loss_fn is not None else out["loss"]
+
+    def losses(model: Any) -> list[torch.Tensor]:
+        """Three microbatches; the third one's forward runs before the second one's backward."""
+        found = []
+        with model.no_sync():
+            found.append(call(model, 0))
+            found[0].backward()
+            found.append(call(model, 1))
+        alive = _Alive()
+        with alive:
+            found.append(call(model, 2))
+        kept.append(sum(alive.ledger.live.values()))
+        with model.no_sync():
+            found[1].backward()
+        found[2].backward()
+        return [x.detach() for x in found]
+
+    plain = compiled(preset)
+    call(plain, 0)
+    data = json.loads(plain.plan.to_json())
+    for parameter in data["parameters"].values():
+        parameter["gather"] = gather if "S" in parameter["at_rest"] else parameter["gather"]
+    plain, ours = (compiled(Plan.from_json(json.dumps({**data, "recompute": x}))) for x in ([], layers))
+    worst = 0.0
+    for _ in range(2):
+        for a, b in zip(losses(ours), losses(plain), strict=True):
+            worst = max(worst, off(a, b))
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            worst = max(worst, off(a.grad, b.grad))
+        worst = max(worst, off(ours.clip_grad_norm_(0.1), plain.clip_grad_norm_(0.1)))
+        for model in (ours, plain):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    with autoparallel.count_traffic(mesh) as traffic:
+        call(ours, 0).backward()
+    predicted = ours.plan.prediction.step()
+    return {
+        "worst": worst,
+        "kept": kept[:2],
+        "traffic": (dict(traffic.collectives), dict(traffic.bytes)),
+        "predicted": (dict(predicted.collectives), dict(predicted.bytes)),
+        "explained": ours.plan.explain(),
+        "activations": (ours.plan.prediction.memory["activations"], plain.plan.prediction.memory["activations"]),
+    }
+
+
+CASES = [
+    ("gpt_dropout", (2,), "data_parallel", ["blocks.0", "blocks.1"], "per_step"),
+    ("gpt_dropout", (2,), "fsdp", ["blocks.0", "blocks.1"], "per_use"),
+    ("gpt_dropout", (2, 2), "tensor_parallel", ["blocks.0"], "per_use"),
+    pytest.param("llama", (2,), "fsdp", ["model.layers.0"], "per_use", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "preset", "layers", "gather"), CASES, ids=str)
+def test_recomputed_layers_give_the_same_numbers_for_less_memory(
+    name: str, shape: tuple[int, ...], preset: str, layers: list[str], gather: str
+) -> None:
+    tolerance = 1e-6 if name == "llama" else 1e-12
+    ranks = run_distributed(
+        _train, name, shape, preset, layers, gather, world_size=torch.Size(shape).numel(), timeout=250
+    )
+    for found in ranks:
+        assert found["worst"] < tolerance, found["worst"]
+        ours, plain = found["kept"]
+        assert ours < 0.8 * plain, "a layer keeps only what enters it"
+        assert found["activations"][0] < 0.8 * found["activations"][1]
+        assert found["traffic"] == found["predicted"]
+        assert "Recomputed in the backward" in found["explained"]
+
+
+def _refusals() -> list[str]:
+    case = build("gpt")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    batch = case.make_batch(0, 8)[0]
+    model = autoparallel.compile(copy.deepcopy(case.model), mesh, loss_fn=case.loss_fn, example_inputs=batch)
+    found = []
+    for layer, backend in (("blocks.9", "eager"), ("blocks.0", "inductor")):
+        plan = dataclasses.replace(model.plan, recompute=(layer,))
+        try:
+            autoparallel.compile(
+                copy.deepcopy(case.model), mesh, loss_fn=case.loss_fn, plan=plan, backend=backend, example_inputs=batch
+            )
+        except PlanError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_cannot_be_recomputed_is_refused() -> None:
+    for unknown, compiled in run_distributed(_refusals, world_size=2):
+        assert "'blocks.9'" in unknown and "blocks.0, blocks.1" in unknown
+        assert "backend='inductor'" in compiled
