@@ -76,6 +76,8 @@ class StagedPlanner(Planner):
         """The local program of every stage, the same on all ranks."""
         request = self.request
         assert plan.pipeline is not None
+        if plan.recompute:
+            raise PlanError("the plan recomputes layers in the backward, which a pipeline cannot: plan again")
         if plan.pipeline.schedule in SPLIT and request.hoist_all:
             raise PlanError(
                 f"the schedule {plan.pipeline.schedule!r} parts the backward of a stage, which backend='inductor' does "
