@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch import free_unbacked_symbols, make_fake_mode
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import (
     detach_outputs,
     differentiated_scalars,
@@ -189,6 +190,7 @@ def capture(
     symbolic: bool = True,
     detach_beside_loss: bool = True,
     precision: MixedPrecisionPolicy | None = None,
+    ranks: int = 1,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
@@ -201,6 +203,8 @@ def capture(
         training: captures in this mode instead of the model's own.
         symbolic: leaves the batch size open.
         detach_beside_loss: where there is a scalar loss, detaches the other outputs.
+        ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
+            ``passes.interleave_projections``).
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
 
     Raises:
@@ -252,7 +256,7 @@ def capture(
         leave_out(wrapper, runs)
         program = _export(wrapper, (args, kwargs), shapes, model)
         counted = wrapper.found.counted
-        captured = _describe(program, model, owners, specs, detach_beside_loss, counted)
+        captured = _describe(program, model, owners, specs, detach_beside_loss, counted, ranks)
         for run in runs:
             inner = replace(run, path=run.path.removeprefix("model."))
             fill_up(captured.graph, inner, captured.parameters, captured.buffers)
@@ -320,6 +324,7 @@ def _describe(
     specs: Sequence[InputSpec | Any],
     detach_beside_loss: bool,
     counted: bool,
+    ranks: int,
 ) -> Captured:
     module = fx.GraphModule(torch.nn.Module(), program.graph)
     graph = module.graph
@@ -376,6 +381,7 @@ def _describe(
     output = graph.output_node()
     output.args = (tuple(results),)
     canonicalize_operators(module)
+    interleave_projections(module, parameters, ranks)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     differentiable = {node for node, name in parameters.items() if name in trainable}
     differentiable |= {

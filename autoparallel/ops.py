@@ -6,7 +6,9 @@ when the operator runs, so that the program is the same text on every rank.
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +152,26 @@ def shard_index(x: Tensor, group: str) -> Tensor:
 def pad_rows(x: Tensor, rows: int) -> Tensor:
     """``x`` [n, ...] with zeros behind its rows, ``rows`` in all."""
     return F.pad(x, [0, 0] * (x.ndim - 1) + [0, rows - x.shape[0]])
+
+
+def interleave(x: Tensor, dim: int, bounds: Sequence[int], blocks: int) -> Tensor:
+    """``x`` with the pieces of one dim dealt out in blocks, each of which has its part of every piece, in their order.
+
+    Args:
+        bounds: where the pieces begin, and where the last one ends.
+        blocks: how many; every piece divides by it.
+    """
+    pieces = itertools.pairwise(bounds)
+    parts = [x.narrow(dim, start, end - start).unflatten(dim, (blocks, -1)) for start, end in pieces]
+    return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+
+
+def piece(x: Tensor, dim: int, start: int, end: int, blocks: int) -> Tensor:
+    """The piece of a dim that ``start`` and ``end`` bound, out of ``blocks`` blocks that ``interleave`` made."""
+    if blocks == 1:
+        return x.narrow(dim, start, end - start)
+    cut = x.unflatten(dim, (blocks, -1)).narrow(dim + 1, start // blocks, (end - start) // blocks)
+    return cut.flatten(dim, dim + 1)
 
 
 def _local_rows(indices: Tensor, rows: int, group: str, total: int | None = None) -> tuple[Tensor, Tensor]:

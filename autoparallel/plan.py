@@ -93,6 +93,7 @@ class Plan:
         parameters: parameter name to its plan.
         unruled: operators without a rule, which run replicated, with how often.
         recompute: the layers, by module path, that keep only what enters them and run again in the backward.
+        notes: module path to why it is not sharded as could be expected.
         cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
             costs less than; None for a plan that no search made.
         pipeline: how the model is cut into stages over one more mesh axis, which is not in ``mesh``.
@@ -106,6 +107,7 @@ class Plan:
     parameters: Mapping[str, ParameterPlan]
     unruled: Mapping[str, int] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
     pipeline: PipelinePlan | None = None
     search_seconds: float = 0.0
     cost: float | None = field(default=None, compare=False)
@@ -190,6 +192,7 @@ class Plan:
             "shared": dict(self.shared),
             "unruled": dict(self.unruled),
             "recompute": list(self.recompute),
+            "notes": dict(self.notes),
             "cost": self.cost,
             "lower_bound": self.lower_bound,
         }
@@ -217,6 +220,7 @@ class Plan:
                 parameters={str(k): ParameterPlan(**v) for k, v in data["parameters"].items()},
                 unruled={str(k): int(v) for k, v in data["unruled"].items()},
                 recompute=tuple(str(layer) for layer in data.get("recompute", ())),
+                notes={str(k): str(v) for k, v in data.get("notes", {}).items()},
                 cost=_number(data.get("cost")),
                 lower_bound=_number(data.get("lower_bound")),
                 pipeline=PipelinePlan.from_data(data["pipeline"]) if "pipeline" in data else None,

@@ -23,6 +23,7 @@ from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.plan import ParameterPlan, Plan, PlanError, padded_rows
 from autoparallel.planner.accumulation import choose_reductions, with_reductions
 from autoparallel.planner.hardware import Profile
+from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.pins import Pins
 from autoparallel.planner.presets import EXPERT_AXIS, PRESETS, Constraints, constraints_for
 from autoparallel.planner.search import search
@@ -123,6 +124,7 @@ class Planner:
             batch=call.batch,
             training=training,
             precision=request.precision,
+            ranks=math.prod(request.sizes),
         )
 
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
@@ -340,6 +342,9 @@ class Planner:
             recompute=recompute,
         )
         plan = replace(search(space, origin, limit), recompute=tuple(recompute))
+        cutting = constraints.tensor or {*range(len(request.axes))} - constraints.data
+        axes = [request.axes[a] for a in sorted(cutting) if request.sizes[a] > 1]
+        plan = replace(plan, notes=why_whole(captured.graph, axes, space.size.shape))
         if space.pins.freed:
             warnings.warn(
                 f"{len(space.pins.freed)} decisions of the pinned plan are not possible any more and were searched "

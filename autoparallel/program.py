@@ -13,6 +13,7 @@ from autoparallel.passes.bucket_collectives import Bucket, bucket_collectives
 from autoparallel.passes.hoist_parameter_chains import hoist_parameter_chains
 from autoparallel.passes.insert_collectives import Sizes, insert_collectives
 from autoparallel.passes.recompute_layers import Region, recompute_layers
+from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Invariant, Layout, parse_layout, shards_of
 from autoparallel.plan import Plan, PlanError
@@ -118,9 +119,11 @@ def build_program(
     module = captured.module
     sizes = Sizes(captured.actual)
     layouts = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
+    modes = {key: plan.modes(key) for key in plan.operators}
+    settle_interleaving(module, modes, plan.axis_sizes)
     insert_collectives(
         module,
-        modes={key: plan.modes(key) for key in plan.operators},
+        modes=modes,
         placeholders={**layouts, **inputs},
         shared={key: parse_layout(text) for key, text in plan.shared.items()},
         outputs=outputs,

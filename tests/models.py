@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.fused import FusedConfig, FusedModel
+
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -579,6 +581,25 @@ def _build_mixtral_grouped(dtype: torch.dtype) -> Case:
     return _build_mixtral(dtype, "grouped_mm")
 
 
+# -------------------------------------------------------------------------------------------------- fused projections
+
+
+def _build_fused(dtype: torch.dtype, config: FusedConfig | None = None) -> Case:
+    model = FusedModel(config).to(dtype)
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        generator = _generator(step, seed)
+        x, y = torch.randn(2, rows, 4, config.width if config else 16, generator=generator, dtype=torch.float64)
+        return (x.to(dtype), 3 * y.to(dtype)), {}
+
+    return Case("fused", model, make_batch, F.mse_loss)
+
+
+def _build_fused_odd(dtype: torch.dtype) -> Case:
+    """Heads and rows that no mesh divides."""
+    return _build_fused(dtype, FusedConfig(width=12, heads=3, keys=1, hidden=5))
+
+
 _BUILDERS: dict[str, Callable[[torch.dtype], Case]] = {
     "mlp": _build_mlp,
     "regressor": _build_regressor,
@@ -595,9 +616,13 @@ _BUILDERS: dict[str, Callable[[torch.dtype], Case]] = {
     "unet": _build_unet,
     "frozen_tail": _build_frozen_tail,
     "t5": _build_t5,
+    "fused": _build_fused,
+    "fused_odd": _build_fused_odd,
 }
 
-NAMES = tuple(name for name in _BUILDERS if name not in ("mixtral_grouped", "unet", "frozen_tail", "t5"))
+_OTHERS = ("mixtral_grouped", "unet", "frozen_tail", "t5", "fused", "fused_odd")
+
+NAMES = tuple(name for name in _BUILDERS if name not in _OTHERS)
 """The models that run plainly in float64, and are trained whole and without a pipeline."""
 
 

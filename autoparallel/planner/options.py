@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from autoparallel.planner.cost import exchange_seconds, operator_seconds
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.signatures import Signatures
 from autoparallel.rules import Rule, rule_for
-from autoparallel.rules.calls import tensor_operands
+from autoparallel.rules.calls import arguments, tensor_operands
 from autoparallel.rules.typing import Mode, Typed
 
 Ints = npt.NDArray[np.int64]
@@ -77,6 +77,10 @@ def operator_options(
             layouts = [tuple(ways[w].operands[i] for w in row) for row in combinations.tolist()]
             even = np.array([operand_fits(node, shape, result_shape, x, axis_sizes) for x in layouts], dtype=bool)
         fits &= even
+    if node.target is ops.piece:  # a shard has whole blocks
+        values = arguments(node)
+        blocks = tuple(values["blocks"] if d == values["dim"] else size for d, size in enumerate(result_shape))
+        fits &= _pieces([w.result for w in ways], combinations, axis_sizes, blocks)[0]
     kept = np.flatnonzero(fits)
     pricer = _Pricer(node, rule, ways, axis_sizes, profile, sizes, runs)
     itemsizes = [x.meta["val"].element_size() for x in operands]
@@ -95,6 +99,8 @@ def operator_options(
         if known is None or seconds < known.seconds:
             modes = tuple([t.mode for t in chosen])
             best[needs, result] = Option(modes, needs, result, seconds, float(saved[i]) if backward else 0.0)
+    if node.target is ops.interleave:  # paid where the blocks are dealt out: see planner.interleaving
+        return [replace(option, seconds=0.0, saved_bytes=0.0) for option in best.values()]
     return list(best.values())
 
 

@@ -31,6 +31,7 @@ from autoparallel.planner.cost import bytes_kept, update_seconds
 from autoparallel.planner.elimination import Factor
 from autoparallel.planner.experts import Experts, find_experts
 from autoparallel.planner.hardware import Profile
+from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
 from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
@@ -481,10 +482,18 @@ class SearchSpace:
                 if option.gather == "per_use" and node.meta["backward"]:
                     prices[i] += forward[index[option.result], [index[c] for c in columns]]
             prices = prices + self._forbidden(node, producer.options, columns)
+        elif deals_out(node):
+            shape = self.size.shape(node)
+            prices = prices + dealing_seconds(
+                node, shape, producer.options, columns, self.axis_sizes, self.profile
+            )
         return prices
 
     def _gathered_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
         node = producer.node
+        if deals_out(node):
+            shape, kept = self.size.shape(node), self._is_kept(node)
+            return dealt_bytes(node, shape, producer.options, columns, self.axis_sizes, kept)
         if node.name not in self.captured.parameters:
             return None
         shape, itemsize = self.size.shape(node), node.meta["val"].element_size()

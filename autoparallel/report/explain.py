@@ -44,6 +44,7 @@ def explain(plan: Plan) -> str:
             f"The search minimised {duration(plan.cost)} a step; no plan can be below {duration(plan.lower_bound)} "
             f"(a gap of {100 * plan.gap:.2g}%)."
         )
+    parts += [f"{path or '(the model)'} is not sharded by its pieces: {why}." for path, why in fold(plan.notes.items())]
     parts.append(_unruled(plan.unruled))
     return plain_text(*(part for part in parts if part))
 

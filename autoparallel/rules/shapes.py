@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from autoparallel import ops
 from autoparallel.rules.calls import Shape, arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.localize import LocalCall, divide_sizes
@@ -41,7 +42,7 @@ def _takes_part(size: Any) -> bool:
     return not (isinstance(size, int) and size == 1)
 
 
-def _runs(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
+def runs_of_equal_product(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
     """The dims of two shapes (without those of size one) in the shortest runs of equal product.
 
     Products are compared as expressions: two sizes that agree in the traced example only do not end a run, because
@@ -75,7 +76,7 @@ def reshape_rule(node: fx.Node, source: Shape, target: Shape, localize: Any) -> 
     left, right = ["1"] * len(source), ["1"] * len(target)
     sizes: dict[str, Any] = {}
     blocked: list[str] = []
-    for dims_in, dims_out in _runs(source, target):
+    for dims_in, dims_out in runs_of_equal_product(source, target):
         factor = f"f{dims_in[0]}"
         sizes[factor] = _common(source[dims_in[0]], target[dims_out[0]])
         for side, letter, shape, dims in ((left, "i", source, dims_in), (right, "o", target, dims_out)):
@@ -280,4 +281,34 @@ def _stack(node: fx.Node) -> Rule:
         shape_of(node),
         linear=[tuple(range(len(operands)))],
         blocked=["c"],
+    )
+
+
+@rule(ops.interleave)
+def _interleave(node: fx.Node) -> Rule:
+    return _resized(node, {arguments(node)["dim"]})
+
+
+def _localize_piece(call: LocalCall) -> None:
+    """A rank has some of the blocks, and in them its part of the piece."""
+    v = arguments(call.node)
+    count = call.shards(v["dim"])
+    call.args, call.kwargs = (call.args[0], v["dim"], *(v[name] // count for name in ("start", "end", "blocks"))), {}
+
+
+@rule(ops.piece)
+def _piece(node: fx.Node) -> Rule:
+    v, source = arguments(node), shape_of(tensor_operands(node)[0])
+    dim, blocks = v["dim"], v["blocks"]
+    left = [f"d{i}" for i in range(len(source))]
+    right = list(left)
+    left[dim], right[dim] = "(o i)", "(o j)"
+    return make_rule(
+        f"{' '.join(left)} -> {' '.join(right)}",
+        [source],
+        shape_of(node),
+        sizes={"o": blocks, "i": source[dim] // blocks, "j": (v["end"] - v["start"]) // blocks},
+        linear=[(0,)],
+        blocked=["i", "j", *(["o"] if blocks == 1 else [])],
+        localize=_localize_piece,
     )

@@ -1,0 +1,132 @@
+"""Fused projections (q, k and v in one linear, gate and up in one) are sharded by head, and train as they are."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoparallel
+from autoparallel.planner.hardware import CPU, H100, Profile
+from autoparallel.planning import Request, call_of, draft
+from tests.distributed import run_distributed
+from tests.fused import FusedConfig, FusedModel
+from tests.parity.harness import Recipe, check
+from tests.runtime.support import off
+
+SLOW = replace(H100, name="slow", overlap=0.0, flops={dtype: rate / 1e4 for dtype, rate in H100.flops.items()})
+ROWS, LENGTH = 3, 9  # neither can be cut
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("fused", (2, 2), "tensor_parallel", 2, steps=2),
+        pytest.param(Recipe("fused", (2,), "tensor_parallel", 3), marks=pytest.mark.slow),
+        pytest.param(Recipe("fused", (2, 2), "tensor_parallel", 1), marks=pytest.mark.slow),
+        pytest.param(Recipe("fused", (2,), "auto", 1), marks=pytest.mark.slow),
+        pytest.param(Recipe("fused", (2, 2), "auto", 3), marks=pytest.mark.slow),
+        pytest.param(Recipe("fused", (2, 2), "fsdp", 3), marks=pytest.mark.slow),
+        pytest.param(Recipe("fused_odd", (2,), "tensor_parallel", 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_parity(recipe: Recipe) -> None:
+    check(recipe)
+
+
+class Trained:
+    """Two steps of two microbatches beside the plain model, and what they sent."""
+
+    def __init__(self, plan: str, hardware: Profile, config: FusedConfig, ways: tuple[str, ...]) -> None:
+        torch.manual_seed(0)
+        plain = FusedModel(config, ways).double()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        model = autoparallel.compile(
+            copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, plan=plan, hardware=hardware
+        )
+        ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
+        self.worst = 0.0
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            batches = torch.randn(2, 2, ROWS, LENGTH, config.width, generator=generator, dtype=torch.float64)
+            with autoparallel.count_traffic(mesh) as first, model.no_sync():
+                self.compare(model(*batches[0]) / 2, F.mse_loss(plain(batches[0][0]), batches[0][1]) / 2)
+            with autoparallel.count_traffic(mesh) as second:
+                self.compare(model(*batches[1]) / 2, F.mse_loss(plain(batches[1][0]), batches[1][1]) / 2)
+            for name, parameter in plain.named_parameters():
+                self.see(model.get_parameter(name).grad.full_tensor(), parameter.grad)  # type: ignore[union-attr]
+            norms = model.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            self.see(norms[0].full_tensor() if hasattr(norms[0], "full_tensor") else norms[0], norms[1])
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        state = model.state_dict()
+        assert list(state) == list(plain.state_dict())
+        for name, value in plain.state_dict().items():
+            self.see(state[name].full_tensor(), value)
+        prediction = model.plan.prediction
+        self.exact = (first.result() + second.result()) == prediction.step(2)
+        self.forward, self.backward = prediction.forward.collectives, prediction.backward.collectives
+        self.modes = {key: modes for key, modes in model.plan.operators.items() if "piece#" in key}
+
+    def compare(self, ours: Tensor, theirs: Tensor) -> None:
+        self.see(ours.detach(), theirs.detach())
+        ours.backward()
+        theirs.backward()
+
+    def see(self, ours: Tensor, theirs: Tensor | None) -> None:
+        self.worst = max(self.worst, off(ours, theirs))
+
+
+def _train(*args: Any) -> Trained:
+    return Trained(*args)
+
+
+def test_tensor_parallelism_needs_one_all_reduce_each_way_for_each_half_of_a_block() -> None:
+    for found in run_distributed(_train, "tensor_parallel", CPU, FusedConfig(), ("conv1d", "groups"), world_size=2):
+        assert found.worst < 1e-9
+        assert set(found.modes.values()) == {("shard:o",)}
+        # Two halves of two blocks, and four products whose weights are dealt out; the model's input has no gradient.
+        assert found.forward == {("all_reduce", "tp"): 4, ("all_to_all", "tp"): 4}
+        assert found.backward == {("all_reduce", "tp"): 3, ("all_to_all", "tp"): 4}
+        assert found.exact
+
+
+def test_auto_shards_by_head_what_else_every_rank_would_compute() -> None:
+    config = FusedConfig(width=32, heads=4, hidden=64)
+    for found in run_distributed(_train, "auto", SLOW, config, ("unbind",), world_size=2):
+        assert found.worst < 1e-9
+        assert set(found.modes.values()) == {("shard:o",)}
+        assert found.exact
+
+
+class TestWhatDoesNotDivide:
+    def planned(self, config: FusedConfig, mesh: tuple[tuple[str, int], ...]) -> autoparallel.Plan:
+        with torch.device("meta"):
+            model, x = FusedModel(config, ("split",)), torch.empty(8, 4, config.width)
+        request = Request(mesh, CPU, "tensor_parallel", loss_fn=F.mse_loss)
+        return draft(model, call_of((x, x), with_target=True), request).plan
+
+    def test_heads_are_said_and_kept_together(self) -> None:
+        plan = self.planned(FusedConfig(width=12, heads=3), (("tp", 2),))
+        assert plan.operators["blocks.0.attention/aten.scaled_dot_product_attention#0"] == ("I",)
+        assert (
+            "blocks.0.attention.qkv is not sharded by its pieces: its product is cut into pieces of 3, 3, 3 heads, "
+            "which do not divide by the 2 ranks of 'tp'"
+        ) in " ".join(plan.explain().split())
+
+    def test_rows_are_said(self) -> None:
+        plan = self.planned(FusedConfig(width=16, heads=2, hidden=5), (("tp", 2),))
+        assert list(plan.notes) == ["blocks.0.mlp.up"]
+        assert "pieces of 5, 5 rows" in plan.notes["blocks.0.mlp.up"]
+
+    def test_nothing_is_said_where_all_divides(self) -> None:
+        assert not self.planned(FusedConfig(), (("dp", 2), ("tp", 2))).notes

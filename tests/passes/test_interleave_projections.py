@@ -1,0 +1,155 @@
+"""`interleave_projections` and `settle_interleaving`: one linear that is split is sharded as if it were several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoparallel import ops
+from autoparallel.capture import Captured, capture, describe_inputs
+from autoparallel.passes.settle_interleaving import settle_interleaving
+from autoparallel.rules.typing import parse_mode
+from tests.fused import GATES, WAYS, FusedAttention, FusedConfig, GatedMLP
+from tests.passes.support import show
+
+RANKS = 4
+
+
+class Fused(nn.Module):
+    """A product and what reads it."""
+
+    def __init__(self, rows: int, read: Callable[[Tensor], Tensor], bias: bool = False) -> None:
+        super().__init__()
+        self.joined, self.read = nn.Linear(4, rows, bias=bias), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.joined(x))
+
+
+def _captured(model: nn.Module, *args: Tensor, ranks: int = RANKS) -> Captured:
+    leaves, spec = pytree.tree_flatten((args, {}))
+    specs, batch = describe_inputs(leaves)
+    return capture(model, specs, spec, loss_fn=None, least_batch=8, batch=batch, ranks=ranks)
+
+
+def _targets(captured: Captured) -> list[object]:
+    return [node.target for node in captured.graph.nodes]
+
+
+def _gate(y: Tensor) -> Tensor:
+    a, b = y.split([8, 4], dim=1)
+    return a[:, :4] * b + a[:, 4:]
+
+
+def test_a_split_product_is_interleaved() -> None:
+    captured = _captured(Fused(12, lambda y: y[:, :8].sum(1) * y[:, 8:].sum(1), bias=True), torch.randn(8, 4), ranks=2)
+    lines = show(captured.module)
+    assert lines[3:7] + [line for line in lines[7:] if "piece(" in line] == [
+        "interleave = ops.interleave(p_model_joined_weight, 0, [0, 8, 12], 2)",
+        "interleave_1 = ops.interleave(p_model_joined_bias, 0, [0, 8, 12], 2)",
+        "linear = aten.linear(args_0, interleave, interleave_1)",
+        "piece = ops.piece(linear, 1, 0, 8, 2)",
+        "piece_1 = ops.piece(linear, 1, 8, 12, 2)",
+    ]
+
+
+def _run(captured: Captured, model: nn.Module, x: Tensor) -> Tensor:
+    values = [
+        model.get_parameter(captured.parameters[n.name]) if n.name in captured.parameters else x
+        for n in captured.graph.nodes
+        if n.op == "placeholder"
+    ]
+    return captured.module(*values)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_writing_attention_computes_the_same(way: str) -> None:
+    torch.manual_seed(0)
+    config = FusedConfig(keys=4 if way == "groups" else 2)
+    model, x = FusedAttention(config, way).double(), torch.randn(8, 3, 16).double()
+    captured = _captured(model, x)
+    blocks = [n.args[-1] for n in captured.graph.nodes if n.target is ops.piece]
+    assert blocks == [RANKS] * 3
+    torch.testing.assert_close(_run(captured, model, x), model(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_every_way_of_writing_a_gate_computes_the_same(gate: str) -> None:
+    torch.manual_seed(0)
+    model, x = GatedMLP(FusedConfig(), gate).double(), torch.randn(8, 3, 16).double()
+    captured = _captured(model, x)
+    assert _targets(captured).count(ops.piece) == 2
+    torch.testing.assert_close(_run(captured, model, x), model(x), rtol=1e-12, atol=1e-12)
+
+
+def test_torchs_own_attention_is_interleaved() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    model, x = Own().double(), torch.randn(8, 3, 8).double()
+    captured = _captured(model, x)
+    assert _targets(captured).count(ops.piece) == 3
+    torch.testing.assert_close(_run(captured, model, x), model(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "read"),
+    [
+        (12, lambda y: y[:, :8].sum(1) + y[:, 4:].sum(1)),  # pieces that overlap
+        (12, lambda y: y[:, :8].sum(1) + y.mean()),  # another reader
+        (12, lambda y: y[:, ::2].sum(1) + y[:, 1::2].sum(1)),  # not in one stretch
+        (12, lambda y: F.softmax(y, 1)[:, :8].sum(1) + y[:, 8:].sum(1)),  # used before it is split
+        (9, lambda y: y[:, :3] * y[:, 3:6] + y[:, 6:]),  # no rank gets its part of each piece
+        (12, lambda y: y.unflatten(1, (4, 3)).sum(1)),  # heads, but no pieces
+    ],
+)
+def test_what_is_not_split_into_pieces_stays(rows: int, read: Callable[[Tensor], Tensor]) -> None:
+    captured = _captured(Fused(rows, read), torch.randn(8, 4))
+    assert not {ops.interleave, ops.piece} & set(_targets(captured))
+
+
+def test_rows_that_nobody_reads_are_a_piece_of_their_own() -> None:
+    captured = _captured(Fused(12, lambda y: y[:, 4:8] * y[:, 8:]), torch.randn(8, 4))
+    (interleave,) = (n for n in captured.graph.nodes if n.target is ops.interleave)
+    assert interleave.args[1:] == (0, [0, 4, 8, 12], 4)
+
+
+class TestSettling:
+    @staticmethod
+    def settled(piece: str, linear: str) -> list[str]:
+        captured = _captured(Fused(12, _gate), torch.randn(8, 4))
+        modes = {n.meta["key"]: (parse_mode("I"),) for n in captured.graph.nodes if n.op == "call_function"}
+        for key in modes:
+            if "piece" in key:
+                modes[key] = (parse_mode(piece),)
+            elif "linear" in key:
+                modes[key] = (parse_mode(linear),)
+        settle_interleaving(captured.module, modes, (2,))
+        return [line for line in show(captured.module) if any(x in line for x in ("linear(", "piece(", "interleave("))]
+
+    def test_without_shards_nothing_is_interleaved(self) -> None:
+        assert self.settled("I", "shard:...0") == [
+            "linear = aten.linear(args_0, p_model_joined_weight)",
+            "piece = ops.piece(linear, 1, 0, 8, 1)",
+            "piece_1 = ops.piece(linear, 1, 8, 12, 1)",
+        ]
+
+    @pytest.mark.parametrize(("piece", "linear"), [("shard:o", "shard:n"), ("shard:o", "I"), ("I", "shard:n")])
+    def test_there_are_as_many_blocks_as_shards(self, piece: str, linear: str) -> None:
+        assert self.settled(piece, linear) == [
+            "interleave = ops.interleave(p_model_joined_weight, 0, [0, 8, 12], 2)",
+            "linear = aten.linear(args_0, interleave)",
+            "piece = ops.piece(linear, 1, 0, 8, 2)",
+            "piece_1 = ops.piece(linear, 1, 8, 12, 2)",
+        ]
