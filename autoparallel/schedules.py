@@ -11,6 +11,8 @@ other, also where the transfers between two ranks run one after another, as with
 
 from __future__ import annotations
 
+import bisect
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -116,12 +118,17 @@ def require_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatch
         raise ValueError(f"the schedule {schedule!r} cannot run {microbatches} microbatches: {error}") from error
 
 
-def actions_of(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
+def actions_of(schedule: str, ranks: int, stages: int, microbatches: int) -> Sequence[Sequence[Action]]:
     """For each rank, what it computes, in order.
 
     Raises:
         ValueError: when the schedule cannot run so many microbatches.
     """
+    return _actions_of(schedule, ranks, stages, microbatches)
+
+
+@functools.lru_cache(maxsize=32)
+def _actions_of(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     if schedule == "gpipe":
         both = (FORWARD, BACKWARD)
         lists = [[Action(kind, rank, m) for kind in both for m in range(microbatches)] for rank in range(ranks)]
@@ -133,7 +140,17 @@ def actions_of(schedule: str, ranks: int, stages: int, microbatches: int) -> lis
         lists = [[Action(*a) for a in rank] for rank in torch_actions(schedule, ranks, stages, microbatches)]
     for rank, actions in enumerate(lists):
         _require_complete(actions, stages_of_rank(schedule, ranks, stages, rank), microbatches)
-    return lists
+    return tuple(map(tuple, lists))
+
+
+@functools.lru_cache(maxsize=32)
+def in_flight(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[int, ...]:
+    """For each stage, the most microbatches whose activations its rank holds at once, where all stages are alike."""
+    rank_of = [rank_of_stage(schedule, ranks, s) for s in range(stages)]
+    passings = [Passing(i, i, i + 1, True) for i in range(stages - 1)]
+    timeline = play(actions_of(schedule, ranks, stages, microbatches), rank_of.__getitem__, passings)
+    held = [timeline.in_flight(rank) for rank in range(ranks)]
+    return tuple(held[rank_of[stage]][stage] for stage in range(stages))
 
 
 def forwards_of(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
@@ -261,19 +278,23 @@ def play(
         return None if None in times else max([0.0, *(t for t in times if t is not None)])
 
     finished: list[tuple[float, int, Action]] = []  # in the order of their ends, with transfers still to be noted
+    ready: dict[int, tuple[float, float, int]] = {}  # rank to its next action's end and begin, where it can start
+    changed = set(range(len(lists)))
     total = sum(map(len, lists))
     while len(done) < total:
-        ready = []
-        for rank, actions in enumerate(lists):
-            if position[rank] < len(actions):
-                at = needs(actions[position[rank]])
+        for rank in changed:
+            if position[rank] < len(lists[rank]):
+                action = lists[rank][position[rank]]
+                at = needs(action)
                 if at is not None:
                     begin = max(free[rank], at)
-                    ready.append((begin + seconds(actions[position[rank]]), begin, rank))
+                    ready[rank] = begin + seconds(action), begin, rank
         if not ready:
             stuck = ", ".join(str(a[position[r]]) for r, a in enumerate(lists) if position[r] < len(a))
             raise ValueError(f"the schedule cannot go on: {stuck} wait for one another")
-        end, begin, rank = min(ready)
+        end, begin, rank = min(ready.values())
+        del ready[rank]
+        changed = {rank}
         action = lists[rank][position[rank]]
         position[rank] += 1
         free[rank] = end
@@ -283,6 +304,8 @@ def play(
         for kind, p, to in crossings.leaving(action):
             travel = transfer_seconds(p) if rank_of(to) != rank else 0.0
             arrived[kind, p.value, p.target, action.microbatch] = end + travel
+            if rank_of(to) not in ready:
+                changed.add(rank_of(to))
     _order_steps(spans, steps, finished, crossings, rank_of)
     return Timeline(tuple(map(tuple, spans)), tuple(map(tuple, steps)))
 
@@ -299,6 +322,7 @@ def _order_steps(
     receives: list[list[list[Transfer]]] = [[[] for _ in range(len(own) + 1)] for own in spans]
     sends: list[list[list[Transfer]]] = [[[] for _ in own] for own in spans]
     numbers = {action: i for own in spans for i, (action, _, _) in enumerate(own)}
+    ends = [[end for _, _, end in own] for own in spans]
     for end, rank, action in sorted(finished, key=lambda f: (f[0], f[1])):
         for kind, p, to in crossings.leaving(action):
             other = rank_of(to)
@@ -307,7 +331,7 @@ def _order_steps(
             common = kind, p.value, p.source, p.target, action.microbatch
             sends[rank][numbers[action]].append(Transfer(SEND, *common, other))
             # What the other rank computes now, or next: the first action that ends after this one.
-            slot = next((i for i, (_, _, its_end) in enumerate(spans[other]) if its_end > end), len(spans[other]))
+            slot = bisect.bisect_right(ends[other], end)
             readers = (FORWARD,) if kind == FORWARD else (BACKWARD, INPUT)
             used = min(numbers[a] for k in readers if (a := Action(k, to, action.microbatch)) in numbers)
             receives[other][min(slot, used)].append(Transfer(RECEIVE, *common, rank))
@@ -318,5 +342,6 @@ def _order_steps(
 
 __all__ = [
     "BACKWARD", "FORWARD", "INPUT", "RECEIVE", "SCHEDULES", "SECONDS", "SEND", "SPLIT", "WEIGHT", "Action", "Passing",
-    "Timeline", "Transfer", "actions_of", "forwards_of", "play", "rank_of_stage", "require_schedule", "stages_of_rank",
+    "Timeline", "Transfer", "actions_of", "forwards_of", "in_flight", "play", "rank_of_stage", "require_schedule",
+    "stages_of_rank",
 ]  # fmt: skip

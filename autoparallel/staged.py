@@ -93,6 +93,7 @@ class StagedPlanner(Planner):
             device=torch.device(request.device),
             hoist_all=request.hoist_all,
             reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
+            node=request.profile.node,
         )
 
     def with_traffic(self, staged: StagedProgram, plan: Plan, call: Call, owners: Mapping[str, int]) -> Plan:
@@ -137,6 +138,7 @@ def build_stages(
     device: torch.device,
     hoist_all: bool = False,
     reduce_dtype: torch.dtype | None = None,
+    node: int = 0,
 ) -> StagedProgram:
     """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
 
@@ -144,15 +146,23 @@ def build_stages(
         outputs: which outputs beside a loss are kept: those of "gather"; without a loss, all are.
         prefix, redistributor, device, hoist_all, reduce_dtype: as ``build_program`` takes them, of the mesh axes other
             than the pipeline's.
+        node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
 
     Raises:
         PlanError: when the model cannot be run in such stages and microbatches.
     """
-    assert plan.pipeline is not None
+    pipeline = plan.pipeline
+    assert pipeline is not None
     kept = _kept(captured, outputs)
+
+    def price(giver: int, taker: int) -> float:
+        """Where a value goes in: memory, a node, or the network, where the pipeline's axis is the outermost."""
+        ranks = [pipeline.rank_of(stage) * math.prod(plan.axis_sizes) for stage in (giver, taker)]
+        return 0.0 if ranks[0] == ranks[1] else 1.0 if not node or ranks[0] // node == ranks[1] // node else 2.0
+
     _require_combinable(captured, kept, plan.pipeline.microbatches)
     try:
-        graphs = cut_stages(captured, plan.pipeline.cuts, kept)
+        graphs = cut_stages(captured, plan.pipeline.cuts, kept, price)
     except CutError as error:
         raise PlanError(str(error)) from error
     nodes = {node.name: node for node in captured.graph.nodes}
@@ -173,7 +183,7 @@ def build_stages(
             hoist_all=hoist_all,
             reduce_dtype=reduce_dtype,
         )
-        if plan.pipeline.schedule in SPLIT:
+        if pipeline.schedule in SPLIT:
             chains = [chain for bucket in program.buckets for chain in bucket.chains]
             split_weight_gradients(program.body, [name for chain in chains for name in chain.placeholders])
         programs.append(program)

@@ -18,7 +18,7 @@ After:
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,8 @@ class Crossing:
         source: the stage that makes it.
         targets: the stages that read it.
         flows: those of them from which a gradient comes back.
+        givers: for each target, the stage that it gets the value from: the source, or an earlier target that hands it
+            on. The gradients that come back to a giver are added up there.
     """
 
     number: int
@@ -51,6 +53,15 @@ class Crossing:
     source: int
     targets: tuple[int, ...]
     flows: tuple[int, ...]
+    givers: tuple[int, ...]
+
+    def takers(self, stage: int) -> tuple[int, ...]:
+        """The stages that get the value from this one."""
+        return tuple(t for t, giver in zip(self.targets, self.givers, strict=True) if giver == stage)
+
+    def returns(self, target: int) -> bool:
+        """Whether a gradient comes back from a target, its own or one of those that it hands the value on to."""
+        return target in self.flows or any(self.returns(t) for t in self.takers(target))
 
 
 @dataclass(frozen=True)
@@ -122,23 +133,37 @@ def stages_of(captured: Captured, cuts: Sequence[str]) -> dict[fx.Node, int]:
     return found
 
 
-def cut_stages(captured: Captured, cuts: Sequence[str], kept: Collection[int]) -> list[StageGraph]:
+def cut_stages(
+    captured: Captured,
+    cuts: Sequence[str],
+    kept: Collection[int],
+    price: Callable[[int, int], float] = lambda giver, taker: 0.0,
+) -> list[StageGraph]:
     """The graphs of the stages; ``captured`` is left as it is.
 
     Args:
         cuts: the keys of the nodes with which the stages but the first begin.
         kept: the numbers of the model's outputs to keep, among the results of the graph.
+        price: what it costs to send a value from one stage to another. A value that skips stages comes from the
+            cheapest stage that has it; among equals, from the one that makes it.
 
     Raises:
         CutError: when the model cannot be cut so.
     """
-    cutter = _Cutter(captured, stages_of(captured, cuts), len(cuts) + 1, kept)
+    cutter = _Cutter(captured, stages_of(captured, cuts), len(cuts) + 1, kept, price)
     return [cutter.build(stage) for stage in range(len(cuts) + 1)]
 
 
 class _Cutter:
-    def __init__(self, captured: Captured, stages: dict[fx.Node, int], count: int, kept: Collection[int]) -> None:
-        self.captured, self.stages, self.count = captured, stages, count
+    def __init__(
+        self,
+        captured: Captured,
+        stages: dict[fx.Node, int],
+        count: int,
+        kept: Collection[int],
+        price: Callable[[int, int], float],
+    ) -> None:
+        self.captured, self.stages, self.count, self.price = captured, stages, count, price
         self.order = {node: i for i, node in enumerate(captured.graph.nodes)}
         self.results: list[fx.Node] = list(captured.graph.output_node().args[0])  # type: ignore[arg-type]
         self._require_buffers_together()
@@ -206,7 +231,13 @@ class _Cutter:
             if not is_tensor(node):
                 raise CutError(f"{node.meta['key']} gives several values, which cannot be parted: cut elsewhere")
             flows = tuple(t for t in targets[node] if self._flows(node, t))
-            found.append(Crossing(len(found), node.name, self.stages[node], tuple(targets[node]), flows))
+            source = self.stages[node]
+            holders = [source]
+            givers = []
+            for target in targets[node]:
+                givers.append(min(holders, key=lambda holder: (self.price(holder, target), holder != source)))
+                holders.append(target)
+            found.append(Crossing(len(found), node.name, source, tuple(targets[node]), flows, tuple(givers)))
         return found
 
     def _flows(self, node: fx.Node, stage: int) -> bool:

@@ -41,6 +41,7 @@ from autoparallel.schedules import (
     Passing,
     Timeline,
     actions_of,
+    in_flight,
     play,
     rank_of_stage,
     require_schedule,
@@ -263,7 +264,7 @@ class StagePlanner:
         span = np.where(used[None, :] > used[:, None], span, np.inf)
         ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(stages)]
         per_rank = stages // self.ranks
-        flight = self._in_flight(schedule, stages, count)
+        flight = in_flight(schedule, self.ranks, stages, count)
         costs: list[Array] = []
         for stage in range(stages):
             cost = span
@@ -287,12 +288,6 @@ class StagePlanner:
         # Among those whose slowest stage is as fast, the most even: others wait less for each other.
         even = [np.where(cost <= slowest * (1 + 1e-9), cost**2, np.inf) for cost in costs]
         return [places[i] for i in _fewest(even, np.add)[1]]
-
-    def _in_flight(self, schedule: str, stages: int, count: int) -> list[int]:
-        passings = [Passing(i, i, i + 1, True) for i in range(stages - 1)]
-        rank_of = [rank_of_stage(schedule, self.ranks, s) for s in range(stages)]
-        timeline = play(actions_of(schedule, self.ranks, stages, count), rank_of.__getitem__, passings)
-        return [timeline.in_flight(rank_of[s])[s] for s in range(stages)]
 
     def _places(self, n: int) -> list[int]:
         """Where a stage may begin."""

@@ -29,7 +29,7 @@ from autoparallel.traffic import Traffic, TrafficCounter
 
 @dataclass(frozen=True)
 class Border:
-    """One value on its way from the stage that makes it to one that reads it.
+    """One value on its way from a stage that has it to one that reads it.
 
     Attributes:
         key: the operator that makes it.
@@ -105,10 +105,9 @@ def pipeline_traffic(
     for crossing in staged.crossings:
         size = form_of(crossing, staged.programs[crossing.targets[0]], sizes, staged.captured.actual).bytes
         key = nodes[crossing.name].meta["key"]
-        for target in crossing.targets:
-            moves = pipeline.rank_of(crossing.source) != pipeline.rank_of(target)
-            back = size if target in crossing.flows else 0
-            borders.append(Border(key, crossing.source, target, size, back, moves))
+        for target, giver in zip(crossing.targets, crossing.givers, strict=True):
+            moves = pipeline.rank_of(giver) != pipeline.rank_of(target)
+            borders.append(Border(key, giver, target, size, size if crossing.returns(target) else 0, moves))
     chains = [staged.chains(stage) for stage in range(pipeline.count)]
     ties = find_ties(chains, owners, pipeline.rank_of, redistributor)
     loans = [loan for tie in ties for loan in _loans(tie, sizes)]

@@ -93,7 +93,9 @@ class StagedProgram:
     def passings(self, differentiate: bool) -> list[Passing]:
         """Every way of a value from one stage to another."""
         return [
-            Passing(c.number, c.source, t, differentiate and t in c.flows) for c in self.crossings for t in c.targets
+            Passing(c.number, giver, t, differentiate and c.returns(t))
+            for c in self.crossings
+            for t, giver in zip(c.targets, c.givers, strict=True)
         ]
 
     def text(self) -> str:
@@ -191,7 +193,7 @@ class PipelineRunner:
     def _differentiates(self) -> bool:
         return self.loss is not None and self.plain.training and torch.is_grad_enabled()
 
-    def _actions(self, differentiate: bool, count: int) -> list[list[Action]]:
+    def _actions(self, differentiate: bool, count: int) -> Sequence[Sequence[Action]]:
         make = actions_of if differentiate else forwards_of
         return make(self.plan.schedule, self.plan.ranks, self.plan.count, count)
 
@@ -305,27 +307,26 @@ class PipelineRunner:
         run.buffers.update(made.buffers)
         for i, value in made.results.items():
             run.results.setdefault(i, [None] * run.count)[m] = value
-        for crossing in stage.graph.sent:
-            for target in crossing.targets:
-                key = FORWARD, crossing.number, target, m
-                value = made.sent[crossing.number]
-                if self.plan.rank_of(target) == self.rank:
-                    run.values[key] = value.detach() if len(crossing.targets) == 1 else value.clone()
-                else:
-                    run.leaving[key] = value
+        for crossing in (*stage.graph.sent, *stage.graph.received):
+            value = made.sent[crossing.number] if crossing.source == stage.index else received[crossing.number]
+            for target in crossing.takers(stage.index):
+                local = self.plan.rank_of(target) == self.rank
+                (run.values if local else run.leaving)[FORWARD, crossing.number, target, m] = value.detach()
 
     def _backward(self, run: _Run, action: Action) -> None:
         stage, m = self.stages[action.stage], action.microbatch
         grads = {
-            c.number: [self._arrived(run, (BACKWARD, c.number, target, m)) for target in c.flows]
-            for c in stage.graph.sent
+            c.number: [self._arrived(run, (BACKWARD, c.number, t, m)) for t in c.takers(stage.index) if c.returns(t)]
+            for c in (*stage.graph.sent, *stage.graph.received)
         }
         back = stage.backward(m, self._seed(run, stage, m), grads, action.kind == INPUT)
         for crossing in stage.graph.received:
-            if crossing.number in back:
+            if crossing.returns(stage.index):
+                parts = [*([back[crossing.number]] if crossing.number in back else ()), *grads[crossing.number]]
+                giver = crossing.givers[crossing.targets.index(stage.index)]
+                local = self.plan.rank_of(giver) == self.rank
                 key = BACKWARD, crossing.number, stage.index, m
-                local = self.plan.rank_of(crossing.source) == self.rank
-                (run.values if local else run.leaving)[key] = back[crossing.number]
+                (run.values if local else run.leaving)[key] = sum(parts[1:], parts[0])
 
     # -- the loss ---------------------------------------------------------------------------------------------------
 

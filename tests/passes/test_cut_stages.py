@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoparallel.passes.cut_stages import CutError, StageGraph, cut_stages, staged_nodes
+from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, staged_nodes
 from autoparallel.passes.split_weight_gradients import collect_deferred, split_weight_gradients
 from tests.passes.support import captured, show
 
@@ -63,6 +66,20 @@ def test_what_crosses_is_what_later_stages_read() -> None:
     ]  # fmt: skip
     skip = first.sent[0]
     assert (skip.source, skip.targets, skip.flows) == (0, (1, 2), (1, 2))
+
+
+def test_a_value_that_skips_stages_comes_from_where_it_is_cheapest() -> None:
+    def passed(price: Any) -> list[tuple[int, ...]]:
+        graphs = cut_stages(captured(Masked(), torch.randn(8, 4)), CUTS, [0], price)
+        return [c.givers for graph in graphs for c in graph.sent if c.name == "linear"]
+
+    assert passed(lambda giver, taker: 1.0) == [(0, 0)], "among equals straight from the stage that makes it"
+    assert passed(lambda giver, taker: float(taker - giver)) == [(0, 1)], "stage 1 has it, and is nearer to stage 2"
+    handed = Crossing(0, "x", 0, (1, 2, 3), (3,), (0, 1, 0))
+    assert [handed.takers(stage) for stage in range(4)] == [(1, 3), (2,), (), ()]
+    assert [handed.returns(stage) for stage in (1, 2, 3)] == [False, False, True]
+    handed = replace(handed, flows=(2,))
+    assert [handed.returns(stage) for stage in (1, 2, 3)] == [True, True, False], "through the stage that hands it on"
 
 
 def test_a_tied_weight_is_a_parameter_of_both_its_stages() -> None:

@@ -228,6 +228,49 @@ def _compose() -> dict[str, float]:
     return found
 
 
+class Normed(nn.Module):
+    """Batch norm in both of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norms[1](self.second(torch.relu(self.norms[0](self.first(x)))))
+
+
+def _normed() -> dict[str, float]:
+    """How far a pipeline with batch norm is off from one device that accumulates over the same microbatches."""
+    import autoparallel
+
+    mesh, (x, y) = pipeline_mesh(2), (t.double() for t in data(16))
+    torch.manual_seed(0)
+    plain = Normed().double()
+    torch.manual_seed(0)
+    model = autoparallel.compile(Normed().double(), mesh, loss_fn=F.mse_loss, pipeline=autoparallel.Pipeline("1f1b", 4))
+    whole = Normed().double()
+    whole.load_state_dict(plain.state_dict())
+    losses = [F.mse_loss(plain(a), b) / 4 for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+    sum(losses).backward()  # type: ignore[union-attr]
+    loss = model(x, y)
+    loss.backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    buffers = zip(model.buffers(), plain.buffers(), strict=True)
+    return {
+        "loss": abs(float(loss) - float(sum(losses))),
+        "gradients": max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs if p.grad is not None),
+        "buffers": max(float((b - c).abs().max()) for b, c in buffers),
+        "of the whole batch": abs(float(F.mse_loss(whole(x), y)) - float(loss)),
+    }
+
+
+def test_batch_norm_takes_the_statistics_of_a_microbatch_and_updates_its_buffers_by_each() -> None:
+    for found in run_distributed(_normed, world_size=2):
+        assert found.pop("of the whole batch") > 1e-3, "the statistics of the whole batch would be others"
+        assert max(found.values()) < 1e-12, found
+
+
 def _scaled() -> dict[str, Any]:
     """A step with a scaler, then one in which only the first stage's gradients overflow."""
     import autoparallel
@@ -304,9 +347,7 @@ def _initialise() -> dict[str, float]:
     def off() -> float:
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         return max(
-            float((p.full_tensor() - q).abs().max())
-            for p, q in pairs
-            if p.device_mesh.get_coordinate() is not None
+            float((p.full_tensor() - q).abs().max()) for p, q in pairs if p.device_mesh.get_coordinate() is not None
         )
 
     found = {"initial": off()}
