@@ -160,9 +160,9 @@ def build_stages(
         ranks = [pipeline.rank_of(stage) * math.prod(plan.axis_sizes) for stage in (giver, taker)]
         return 0.0 if ranks[0] == ranks[1] else 1.0 if not node or ranks[0] // node == ranks[1] // node else 2.0
 
-    _require_combinable(captured, kept, plan.pipeline.microbatches)
+    _require_combinable(captured, kept, pipeline.microbatches)
     try:
-        graphs = cut_stages(captured, plan.pipeline.cuts, kept, price)
+        graphs = cut_stages(captured, pipeline.cuts, kept, price)
     except CutError as error:
         raise PlanError(str(error)) from error
     nodes = {node.name: node for node in captured.graph.nodes}
@@ -189,7 +189,7 @@ def build_stages(
         programs.append(program)
     return StagedProgram(
         captured,
-        plan.pipeline,
+        pipeline,
         tuple(graphs),
         tuple(programs),
         tuple(crossings[number] for number in sorted(crossings)),
