@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import Captured
+from autoparallel.choosing import MeshSearch, refusal
 from autoparallel.groups import bind, inner_mesh, other_slices, whole_group, whole_group_name, with_data_axis
+from autoparallel.meshes import Axes, MeshChoice
 from autoparallel.placements import Invariant, format_layout, parse_layout
-from autoparallel.plan import ParameterPlan, Plan, PlanError
+from autoparallel.plan import ParameterPlan, Plan, PlanError, mesh_text
 from autoparallel.planner.hardware import Profile, profile_for
 from autoparallel.planner.pins import parse_pins
 from autoparallel.planner.presets import PRESETS
@@ -74,7 +76,10 @@ def compile(
         model: the plain model; its parameters are replaced by ``DTensor``s of the same names. The first rank's
             weights are used. Parameters on the meta device are materialised, each rank its part.
         mesh: one to three named axes, and one named "pp" for a pipeline: the model is cut into stages that lie along
-            it. None: all ranks of the launcher on one axis "dp"; without a launcher, one rank.
+            it. None: all ranks of the launcher; without a launcher, one rank. With ``plan="auto"`` and nothing pinned,
+            the first call then searches into which axes to factor them, a pipeline's among them, and so it does where
+            a mesh of all ranks has one axis without a name. With a preset or pins they lie on one axis "dp", with a
+            saved plan as it says.
         loss_fn: called as ``loss_fn(output, target)``; the last positional argument of a call is the target then. It
             returns the loss, or ``(sum, count)`` with an integer count: the loss is their quotient then.
         example_inputs: positional inputs of a first call (the target last): traces and plans now instead of then.
@@ -131,13 +136,17 @@ def compile(
         raise ValueError("a Plan is carried out as it is, with its own pipeline: leave pipeline=... out")
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
-    mesh = usable_mesh(mesh, model)
+    saved = plan if isinstance(plan, Plan) else pins if isinstance(pins, Plan) else None
+    is_open = plan == "auto" and pins is None and forbid is None and _is_open(mesh)
+    mesh = mesh_of(saved, model) if saved is not None and mesh is None else usable_mesh(mesh, model, is_open)
+    is_open = is_open and mesh.size() > 1
     staged = PIPELINE_AXIS in (mesh.mesh_dim_names or ())
-    if pipeline is not None and not staged:
+    if pipeline is not None and not staged and not is_open:
         raise ValueError("pipeline=... was given, but the mesh has no axis named 'pp' for it")
-    if staged:
-        _require_pipelines(model, precision, outputs, grad_scaler)
-        mesh = with_data_axis(mesh)
+    unable = refusal(precision, outputs, grad_scaler, {p.dtype for p in model.parameters()})
+    if staged and unable:
+        raise ValueError(unable)
+    mesh = with_data_axis(mesh) if staged else mesh
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
     require_on_device(model, mesh)
     profile = profile_for(mesh.device_type, hardware)
@@ -162,8 +171,8 @@ def compile(
     seed = int(agreement.from_first(lambda: str(torch.initial_seed())))
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
-    make = partial(_StagedCompiler, pipeline=pipeline or Pipeline(), scaler=grad_scaler) if staged else _Compiler
-    compiler = make(model, mesh, agreement, store, request)
+    settings = _Settings(model, agreement, store, pipeline, grad_scaler)
+    compiler = _OpenCompiler(settings, mesh, request, unable) if is_open else _compiler(settings, mesh, request)
     module = ParallelModule(
         model,
         mesh,
@@ -191,18 +200,24 @@ def _require_policy(precision: object) -> None:
         )
 
 
-def usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
-    """The mesh to train on; None means all ranks. Raises ValueError for one that cannot be used."""
+def _is_open(mesh: DeviceMesh | None) -> bool:
+    """Whether the search may factor a mesh into axes."""
+    return mesh is None or not mesh.mesh_dim_names and mesh.ndim == 1 and mesh.size() == dist.get_world_size()
+
+
+def usable_mesh(mesh: DeviceMesh | None, model: nn.Module, is_open: bool = False) -> DeviceMesh:
+    """The mesh to train on; None means all ranks, and so does an open one. Raises ValueError for one that cannot be
+    used."""
     if mesh is None:
-        if not dist.is_initialized() and "RANK" not in os.environ:
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        device = next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
-        world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+        world, device = _world(), _device_of(model)
         mesh = init_device_mesh(device, (world,), mesh_dim_names=("dp",))
+    elif is_open:
+        mesh = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("dp",))
     names = mesh.mesh_dim_names
     if not names:
         raise ValueError(
-            "the mesh has no axis names: pass mesh_dim_names to init_device_mesh, for example ('dp', 'tp')"
+            "the mesh has no axis names: pass mesh_dim_names to init_device_mesh, for example ('dp', 'tp'). One axis "
+            "of all ranks may go without a name where plan='auto' decides on the axes"
         )
     if len(set(names) - {PIPELINE_AXIS}) > 3:
         raise ValueError(f"a mesh has one to three axes beside 'pp', this one has {mesh.ndim}: {names}")
@@ -213,18 +228,28 @@ def usable_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
     return mesh
 
 
-def _require_pipelines(
-    model: nn.Module, precision: MixedPrecisionPolicy | None, outputs: str, scaler: torch.amp.GradScaler | None
-) -> None:
-    """Refuses what pipelines do not do."""
-    used = precision.param_dtype if precision is not None else None
-    if scaler is None and torch.float16 in {used, *(p.dtype for p in model.parameters())}:
-        raise ValueError(
-            "a pipeline in float16 must know the gradient scaler, because it computes gradients before the loss is "
-            "scaled: pass grad_scaler=torch.amp.GradScaler(...) to compile(), or use bfloat16"
-        )
-    if outputs == "sharded":
-        raise ValueError("outputs='sharded' is not supported by pipelines: use outputs='gather', or 'auto'")
+def mesh_of(plan: Plan, model: nn.Module) -> DeviceMesh:
+    """The mesh that a plan was made for, over all ranks. Raises ValueError where there are not as many."""
+    world, axes = _world(), plan.whole_mesh
+    needed = math.prod(size for _, size in axes)
+    if needed != world:
+        raise ValueError(f"the plan is for the mesh {mesh_text(axes)} of {needed} ranks, the world has {world}")
+    return _make_mesh(_device_of(model), axes)
+
+
+def _make_mesh(device: str, axes: Axes) -> DeviceMesh:
+    return init_device_mesh(device, tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))
+
+
+def _device_of(model: nn.Module) -> str:
+    return next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
+
+
+def _world() -> int:
+    """The number of ranks; without a launcher, a world of one is made."""
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
 
 
 def _require_same_model(agreement: Agreement, model: nn.Module, request: Request, *options: object) -> None:
@@ -241,26 +266,80 @@ def _require_same_model(agreement: Agreement, model: nn.Module, request: Request
     agreement.require_same_text("the ranks compile different models or options:", "\n".join(lines))
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """What all compilers of one model are given."""
+
+    model: nn.Module
+    agreement: Agreement
+    store: GradientStore
+    pipeline: Pipeline | None
+    scaler: torch.amp.GradScaler | None
+
+
+def _compiler(settings: _Settings, mesh: DeviceMesh, request: Request) -> _Compiler:
+    staged = PIPELINE_AXIS in (mesh.mesh_dim_names or ())
+    return _StagedCompiler(settings, mesh, request) if staged else _Compiler(settings, mesh, request)
+
+
+class _OpenCompiler:
+    """Chooses the mesh at the first call, all ranks together, and from then on compiles for it."""
+
+    def __init__(self, settings: _Settings, mesh: DeviceMesh, request: Request, unable: str) -> None:
+        self.settings, self.mesh, self.request, self.unable = settings, mesh, request, unable
+        self.chosen: _Compiler | None = None
+
+    def make_kind(self, module: ParallelModule, call: Call) -> Kind:
+        """The first time, the mesh is chosen on the training graph."""
+        if self.chosen is None:
+            self.chosen = self._choose(module, call)
+        return self.chosen.make_kind(module, call)
+
+    def _choose(self, module: ParallelModule, call: Call) -> _Compiler:
+        settings, agreement = self.settings, self.settings.agreement
+        planner = Planner(settings.model, self.request)
+        captured = agreement.together(lambda: planner.capture(call, training=None if module.training else True))
+        search = MeshSearch(
+            settings.model, self.request, captured, call, self.mesh.size(), settings.pipeline, self.unable
+        )
+        choice = search.choose(agreement.share)
+        mesh = self.mesh
+        if choice.mesh != self.request.axes:
+            mesh = _make_mesh(mesh.device_type, choice.mesh)
+            staged = PIPELINE_AXIS in (mesh.mesh_dim_names or ())
+            inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
+            settings.store.move(inner, bind(inner), whole_group_name(bind(mesh)) if staged else None)
+            module.move(mesh)
+        inner_axes = tuple(axis for axis in choice.mesh if axis[0] != PIPELINE_AXIS)
+        compiler = _compiler(settings, mesh, replace(self.request, axes=inner_axes))
+        compiler.captured, compiler.choice = captured, choice
+        return compiler
+
+
 class _Compiler:
     """Makes the program of each new kind of call; keeps what must be the same for all of them."""
 
-    def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, agreement: Agreement, store: GradientStore, request: Request
-    ) -> None:
-        self.model, self.mesh, self.agreement, self.store = model, mesh, agreement, store
-        self.request, self.planner = request, Planner(model, request)
+    def __init__(self, settings: _Settings, mesh: DeviceMesh, request: Request) -> None:
+        self.model, self.agreement, self.store = settings.model, settings.agreement, settings.store
+        self.mesh, self.request, self.planner = mesh, request, Planner(settings.model, request)
         self.at_rest: dict[str, ParameterPlan] | None = None
+        self.captured: Captured | None = None  # the first graph, where the mesh was chosen on it
+        self.choice: MeshChoice | None = None
 
     def make_kind(self, module: ParallelModule, call: Call) -> Kind:
         """Captures, plans and builds; every rank alike, before any collective of the model."""
         at_rest = self.at_rest
         if at_rest is None and not module.training:
             # Layouts at rest are planned on the training graph, whatever is called first.
-            training = self.agreement.together(lambda: self.planner.capture(call, training=True))
-            at_rest = self._resting(self._plan(training, call, None))
-        captured = self.agreement.together(lambda: self.planner.capture(call))
+            at_rest = self._resting(self._plan(self._capture(call, training=True), call, None))
+        captured = self._capture(call)
         plan = self._plan(captured, call, at_rest)
+        plan = replace(plan, choice=self.choice or plan.choice)
         return self._build(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
+
+    def _capture(self, call: Call, training: bool | None = None) -> Captured:
+        known, self.captured = self.captured, None
+        return known or self.agreement.together(lambda: self.planner.capture(call, training=training))
 
     def _build(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
         """Builds the program and attaches it to the parameters, which then lie as ``at_rest`` says."""
@@ -306,20 +385,11 @@ class _StagedCompiler(_Compiler):
 
     planner: StagedPlanner
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh,
-        agreement: Agreement,
-        store: GradientStore,
-        request: Request,
-        pipeline: Pipeline,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        super().__init__(model, mesh, agreement, store, request)
-        self.scaler = scaler
+    def __init__(self, settings: _Settings, mesh: DeviceMesh, request: Request) -> None:
+        super().__init__(settings, mesh, request)
+        self.scaler = settings.scaler
         ranks = mesh.size((mesh.mesh_dim_names or ()).index(PIPELINE_AXIS))
-        self.planner = StagedPlanner(model, request, ranks, pipeline)
+        self.planner = StagedPlanner(settings.model, request, ranks, settings.pipeline or Pipeline())
         self.owners: dict[str, int] = {}
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:

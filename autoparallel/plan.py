@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autoparallel import ops
+from autoparallel.meshes import Axes, MeshChoice
 from autoparallel.passes.insert_collectives import call_modes, typed_call
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import (
@@ -29,7 +30,7 @@ from autoparallel.placements import (
 )
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Mode, parse_mode
-from autoparallel.staging import PipelinePlan
+from autoparallel.staging import PIPELINE_AXIS, PipelinePlan
 
 if TYPE_CHECKING:
     from autoparallel.report.explain import Prediction
@@ -80,6 +81,19 @@ class ParameterPlan:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """What the search added up, beside the cost.
+
+    Attributes:
+        memory: bytes per device.
+        parameters: seconds of a step, by parameter: gathering it, reducing its gradient, updating it.
+    """
+
+    memory: float
+    parameters: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Every decision about one model on one mesh.
 
@@ -97,6 +111,8 @@ class Plan:
         cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
             costs less than; None for a plan that no search made.
         pipeline: how the model is cut into stages over one more mesh axis, which is not in ``mesh``.
+        choice: how the mesh was chosen; None where it was given.
+        estimate: what the search added up; only where it was searched just now.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -113,6 +129,8 @@ class Plan:
     cost: float | None = field(default=None, compare=False)
     lower_bound: float | None = field(default=None, compare=False)
     prediction: Prediction | None = field(default=None, compare=False)
+    choice: MeshChoice | None = field(default=None, compare=False)
+    estimate: Estimate | None = field(default=None, compare=False, repr=False)
     reasons: Reasons | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,6 +143,11 @@ class Plan:
         if self.cost is None or self.lower_bound is None:
             return None
         return max(0.0, 1.0 - self.lower_bound / self.cost) if self.cost else 0.0
+
+    @property
+    def whole_mesh(self) -> Axes:
+        """The axes of all devices: those of ``mesh``, after the pipeline's."""
+        return self.mesh if self.pipeline is None else ((PIPELINE_AXIS, self.pipeline.ranks), *self.mesh)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -198,6 +221,8 @@ class Plan:
         }
         if self.pipeline is not None:
             data["pipeline"] = self.pipeline.to_data()
+        if self.choice is not None:
+            data["choice"] = self.choice.to_data()
         return json.dumps(data, indent=1)
 
     @staticmethod
@@ -224,6 +249,7 @@ class Plan:
                 cost=_number(data.get("cost")),
                 lower_bound=_number(data.get("lower_bound")),
                 pipeline=PipelinePlan.from_data(data["pipeline"]) if "pipeline" in data else None,
+                choice=MeshChoice.from_data(data["choice"]) if "choice" in data else None,
             )
             for name, parameter in plan.parameters.items():
                 parameter.require_valid(name, len(plan.mesh))

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
+from autoparallel.meshes import Axes
 from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.plan import ParameterPlan, Plan, PlanError, padded_rows
@@ -36,7 +37,6 @@ from autoparallel.runtime.calls import Call
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-Axes = tuple[tuple[str, int], ...]
 Told = Callable[[str], None]
 """Is told the phase that begins, in a word or two."""
 
@@ -105,6 +105,7 @@ class Planner:
         self.model, self.request = model, request
         sizes, profile = request.sizes, request.profile
         self.redistributor = Redistributor(sizes, partial(profile.step_seconds, sizes))
+        self.thorough = True  # whether presets are looked at, too (see [Note: what overlaps])
         # With a limit, when gradients are reduced is chosen on the first program that trains, for all kinds.
         self.reductions: Mapping[str, str] | None = None
         if isinstance(request.plan, Plan):
@@ -141,7 +142,7 @@ class Planner:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
         """
         request = self.request
-        if request.plan != "auto" or not request.profile.overlap or at_rest is not None:
+        if not self.thorough or request.plan != "auto" or not request.profile.overlap or at_rest is not None:
             return self._search_within(captured, call, request.origin, at_rest, request.memory_limit)
         best: tuple[float, Plan] | None = None
         free: ValueError | None = None

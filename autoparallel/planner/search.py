@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from autoparallel.placements import format_layout
-from autoparallel.plan import ParameterPlan, Plan, PlanError, fingerprint
+from autoparallel.plan import Estimate, ParameterPlan, Plan, PlanError, fingerprint
 from autoparallel.planner.budget import minimise_with_budget
 from autoparallel.planner.elimination import Factor, Infeasible, TooWide, evaluate
 from autoparallel.planner.solver import FoldedNetwork, minimise
@@ -60,7 +60,18 @@ def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -
         search_seconds=time.perf_counter() - start,
         cost=evaluate(problem.factors, choices),
         lower_bound=bound,
+        estimate=_estimate(space, problem, choices),
     )
+
+
+def _estimate(space: SearchSpace, problem: Problem, choices: Sequence[int]) -> Estimate:
+    names = {v.number: space.captured.parameters.get(node.name, "") for node, v in problem.variables.items()}
+    parameters: dict[str, float] = {}
+    for factor in problem.factors:  # the first variable is what makes a tensor
+        if name := names.get(factor.variables[0]):
+            seconds = float(factor.cost[tuple([choices[v] for v in factor.variables])])
+            parameters[name] = parameters.get(name, 0.0) + seconds
+    return Estimate(evaluate(problem.usage, choices), parameters)
 
 
 def _solve(

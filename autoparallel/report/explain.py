@@ -11,6 +11,7 @@ from rich.table import Table
 from autoparallel.placements import Layout
 from autoparallel.plan import Plan, mesh_text
 from autoparallel.planner.hardware import Profile
+from autoparallel.report.meshes import explain_choice
 from autoparallel.report.pipeline import explain_pipeline
 from autoparallel.report.predict import ACCUMULATORS, ModuleRow, ParameterRow, Prediction
 from autoparallel.report.text import duration, operations, plain_text, units
@@ -26,7 +27,9 @@ def explain(plan: Plan) -> str:
     A plan that was loaded from a file knows what was decided, but predicts nothing before it is compiled again.
     """
     origin = "chosen by the search" if plan.origin == "auto" else f"the preset {plan.origin!r}"
-    parts: list[Table | str] = [f"Plan: {origin}, on the mesh {mesh_text(plan.mesh)}"]
+    parts: list[Table | str] = [f"Plan: {origin}, on the mesh {mesh_text(plan.whole_mesh)}"]
+    if plan.choice is not None:
+        parts += explain_choice(plan.choice)
     if plan.pipeline is not None:
         parts += explain_pipeline(plan.pipeline)
     if plan.prediction is not None:

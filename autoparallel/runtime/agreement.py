@@ -20,7 +20,7 @@ from autoparallel import _torch
 from autoparallel.groups import CONTROL, CONTROL_TIMEOUT
 from autoparallel.plan import PlanError
 
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
 _GROUPS: dict[tuple[int, ...], Any] = {}
 
 
@@ -129,6 +129,16 @@ class Agreement:
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
+
+    def share(self, action: Callable[[S], T], items: Sequence[S]) -> list[T]:
+        """What an action makes of every item, each done by one rank; raises on every rank where it does on one."""
+        if self.alone:
+            return [action(item) for item in items]
+        place, count = self.ranks.index(dist.get_rank()), len(self.ranks)
+        mine = self.together(lambda: [action(item) for item in items[place::count]])
+        parts: list[Any] = [None] * count
+        dist.all_gather_object(parts, mine, group=self.group)
+        return [parts[i % count][i // count] for i in range(len(items))]
 
     def from_first(self, make: Callable[[], str]) -> str:
         """The text that the first rank makes, on all ranks; its error, if it raises, too."""

@@ -225,6 +225,10 @@ class Clipper:
             mend = "p.grad = distribute_tensor(grad, p.device_mesh, p.placements)"
         raise RuntimeError(f"{what}: the gradient of {name} was replaced by {found}; set {mend}")
 
+    def forget(self) -> None:
+        """Forgets the programs of another mesh."""
+        self._programs.clear()
+
     def _measure(
         self, grads: Mapping[str, torch.Tensor], norms: tuple[frozenset[str], ...], p: float
     ) -> tuple[torch.Tensor, dict[tuple[str, ...], list[torch.Tensor]]]:

@@ -51,8 +51,7 @@ class GradientStore:
     def __init__(
         self, mesh: DeviceMesh, prefix: str, parameters: Mapping[str, nn.Parameter], everyone: str | None = None
     ) -> None:
-        self.mesh, self.prefix, self.everyone = mesh, prefix, everyone
-        self.names = mesh.mesh_dim_names or ()
+        self.move(mesh, prefix, everyone)
         self.parameters = parameters
         self.synchronise = True
         self.backwards = 0
@@ -62,10 +61,15 @@ class GradientStore:
         for parameter in parameters.values():
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # accumulators are float32
-        self._specs: dict[tuple[str, Layout, torch.dtype], Any] = {}
-        self._extents: dict[Step, Extent | None] = {}
         self._pending: dict[str, ParameterChain] = {}
         self._running: list[Callable[[], None]] = []
+
+    def move(self, mesh: DeviceMesh, prefix: str, everyone: str | None = None) -> None:
+        """Goes to another mesh, before there are gradients."""
+        self.mesh, self.prefix, self.everyone = mesh, prefix, everyone
+        self.names = mesh.mesh_dim_names or ()
+        self._specs: dict[tuple[str, Layout, torch.dtype], Any] = {}
+        self._extents: dict[Step, Extent | None] = {}
 
     # -- collectives over many tensors ------------------------------------------------------------------------------
 

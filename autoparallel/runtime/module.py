@@ -106,6 +106,11 @@ class ParallelModule(nn.Module):
         call, problem = self._flatten(args, kwargs)
         self._agree(call, problem)
 
+    def move(self, mesh: DeviceMesh) -> None:
+        """Goes to the mesh that was chosen; the gradients' store has gone there already."""
+        self._mesh = mesh
+        self._clipper.forget()
+
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, str | None]:
         with_target = self._has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
         leaves, in_spec = pytree.tree_flatten((args, kwargs))

@@ -1,0 +1,227 @@
+"""Choosing the mesh: the devices factored into axes, by what a step is searched to cost on each (see `meshes`).
+
+[Note: one yardstick] All meshes are compared by what the search adds up, also those with a pipeline: the time of its
+schedule, and what gathering, reducing and updating its parameters costs the rank that has most of that to do.  What is
+hidden behind what is no sum, and is predicted for the chosen mesh only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from autoparallel.capture import Captured, InputSpec
+from autoparallel.meshes import (
+    PIPELINES,
+    THREE_AXES,
+    TWO_AXES,
+    Alternative,
+    Axes,
+    MeshChoice,
+    distinct,
+    factored,
+    inside,
+    named,
+    splits,
+    stage_counts,
+    stage_meshes,
+)
+from autoparallel.passes.cut_stages import stages_of
+from autoparallel.plan import Estimate, Plan, PlanError, mesh_text
+from autoparallel.planning import Planner, Request, copy_captured
+from autoparallel.runtime.calls import Call
+from autoparallel.staged import StagedPlanner
+from autoparallel.staging import PIPELINE_AXIS, Pipeline
+
+Spread = Callable[[Callable[[Axes], Alternative], Sequence[Axes]], list[Alternative]]
+"""Applies a function to every one of some meshes."""
+
+
+def one_after_another(price: Callable[[Axes], Alternative], meshes: Sequence[Axes]) -> list[Alternative]:
+    """The meshes priced here, in order."""
+    return [price(mesh) for mesh in meshes]
+
+
+@dataclass(frozen=True)
+class MeshSearch:
+    """What is to be planned for, on a mesh that is open.
+
+    Attributes:
+        model, request, captured, call: as ``Planner`` takes them; of the request, the axes do not matter.
+        devices: how many there are.
+        pipeline: what is fixed of a pipeline, which then must be one; None lets the search decide.
+        refusal: why no pipeline can be run at all; empty where one can.
+    """
+
+    model: nn.Module
+    request: Request
+    captured: Captured
+    call: Call
+    devices: int
+    pipeline: Pipeline | None = None
+    refusal: str = ""
+
+    def choose(self, spread: Spread = one_after_another) -> MeshChoice:
+        """The best mesh, with what the others would cost.
+
+        Args:
+            spread: prices several meshes, in the order given.
+
+        Raises:
+            PlanError: where no mesh has a plan.
+        """
+        tried: list[Alternative] = []
+        untried: list[Axes] = []
+        if self.pipeline is None:
+            self._without_pipeline(spread, tried, untried)
+        problem = self.refusal or unable(self.captured, self.call)
+        if not problem:
+            self._pipelines(spread, tried, untried)
+        elif self.pipeline is not None:
+            raise PlanError(f"pipeline=... was given, but the model cannot be a pipeline: {problem}")
+        capacity = self.request.profile.memory
+        tried.sort(key=lambda a: a.order(capacity))
+        if not tried or tried[0].seconds is None or tried[0].problem:
+            reasons = "; ".join(f"{mesh_text(a.mesh)}: {a.problem}" for a in tried[:3])
+            raise PlanError(f"no mesh of {self.devices} devices has a plan: {reasons or 'too few devices'}")
+        return MeshChoice(tuple(tried), tuple(untried), capacity)
+
+    def _without_pipeline(self, spread: Spread, tried: list[Alternative], untried: list[Axes]) -> None:
+        profile = self.request.profile
+        two = distinct(factored(self.devices, 2), profile)
+        near = [shape for shape in two if inside(shape, profile)]
+        near.sort(key=lambda shape: (max(shape), shape))
+        taken = near[:TWO_AXES]
+        flat = spread(self.price, [named((self.devices,)), *map(named, taken)])
+        tried += flat
+        untried += [named(shape) for shape in two if shape not in taken]
+        best = min(flat[1:], key=lambda a: a.order(profile.memory), default=None)
+        three = distinct(factored(self.devices, 3), profile)
+        split = splits(tuple(size for _, size in best.mesh), profile)[:THREE_AXES] if best is not None else []
+        tried += spread(self.price, [named(shape) for shape in split])
+        untried += [named(shape) for shape in three if shape not in split]
+
+    def _pipelines(self, spread: Spread, tried: list[Alternative], untried: list[Axes]) -> None:
+        """Pipelines of more and more stages, until more cost more."""
+        profile = self.request.profile
+        pairs = [a for a in tried if len(a.mesh) == 2]
+        best = min(pairs, key=lambda a: a.order(profile.memory), default=None)
+        inner = best.mesh[-1][1] if best is not None else min(profile.node or self.devices, self.devices)
+        before: Alternative | None = None
+        searched = 0
+        for ranks in stage_counts(self.devices):
+            meshes = stage_meshes(self.devices, ranks, inner, profile)
+            if searched + len(meshes) > PIPELINES or before is not None and before.seconds is None:
+                untried += meshes
+                continue
+            searched += len(meshes)
+            found = spread(self.price, meshes)
+            tried += found
+            least = min(found, key=lambda a: a.order(profile.memory))
+            if before is not None and before.order(profile.memory) < least.order(profile.memory):
+                searched = PIPELINES
+            before = least
+
+    def price(self, mesh: Axes) -> Alternative:
+        """What a mesh costs, by one search."""
+        staged = mesh[0][0] == PIPELINE_AXIS
+        request = replace(self.request, axes=mesh[1:] if staged else mesh)
+        planner: Planner
+        if staged:
+            planner = StagedPlanner(self.model, request, mesh[0][1], self.pipeline or Pipeline())
+        else:
+            planner = Planner(self.model, request)
+        planner.thorough = False
+        graph = copy_captured(self.captured) if staged else self.captured
+        try:
+            plan = planner.search(graph, self.call)
+        except ValueError as error:
+            return Alternative(mesh, problem=str(error))
+        estimate = plan.estimate
+        assert estimate is not None and plan.cost is not None
+        if plan.pipeline is None:
+            return Alternative(mesh, plan.cost, estimate.memory)
+        pipeline = plan.pipeline
+        memory = [0.0] * pipeline.ranks
+        for i, stage in enumerate(pipeline.stages):
+            memory[pipeline.rank_of(i)] += stage.memory
+        return Alternative(
+            mesh,
+            pipeline.seconds + max(parameter_seconds(graph, plan, estimate)),
+            max(memory),
+            pipeline.schedule,
+            pipeline.microbatches,
+            pipeline.bubble,
+            changes(self.captured, self.request.outputs),
+        )
+
+
+def parameter_seconds(captured: Captured, plan: Plan, estimate: Estimate) -> list[float]:
+    """What gathering, reducing and updating parameters costs each rank of a pipeline; a tied one where it is first
+    used."""
+    assert plan.pipeline is not None
+    stages = stages_of(captured, plan.pipeline.cuts)
+    spent = [0.0] * plan.pipeline.ranks
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" and node.name in captured.parameters:
+            stage = min(_stages_reading(node, stages), default=0)
+            spent[plan.pipeline.rank_of(stage)] += estimate.parameters.get(captured.parameters[node.name], 0.0)
+    return spent
+
+
+def _stages_reading(node: fx.Node, stages: dict[fx.Node, int]) -> set[int]:
+    found: set[int] = set()
+    pending, seen = list(node.users), set()
+    while pending:
+        user = pending.pop()
+        if user in stages:
+            found.add(stages[user])
+        elif user not in seen:
+            seen.add(user)
+            pending += user.users
+    return found
+
+
+def unable(captured: Captured, call: Call) -> str:
+    """Why a model cannot be a pipeline; empty where it can."""
+    if len(captured.scalars) != 1:
+        return "it has no loss" if not captured.scalars else "it has several losses"
+    weight = captured.weight
+    if weight is not None and weight.kind == "unknown":
+        return f"it cannot be told what the loss is a mean over: {weight.reason}"
+    if any(layout is not None for layout in call.layouts):
+        return "an input is a DTensor"
+    if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
+        return "an input is differentiated"
+    if not captured.actual:
+        return f"the model fixes the batch size at {call.batch}"
+    return ""
+
+
+def changes(captured: Captured, outputs: str) -> str:
+    """What a pipeline would change about the model's results, so that it is not taken unasked; empty for nothing."""
+    if captured.mutated_buffers:
+        return "takes batch statistics of microbatches: give a mesh with an axis 'pp' to take it"
+    results = {o for o in captured.outputs if isinstance(o, int)}
+    if outputs != "gather" and not results.issubset(captured.scalars):
+        return "keeps no output beside the loss: give a mesh with an axis 'pp' to take it"
+    return ""
+
+
+def refusal(precision: object, outputs: str, scaler: torch.amp.GradScaler | None, dtypes: set[torch.dtype]) -> str:
+    """Why options do not go with a pipeline; empty where they do."""
+    used = getattr(precision, "param_dtype", None)
+    if scaler is None and torch.float16 in {used, *dtypes}:
+        return (
+            "a pipeline in float16 must know the gradient scaler, because it computes gradients before the loss is "
+            "scaled: pass grad_scaler=torch.amp.GradScaler(...) to compile(), or use bfloat16"
+        )
+    if outputs == "sharded":
+        return "outputs='sharded' is not supported by pipelines: use outputs='gather', or 'auto'"
+    return ""
+
+
+__all__ = ["MeshSearch", "one_after_another", "refusal"]
