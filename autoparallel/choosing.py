@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autoparallel.capture import Captured, InputSpec
 from autoparallel.meshes import (
@@ -29,9 +29,9 @@ from autoparallel.meshes import (
     stage_counts,
     stage_meshes,
 )
-from autoparallel.passes.cut_stages import stages_of
-from autoparallel.plan import Estimate, Plan, PlanError, mesh_text
+from autoparallel.plan import PlanError, mesh_text
 from autoparallel.planning import Planner, Request, copy_captured
+from autoparallel.report.predict_stages import memory_by_rank, parameter_seconds
 from autoparallel.runtime.calls import Call
 from autoparallel.staged import StagedPlanner
 from autoparallel.staging import PIPELINE_AXIS, Pipeline
@@ -145,44 +145,15 @@ class MeshSearch:
         if plan.pipeline is None:
             return Alternative(mesh, plan.cost, estimate.memory)
         pipeline = plan.pipeline
-        memory = [0.0] * pipeline.ranks
-        for i, stage in enumerate(pipeline.stages):
-            memory[pipeline.rank_of(i)] += stage.memory
         return Alternative(
             mesh,
-            pipeline.seconds + max(parameter_seconds(graph, plan, estimate)),
-            max(memory),
+            pipeline.seconds + max(parameter_seconds(graph, plan)),
+            max(memory_by_rank(plan)),
             pipeline.schedule,
             pipeline.microbatches,
             pipeline.bubble,
             changes(self.captured, self.request.outputs),
         )
-
-
-def parameter_seconds(captured: Captured, plan: Plan, estimate: Estimate) -> list[float]:
-    """What gathering, reducing and updating parameters costs each rank of a pipeline; a tied one where it is first
-    used."""
-    assert plan.pipeline is not None
-    stages = stages_of(captured, plan.pipeline.cuts)
-    spent = [0.0] * plan.pipeline.ranks
-    for node in captured.graph.nodes:
-        if node.op == "placeholder" and node.name in captured.parameters:
-            stage = min(_stages_reading(node, stages), default=0)
-            spent[plan.pipeline.rank_of(stage)] += estimate.parameters.get(captured.parameters[node.name], 0.0)
-    return spent
-
-
-def _stages_reading(node: fx.Node, stages: dict[fx.Node, int]) -> set[int]:
-    found: set[int] = set()
-    pending, seen = list(node.users), set()
-    while pending:
-        user = pending.pop()
-        if user in stages:
-            found.add(stages[user])
-        elif user not in seen:
-            seen.add(user)
-            pending += user.users
-    return found
 
 
 def unable(captured: Captured, call: Call) -> str:
@@ -204,10 +175,10 @@ def unable(captured: Captured, call: Call) -> str:
 def changes(captured: Captured, outputs: str) -> str:
     """What a pipeline would change about the model's results, so that it is not taken unasked; empty for nothing."""
     if captured.mutated_buffers:
-        return "takes batch statistics of microbatches: give a mesh with an axis 'pp' to take it"
+        return "a pipeline takes batch statistics of microbatches; give a mesh with an axis 'pp' to have one"
     results = {o for o in captured.outputs if isinstance(o, int)}
     if outputs != "gather" and not results.issubset(captured.scalars):
-        return "keeps no output beside the loss: give a mesh with an axis 'pp' to take it"
+        return "a pipeline keeps no output beside the loss; give a mesh with an axis 'pp' to have one"
     return ""
 
 

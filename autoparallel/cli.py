@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_FACTORY + "\nA factory that takes batch= and seq= gets those of the command line.\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    cli_plan.add_arguments(command, _mesh)
+    cli_plan.add_arguments(command, _open_mesh)
     command.set_defaults(run=cli_plan.run)
     command = commands.add_parser(
         "calibrate",
@@ -144,6 +144,16 @@ def _mesh(text: str) -> Any:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write dp=2,tp=2 or 2,2")
+
+
+def _open_mesh(text: str) -> Any:
+    """A mesh, or the number of devices of one that the search factors."""
+    kind, colon, count = text.partition(":")
+    if kind != "auto":
+        return _mesh(text)
+    if not colon or not count.isdigit() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of devices: write auto:64")
+    return int(count)
 
 
 def _tolerance(text: str) -> float | str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,21 @@ import torch
 from rich.console import Console
 
 from autoparallel.capture import Captured
+from autoparallel.choosing import MeshSearch, refusal
+from autoparallel.meshes import Axes, MeshChoice, named
 from autoparallel.plan import Plan, PlanError, mesh_text
 from autoparallel.planner.hardware import PROFILES, profile_for
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.presets import EXPERT_AXIS, PRESETS
-from autoparallel.planning import Axes, Planner, Request, call_of, copy_captured, draft_captured, limit_in_bytes
+from autoparallel.planning import Planner, Request, call_of, copy_captured, draft_captured, limit_in_bytes
 from autoparallel.report.comparison import Entry, Workload, comparison_table, workload_of
+from autoparallel.report.meshes import explain_choice
 from autoparallel.report.reasons import Reasons
 from autoparallel.report.text import operations, plain_text
 from autoparallel.runtime.calls import Call
 from autoparallel.sources import Source, UsageError, from_config, from_factory
-from autoparallel.staging import PIPELINE_AXIS
+from autoparallel.staged import StagedPlanner, draft_stages
+from autoparallel.staging import PIPELINE_AXIS, Pipeline
 
 NAMES = ("dp", "tp", "ep")
 
@@ -37,9 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
         help="module:function or file.py:function that makes (model, example_inputs[, loss_fn]), see below; or a "
         "config.json of transformers",
     )
-    parser.add_argument(
-        "--mesh", type=mesh, required=True, help="the mesh axes: dp=8,tp=8, or only sizes (8,8), the axes dp, tp, ep"
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--mesh",
+        type=mesh,
+        help="the mesh axes: dp=8,tp=8, pp=4,dp=2,tp=8 for a pipeline, or only sizes (8,8), the axes dp, tp, ep; "
+        "auto:64 as --devices 64",
     )
+    where.add_argument("--devices", type=int, help="how many devices; the search factors them into mesh axes")
     parser.add_argument(
         "--hardware", default="h100", help=f"{', '.join(PROFILES)}, or a calibrated profile (default: h100)"
     )
@@ -76,24 +86,35 @@ def limit(text: str) -> float:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Plans, prints the comparison, and writes what was asked for."""
-    source, request, call = prepare(options)
-    work, entries = compare(source, request, call, _presets(options, request), phases(console))
+    source, request, call, place = prepare(options)
+    shown = phases(console)
+    with shown(request.origin, "trace"):
+        captured = Planner(source.model, request).capture(call)
+    choice: MeshChoice | None = None
+    if place.open:
+        with shown("mesh", "search"):
+            search = MeshSearch(source.model, request, captured, call, place.devices, refusal=place.refusal)
+            choice = search.choose()
+        request, place = _on(choice.mesh, request, place.refusal)
+    work, entries = compare(source, request, call, _presets(options, request), shown, captured, place.stages, choice)
     first = entries[0]
     if first.draft is None:
         raise PlanError(first.problem)
-    devices = torch.Size(request.sizes).numel()
-    name = f"{type(source.model).__name__} on {mesh_text(request.axes)}, {request.profile.name}"
-    lines = [f"{name}: {work.count:,} {work.unit} a step, {operations(work.flops)}"]
-    table = comparison_table(entries, work, request.profile, devices)
+    plan = first.draft.plan
+    name = f"{type(source.model).__name__} on {mesh_text(plan.whole_mesh)}, {request.profile.name}"
+    lines: list[Any] = [f"{name}: {work.count:,} {work.unit} a step, {operations(work.flops)}"]
+    if choice is not None:
+        lines += explain_choice(choice)
+    table = comparison_table(entries, work, request.profile, place.devices)
     problems = [f"{e.name}: {e.problem}" for e in entries if e.draft is None]
     print(plain_text(*lines, table, *problems))
     if options.explain:
-        print(f"\n{first.draft.plan.explain()}")
+        print(f"\n{plan.explain()}")
     if options.out:
-        first.draft.plan.save(options.out)
+        plan.save(options.out)
         precision = f", precision={request.precision!r}" if request.precision is not None else ""
         print(f"\nwrote {options.out}; run it, without a search, with")
-        print(f'  autoparallel.compile(model, mesh, plan=autoparallel.Plan.load("{options.out}"){precision})')
+        print(f'  autoparallel.compile(model, plan=autoparallel.Plan.load("{options.out}"){precision})')
         if source.call:
             print(f"  {source.call}")
     if options.report:
@@ -104,22 +125,55 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call]:
-    """The model, what is asked of the planner, and the call that is planned for."""
-    axes = axes_of(options.mesh)
-    if PIPELINE_AXIS in dict(axes):
-        raise UsageError("pipelines are not planned without their ranks yet: leave the axis 'pp' out of --mesh")
+@dataclass(frozen=True)
+class Place:
+    """Where is planned for.
+
+    Attributes:
+        devices: how many there are.
+        open: whether the search factors them into mesh axes.
+        stages: the ranks of the axis "pp"; 0 where there is none.
+        refusal: why no pipeline can be run.
+    """
+
+    devices: int
+    open: bool = False
+    stages: int = 0
+    refusal: str = ""
+
+
+def _on(axes: Axes, request: Request, refused: str) -> tuple[Request, Place]:
+    """The same request on a mesh, without the pipeline's axis, which the place knows."""
+    stages = dict(axes).get(PIPELINE_AXIS, 0)
+    inner = tuple(axis for axis in axes if axis[0] != PIPELINE_AXIS) or (("dp", 1),)
+    place = Place(math.prod(size for _, size in axes), stages=stages, refusal=refused)
+    return replace(request, axes=inner), place
+
+
+def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Place]:
+    """The model, what is asked of the planner, the call that is planned for, and where."""
+    devices = options.devices if options.devices is not None else options.mesh
+    is_open = isinstance(devices, int)
+    if is_open and devices < 1:
+        raise UsageError(f"--devices must be positive, got {devices}")
+    plan = plan_of(options.plan)
+    if is_open and (plan != "auto" or options.pin or options.forbid or options.pins):
+        raise UsageError("a plan, pins and forbidden layouts are about the axes of a mesh: give --mesh with them")
     try:
         profile = profile_for("cuda", options.hardware)
         pins = parse_pins(_table(options.pin), _table(options.forbid))
         request = Request(
-            axes=axes,
+            axes=named((devices,)) if is_open else axes_of(devices),
             profile=profile,
-            plan=plan_of(options.plan),
+            plan=plan,
             pins=replace(pins, kept=Plan.load(options.pins)) if options.pins else pins,
             memory_limit=limit_in_bytes(options.memory_limit, profile),
             precision=_policy(options.precision),
         )
+        refused = refusal(request.precision, request.outputs, None, set())
+        request, place = _on(request.axes, request, refused)
+        if place.stages and refused:
+            raise UsageError(refused)
         request.constraints()
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
@@ -128,7 +182,7 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call]:
     else:
         source = from_factory(options.model, options.batch, options.seq, options.seed, options.real_tensors)
     call = call_of(source.args, source.kwargs, source.loss_fn is not None)
-    return source, replace(request, loss_fn=source.loss_fn), call
+    return source, replace(request, loss_fn=source.loss_fn), call, replace(place, open=is_open and devices > 1)
 
 
 def axes_of(mesh: Any) -> Axes:
@@ -186,33 +240,38 @@ def compare(
     call: Call,
     presets: list[str],
     phase: Callable[[str, str], Any],
+    captured: Captured,
+    stages: int = 0,
+    choice: MeshChoice | None = None,
 ) -> tuple[Workload, list[Entry]]:
     """The plan that is asked for, first, and the presets beside it; each is searched and predicted.
 
-    Raises:
-        CaptureError: when the model cannot be captured.
+    Args:
+        captured: the model's graph.
+        stages: the ranks of a pipeline's axis, beside the request's; 0 for none.
+        choice: how the mesh was chosen, for the first plan to tell.
     """
-    captured: Captured | None = None
     entries: list[Entry] = []
-    work: Workload | None = None
+    work = workload_of(captured, call)
     for name in [request.origin, *presets]:
         chosen = not entries
         # Presets are compared as they are: without pins, and without a limit that would change them.
         asked = request if chosen else replace(request, plan=name, pins=Pins(), memory_limit=None)
-        planner = Planner(source.model, asked)
-        if captured is None:
-            with phase(name, "trace"):
-                captured = planner.capture(call)
-            work = workload_of(captured, call)
+        graph = copy_captured(captured)
         try:
             with _phases(phase, name) as told:
-                made = draft_captured(planner, copy_captured(captured), call, told)
+                if stages:
+                    made = draft_stages(StagedPlanner(source.model, asked, stages, Pipeline()), graph, call, told)
+                else:
+                    planner = Planner(source.model, asked)
+                    made = draft_captured(planner, graph, call, told)
+                    made = replace(made, plan=made.plan.with_reasons(Reasons(planner, call)))
         except ValueError as error:
             entries.append(Entry(name, None, str(error)))
             continue
-        made = replace(made, plan=made.plan.with_reasons(Reasons(planner, call)))
+        if chosen:
+            made = replace(made, plan=replace(made.plan, choice=choice or made.plan.choice))
         entries.append(Entry(name if not chosen else f"{name} (chosen)", made))
-    assert work is not None
     return work, entries
 
 

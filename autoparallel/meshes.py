@@ -149,9 +149,7 @@ def inside(shape: Shape, profile: Profile) -> bool:
 def splits(shape: Shape, profile: Profile) -> list[Shape]:
     """The meshes of one more axis that split one of a mesh's, those along nodes first, then the most even."""
     found = [
-        (*shape[:axis], *parts, *shape[axis + 1 :])
-        for axis, size in enumerate(shape)
-        for parts in factored(size, 2)
+        (*shape[:axis], *parts, *shape[axis + 1 :]) for axis, size in enumerate(shape) for parts in factored(size, 2)
     ]
 
     def order(split: Shape) -> tuple[bool, int, Shape]:

@@ -6,6 +6,7 @@ laptop.  ``compile()`` uses it on every rank, and ``python -m autoparallel plan`
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -142,6 +143,9 @@ class Planner:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
         """
         request = self.request
+        if not self.thorough:  # a first look: recomputing layers is asked about only where nothing fits without
+            with contextlib.suppress(PlanError):
+                return self._search(captured, call, request.origin, at_rest, request.memory_limit)
         if not self.thorough or request.plan != "auto" or not request.profile.overlap or at_rest is not None:
             return self._search_within(captured, call, request.origin, at_rest, request.memory_limit)
         best: tuple[float, Plan] | None = None
@@ -414,16 +418,19 @@ class Draft:
 
     Attributes:
         plan: with its prediction.
-        program: what a rank would run.
+        program: what a rank would run; None for a pipeline, whose ranks run different ones.
+        predicted: of a pipeline's step.
     """
 
     plan: Plan
-    program: LocalProgram
+    program: LocalProgram | None
+    predicted: Prediction | None = None
 
     @property
     def prediction(self) -> Prediction:
-        assert self.plan.prediction is not None
-        return self.plan.prediction
+        found = self.predicted or self.plan.prediction
+        assert found is not None
+        return found
 
 
 def draft(model: nn.Module, call: Call, request: Request, told: Told = lambda phase: None) -> Draft:

@@ -17,10 +17,11 @@ from autoparallel.passes.split_weight_gradients import split_weight_gradients
 from autoparallel.placements import Invariant
 from autoparallel.plan import ParameterPlan, Plan, PlanError
 from autoparallel.planner.stages import StagePlanner, boundary_layout, microbatch_counts
-from autoparallel.planning import Planner, Request
+from autoparallel.planning import Draft, Planner, Request, Told
 from autoparallel.program import LocalProgram, build_program
 from autoparallel.redistribution import Redistributor
 from autoparallel.report.pipeline_traffic import pipeline_traffic
+from autoparallel.report.predict_stages import predict_stages
 from autoparallel.runtime.calls import Call, sizes_of
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.microbatches import batch_dim, micro_specs
@@ -121,6 +122,33 @@ def draft_pipeline(
     """
     planner = StagedPlanner(model, request, ranks, pipeline or Pipeline())
     return planner.search(planner.capture(call), call)
+
+
+def draft_stages(planner: StagedPlanner, captured: Captured, call: Call, told: Told = lambda phase: None) -> Draft:
+    """The same for a graph that has been captured already, which is used up, with what a step is predicted to cost.
+
+    Raises:
+        PlanError: when the model cannot be planned so.
+    """
+    told("search")
+    requested = planner.request.plan
+    if isinstance(requested, Plan):
+        if requested.pipeline is None or requested.pipeline.ranks != planner.ranks:
+            raise PlanError(f"the plan is not for a pipeline over {planner.ranks} ranks: plan again")
+        plan = requested
+        planner.prepare(captured, plan)
+        captured.actual = sizes_of(captured, micro_specs(call.specs, _count(requested.pipeline, captured, call)))
+    else:
+        plan = planner.search(captured, call)
+    told("predict")
+    predicted = predict_stages(captured, plan, planner.request.profile)
+    staged = planner.build_stages(captured, plan, call, "mesh0")
+    plan = planner.with_traffic(staged, plan, call, find_owners(staged, plan.parameters))
+    assert plan.pipeline is not None and plan.pipeline.traffic is not None
+    sent = plan.pipeline.traffic
+    busiest = max(range(planner.ranks), key=lambda rank: (sent.calls[rank] + sent.gradients[rank]).total_bytes)
+    predicted = replace(predicted, forward=sent.calls[busiest], gradients=sent.gradients[busiest])
+    return Draft(plan, None, predicted)
 
 
 def _count(pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
@@ -269,4 +297,4 @@ def attach_stages(
     return PipelineRunner(staged, stages, store, tied, plain)
 
 
-__all__ = ["StagedPlanner", "attach_stages", "build_stages", "draft_pipeline", "find_owners"]
+__all__ = ["StagedPlanner", "attach_stages", "build_stages", "draft_pipeline", "draft_stages", "find_owners"]

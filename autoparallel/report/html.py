@@ -6,10 +6,12 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
+from autoparallel.meshes import MeshChoice
 from autoparallel.planner.hardware import Profile
 from autoparallel.report.comparison import Entry, Workload, mfu, sent_by_kind, throughput
 from autoparallel.report.explain import describe_layout, describe_modes, fold, recomputed
 from autoparallel.report.pipeline_chart import chart, stage_rows
+from autoparallel.report.meshes import HEADS, choice_notes, choice_rows
 from autoparallel.report.predict import ACCUMULATORS, Prediction
 from autoparallel.report.text import duration, operations, units
 from autoparallel.staging import PipelinePlan
@@ -47,6 +49,7 @@ def report(title: str, entries: Sequence[Entry], work: Workload, profile: Profil
         f"<b>{_e(duration(prediction.seconds()))}</b> and <b>{_e(units(prediction.total_memory))}</b> per device.</p>",
         "<h2>The plan beside the alternatives</h2>",
         _comparison(entries, work, profile),
+        _choice(first.plan.choice),
         "<h2>Where the time goes</h2>",
         _bars([(e.name, _times(e.draft.prediction)) for e in entries if e.draft is not None], duration),
         "<h2>What a rank sends in a step, by mesh axis</h2>",
@@ -105,6 +108,16 @@ def _comparison(entries: Sequence[Entry], work: Workload, profile: Profile) -> s
             ]
         )
     return _table(["plan", "step", f"{work.unit}/s", "MFU", "memory", "sends"], rows, numbers=5, chosen=0)
+
+
+def _choice(choice: MeshChoice | None) -> str:
+    """How the mesh was chosen."""
+    if choice is None:
+        return ""
+    notes = "".join(f"<p>{_e(note)}</p>" for note in choice_notes(choice))
+    words = f"The mesh was chosen by {len(choice.tried)} searches; step and memory as they add them up."
+    table = _table(HEADS, choice_rows(choice), chosen=0)
+    return f"<h2>The mesh beside the alternatives</h2>\n<p>{words}</p>\n{table}\n{notes}"
 
 
 def _times(p: Prediction) -> dict[str, float]:

@@ -24,14 +24,15 @@ def _row(a: Alternative, choice: MeshChoice) -> list[str]:
         return [name, "no plan", "", "", "", a.problem]
     over = choice.capacity is not None and a.memory > choice.capacity
     schedule = f"{a.schedule}, {a.microbatches} microbatches" if a.staged else ""
-    marks = [text for text in ("chosen" if a is choice.tried[0] else "", a.problem) if text]
+    mark = "chosen" if a is choice.tried[0] else "not taken" if a.problem else ""
     memory = units(a.memory) + (" (too much)" if over else "")
-    return [name, duration(a.seconds), memory, schedule, f"{a.bubble:.0%}" if a.staged else "", "; ".join(marks)]
+    return [name, duration(a.seconds), memory, schedule, f"{a.bubble:.0%}" if a.staged else "", mark]
 
 
 def choice_notes(choice: MeshChoice) -> list[str]:
-    """The best with and without a pipeline beside each other, and what was not tried."""
-    notes = []
+    """Why some are not taken, the best with and without a pipeline beside each other, and what was not tried."""
+    reasons = dict.fromkeys(a.problem for a in choice.tried if a.seconds is not None and a.problem)
+    notes = [f"Not taken: {reason}." for reason in reasons]
     plain, staged = choice.best(staged=False), choice.best(staged=True)
     if plain is not None and staged is not None:
         assert plain.seconds is not None and plain.memory is not None

@@ -20,7 +20,8 @@ from autoparallel import _torch
 from autoparallel.groups import CONTROL, CONTROL_TIMEOUT
 from autoparallel.plan import PlanError
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 _GROUPS: dict[tuple[int, ...], Any] = {}
 
 

@@ -67,7 +67,7 @@ def _compile_badly() -> Results:
 
     actions: dict[str, Callable[[], Any]] = {
         "mesh larger than the world": lambda: compile(on=_unready_mesh("cpu", 4)),
-        "no axis names": lambda: compile(on=init_device_mesh("cpu", (2,))),
+        "no axis names": lambda: compile(on=init_device_mesh("cpu", (2, 1))),
         "no pipeline axis": lambda: compile(pipeline=autoparallel.Pipeline("1f1b")),
         "not a pipeline": lambda: compile(pipeline="1f1b"),
         "four axes": lambda: compile(on=init_device_mesh("cpu", (2, 1, 1, 1), mesh_dim_names=tuple("abcd"))),
