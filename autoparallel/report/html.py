@@ -10,8 +10,8 @@ from autoparallel.meshes import MeshChoice
 from autoparallel.planner.hardware import Profile
 from autoparallel.report.comparison import Entry, Workload, mfu, sent_by_kind, throughput
 from autoparallel.report.explain import describe_layout, describe_modes, fold, recomputed
-from autoparallel.report.pipeline_chart import chart, stage_rows
 from autoparallel.report.meshes import HEADS, choice_notes, choice_rows
+from autoparallel.report.pipeline_chart import chart, stage_rows
 from autoparallel.report.predict import ACCUMULATORS, Prediction
 from autoparallel.report.text import duration, operations, units
 from autoparallel.staging import PipelinePlan
