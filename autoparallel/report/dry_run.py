@@ -478,7 +478,8 @@ class _Body(fx.Interpreter):
             return self.player.unshard(self.buckets[target])
         region = self.regions[target]
         region.around = partial(self.player.around, self.player.program.regions.index(region))
-        return region.run(_Body(self.player, region.program).run, *args)
+        # An interpreter for each run: one that is stopped in the middle would hold what it has made.
+        return region.run(lambda *inputs: _Body(self.player, region.program).run(*inputs), *args)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if "device" in kwargs:  # fake tensors live on the CPU, whatever the program's device

@@ -114,14 +114,14 @@ class Net(nn.Module):
         return x
 
 
-def _peaks(cases: list[tuple[str, int]]) -> list[tuple[float, float]]:
-    """Predicted and measured bytes of a step at its worst moment, on this rank."""
+def _peaks(cases: list[tuple[str, int, float | None]]) -> list[tuple[float, float, int]]:
+    """Predicted and measured bytes of a step at its worst moment, on this rank, and how many layers are recomputed."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     found = []
-    for plan, rows in cases:
+    for plan, rows, limit in cases:
         torch.manual_seed(0)
         x, y = torch.randn(rows, 128), torch.randn(rows, 128)
-        model = autoparallel.compile(Net(), mesh, loss_fn=F.mse_loss, plan=plan)
+        model = autoparallel.compile(Net(), mesh, loss_fn=F.mse_loss, plan=plan, memory_limit=limit)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             optimizer.zero_grad()
@@ -144,14 +144,16 @@ def _peaks(cases: list[tuple[str, int]]) -> list[tuple[float, float]]:
             most = max(most, live)
         assert model.plan.prediction is not None
         total = sum(v.untyped_storage().nbytes() for v in local) + most
-        found.append((model.plan.prediction.total_memory, float(total)))
+        found.append((model.plan.prediction.total_memory, float(total), len(model.plan.recompute)))
     return found
 
 
 @pytest.mark.slow  # on a busy machine gloo's threads let go of their buffers later, which is more at the worst moment
 def test_predicted_memory_is_that_of_the_allocator() -> None:
-    """Within 10%: many rows, so that activations count; few, so that parameters and gradients do."""
-    cases = [("data_parallel", 2048), ("fsdp", 64), ("tensor_parallel", 512)]
+    """Within 10%: many rows, so that activations count; few, so that parameters and gradients do; layers recomputed."""
+    cases = [("data_parallel", 2048, None), ("fsdp", 64, None), ("tensor_parallel", 512, None)]
+    cases.append(("data_parallel", 2048, 20e6))
     for rank in run_distributed(_peaks, cases, world_size=2, timeout=280):
-        for case, (predicted, measured) in zip(cases, rank, strict=True):
+        for case, (predicted, measured, layers) in zip(cases, rank, strict=True):
+            assert bool(layers) == (case[2] is not None)
             assert predicted == pytest.approx(measured, rel=0.10), (case, predicted / measured)
