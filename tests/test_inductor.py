@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
 from tests.distributed import run_distributed
-from tests.models import GPTConfig, _build_gpt, build
+from tests.models import GPTConfig, build, build_gpt
 from tests.parity.harness import AXES, difference
 
 PLANS = ("data_parallel", "fsdp", "tensor_parallel")
@@ -29,7 +29,7 @@ ROWS = (8, 8, 12, 4)
 def _case(name: str) -> Any:
     if name == "gpt":  # one layer, tied, with dropout
         torch.manual_seed(0)
-        return _build_gpt(torch.float64, GPTConfig(16, context=4, width=8, heads=2, layers=1, dropout=0.2))
+        return build_gpt(torch.float64, GPTConfig(16, context=4, width=8, heads=2, layers=1, dropout=0.2))
     return build(name, torch.float64)
 
 

@@ -17,7 +17,7 @@ import autoparallel
 from autoparallel.planner.hardware import CPU, H100, Profile
 from autoparallel.planning import Request, call_of, draft
 from tests.distributed import run_distributed
-from tests.fused import FusedConfig, FusedModel
+from tests.models.fused import FusedConfig, FusedModel
 from tests.parity.harness import Recipe, check
 from tests.runtime.support import off
 

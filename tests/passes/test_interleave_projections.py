@@ -14,7 +14,7 @@ from autoparallel import ops
 from autoparallel.capture import Captured, capture, describe_inputs
 from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.rules.typing import parse_mode
-from tests.fused import GATES, WAYS, FusedAttention, FusedConfig, GatedMLP
+from tests.models.fused import GATES, WAYS, FusedAttention, FusedConfig, GatedMLP
 from tests.passes.support import show
 
 RANKS = 4

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.models.cases import Batch, Case, seeded
+
 WAYS = ("conv1d", "split", "chunk", "groups", "slices", "unbind", "select")
 """How q, k and v are taken out of one product."""
 
@@ -107,3 +109,19 @@ class FusedModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def build_fused(dtype: torch.dtype, config: FusedConfig | None = None) -> Case:
+    model = FusedModel(config).to(dtype)
+
+    def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
+        generator = seeded(step, seed)
+        x, y = torch.randn(2, rows, 4, config.width if config else 16, generator=generator, dtype=torch.float64)
+        return (x.to(dtype), 3 * y.to(dtype)), {}
+
+    return Case("fused", model, make_batch, F.mse_loss)
+
+
+def build_fused_odd(dtype: torch.dtype) -> Case:
+    """Heads and rows that no mesh divides."""
+    return build_fused(dtype, FusedConfig(width=12, heads=3, keys=1, hidden=5))
