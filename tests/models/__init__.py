@@ -23,7 +23,8 @@ from tests.models.pretrained import build_gpt2, build_llama, build_mixtral, buil
 from tests.models.small import MLP, build_frozen_tail, build_mlp, build_regressor, build_resnet, build_unet
 
 __all__ = [
-    "GPT", "MLP", "NAMES", "Case", "Experts", "GPTConfig", "MoEConfig", "build", "build_gpt", "ragged_tokens", "token_loss",
+    "GPT", "MLP", "NAMES", "Case", "Experts", "GPTConfig", "MoEConfig", "build", "build_gpt", "ragged_tokens",
+    "token_loss",
 ]  # fmt: skip
 
 _BUILDERS: dict[str, Callable[[torch.dtype], Case]] = {
