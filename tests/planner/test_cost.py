@@ -1,0 +1,103 @@
+"""The arithmetic of convolutions, against a count by hand of the products in a loop over all places."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autoparallel.planner.cost import model_flops, operator_seconds, rule_points
+from autoparallel.planner.hardware import H100
+from autoparallel.planning import Planner, Request, call_of
+from autoparallel.rules import rule_for
+from autoparallel.rules.typing import parse_mode
+
+ROWS, CHANNELS, OUT = 6, 8, 12
+
+# Arithmetic alone: no operator takes time to be started, or to read and write.
+ARITHMETIC = dataclasses.replace(H100, name="arithmetic", launch=0.0, memory_bandwidth=float("inf"), overlap=0.0)
+
+CONVOLUTIONS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
+    "plain": (nn.Conv2d, {"kernel_size": 3}, (9, 7)),
+    "padded, in steps": (nn.Conv2d, {"kernel_size": 3, "padding": 1, "stride": 2}, (9, 7)),
+    "grouped": (nn.Conv2d, {"kernel_size": 3, "groups": 4, "padding": 1}, (9, 7)),
+    "dilated": (nn.Conv2d, {"kernel_size": 3, "dilation": 2}, (9, 7)),
+    "grouped and dilated": (nn.Conv2d, {"kernel_size": (3, 2), "groups": 2, "dilation": (2, 3)}, (9, 7)),
+    "one dim": (nn.Conv1d, {"kernel_size": 5, "groups": 2, "dilation": 2}, (16,)),
+    "transposed": (nn.ConvTranspose2d, {"kernel_size": 3, "stride": 2, "groups": 4}, (5, 4)),
+}
+
+
+def _counted(layer: nn.Module, places: tuple[int, ...]) -> int:
+    """Multiplications and additions of a forward: one of each wherever an input channel meets a weight at a place.
+
+    A convolution visits every place of its result, a transposed one every place of its input; at each of them every
+    channel of one side meets, through every entry of the kernel, the channels of its group on the other side.
+    Dilation moves the entries apart and makes no more of them.
+    """
+    result = layer(torch.empty(ROWS, CHANNELS, *places)).shape[2:]
+    visited = places if isinstance(layer, nn.ConvTranspose2d) else result
+    count = 0
+    for _ in itertools.product(*map(range, visited)):
+        for _ in itertools.product(*map(range, layer.kernel_size)):  # type: ignore[arg-type]
+            count += CHANNELS * (OUT // int(layer.groups))  # type: ignore[arg-type]
+    return 2 * ROWS * count
+
+
+def _graph(name: str) -> tuple[fx.Graph, fx.Node, Any, int]:
+    """A captured convolution behind a trained scale, its node, how sizes are read, and its count."""
+    make, options, places = CONVOLUTIONS[name]
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(1)), make(CHANNELS, OUT, bias=False, **options)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x * self.scale)
+
+    model = Scaled()
+    captured = Planner(model, Request((("x", 2),), H100)).capture(call_of((torch.empty(ROWS, CHANNELS, *places),)))
+    (node,) = (n for n in captured.graph.nodes if n.op == "call_function" and "conv" in str(n.target))
+    return captured.graph, node, captured.size, _counted(model.layer, places)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_counted_forward_and_backward(name: str) -> None:
+    graph, node, size, count = _graph(name)
+    rule = rule_for(node)
+    assert rule is not None
+    assert rule_points(rule, size) == pytest.approx(count)
+    # The gradients of the input and of the weight take as many products as the forward, each.
+    assert sum(model_flops(graph, size).values()) == pytest.approx(3 * count)
+    forward, backward = operator_seconds(ARITHMETIC, rule, [parse_mode("I")], (2,), size, 1.0, torch.float32)
+    assert forward == pytest.approx(count / ARITHMETIC.flops[torch.float32])
+    assert backward == pytest.approx(2 * forward)
+
+
+@pytest.mark.parametrize("name", ["grouped", "grouped and dilated"])
+def test_groups_on_two_ranks_are_half_of_it_each(name: str) -> None:
+    _, node, size, count = _graph(name)
+    rule = rule_for(node)
+    assert rule is not None
+    forward, backward = operator_seconds(ARITHMETIC, rule, [parse_mode("shard:g")], (2,), size, 1.0, torch.float32)
+    assert (forward, backward) == pytest.approx((count / 2 / ARITHMETIC.flops[torch.float32], 2 * forward))
+
+
+def test_the_hand_count_is_that_of_the_loop_that_computes() -> None:
+    """A convolution written out as its products, which are counted as they are made."""
+    layer = nn.Conv1d(4, 6, 3, groups=2, dilation=2, bias=False)
+    x, made = torch.randn(1, 4, 9), 0
+    out = torch.zeros(1, 6, 5)
+    for o, place, i, k in itertools.product(range(6), range(5), range(2), range(3)):
+        out[0, o, place] += x[0, 2 * (o // 3) + i, place + 2 * k] * layer.weight[o, i, k].detach()
+        made += 2
+    torch.testing.assert_close(out, layer(x).detach())
+    count = 0
+    for _ in itertools.product(range(5), range(3)):
+        count += 4 * (6 // 2)
+    assert made == 2 * count
