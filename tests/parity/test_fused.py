@@ -49,9 +49,7 @@ class Trained:
         torch.manual_seed(0)
         plain = FusedModel(config, ways).double()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        model = autoparallel.compile(
-            copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, plan=plan, hardware=hardware
-        )
+        model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, plan=plan, hardware=hardware)
         ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
         self.worst = 0.0
         for step in range(2):
