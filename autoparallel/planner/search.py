@@ -13,8 +13,9 @@ from autoparallel.placements import format_layout
 from autoparallel.plan import Estimate, ParameterPlan, Plan, PlanError, fingerprint
 from autoparallel.planner.budget import minimise_with_budget
 from autoparallel.planner.elimination import Factor, Infeasible, TooWide, evaluate
+from autoparallel.planner.problem import Problem
 from autoparallel.planner.solver import FoldedNetwork, minimise
-from autoparallel.planner.space import Problem, SearchSpace
+from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.wide import minimise_by_pairs
 
 RELAXED_TABLE = 4_000_000

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from torch import fx
@@ -31,65 +30,16 @@ from autoparallel.planner.cost import bytes_kept, update_seconds
 from autoparallel.planner.elimination import Factor
 from autoparallel.planner.experts import Experts, find_experts
 from autoparallel.planner.hardware import Profile
-from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
 from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
+from autoparallel.planner.prices import Pricer, Prices
+from autoparallel.planner.problem import Problem, Variable
 from autoparallel.planner.signatures import Signatures
 from autoparallel.redistribution import Redistributor, local_numel
 from autoparallel.rules import Rule, operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import INVARIANT_MODE, Typed
-
-Reader = tuple["Variable", int]
-"""A consumer of a tensor, and which of its operands it is."""
-
-
-@dataclass
-class Variable:
-    """The choice of one node, and its number in the factor graph."""
-
-    node: fx.Node
-    options: list[Option]
-    number: int
-
-
-@dataclass
-class Problem:
-    """A factor graph and what its variables mean.
-
-    Attributes:
-        sizes: the number of options of each variable.
-        factors: cost in seconds.
-        usage: memory in bytes.
-        variables: operator and parameter variables, by node.
-        readers: the layouts of the shared-layout variables, by node, with the variable's number.
-    """
-
-    sizes: list[int] = field(default_factory=list)
-    factors: list[Factor] = field(default_factory=list)
-    usage: list[Factor] = field(default_factory=list)
-    variables: dict[fx.Node, Variable] = field(default_factory=dict)
-    readers: dict[fx.Node, tuple[list[Layout], int]] = field(default_factory=dict)
-
-    def operands(self, node: fx.Node) -> list[fx.Node]:
-        """What a node reads, in the order of its options' needs."""
-        return tensor_operands(node) if node.op == "call_function" else []
-
-    def add(self, count: int) -> int:
-        """A new variable with so many options."""
-        self.sizes.append(count)
-        return len(self.sizes) - 1
-
-
-@dataclass
-class _Prices:
-    """The tables of one tensor: from its producer, to its consumers, to what leaves the graph; and bytes."""
-
-    source: np.ndarray
-    usage: np.ndarray | None
-    readers: list[np.ndarray] = field(default_factory=list)
-    leaving: list[np.ndarray] = field(default_factory=list)
 
 
 class SearchSpace:
@@ -126,9 +76,13 @@ class SearchSpace:
         self._of_kind: dict[Hashable, list[Option] | None] = {}
         self._has_rule: dict[Hashable, bool] = {}
         self._left: dict[Hashable, list[Option]] = {}
-        self._prices: dict[Hashable, _Prices] = {}
+        self._prices: dict[Hashable, Prices] = {}
         self._wanted: dict[Hashable, list[Layout]] = {}
         self._own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._pricer = Pricer(
+            captured, self.size, redistributor, profile, self.axis_sizes, self.searched, self.again,
+            self._is_kept, self._forbidden,
+        )  # fmt: skip
 
     # -- options ----------------------------------------------------------------------------------------------------
 
@@ -389,7 +343,7 @@ class SearchSpace:
         key = (id(producer.options), tensor, ends, tuple(leaving))
         if key not in self._prices:
             layouts = problem.readers[node][0] if node in problem.readers else None
-            self._prices[key] = self._price(producer, readers, leaving, layouts)
+            self._prices[key] = self._pricer.price(producer, readers, leaving, layouts)
         prices = self._prices[key]
         numbers = [reader.number for reader, _ in readers]
         if node in problem.readers:
@@ -410,98 +364,6 @@ class SearchSpace:
         problem.factors.append(Factor(scope, prices.source))
         if prices.usage is not None:
             problem.usage.append(Factor(scope, prices.usage))
-
-    def _price(
-        self,
-        producer: Variable,
-        readers: Sequence[Reader],
-        leaving: Sequence[Layout],
-        shared: Sequence[Layout] | None,
-    ) -> _Prices:
-        """The tables between a tensor's producer, the layout that all its consumers share, and these."""
-        node = producer.node
-        if node not in self.searched:
-            shared = [o.result for o in producer.options]
-            return self._price_readers(_Prices(np.zeros(0), None), node, readers, leaving, shared)
-        if shared is None:
-            columns = [leaving[0]] if leaving else [o.needs[readers[0][1]] for o in readers[0][0].options]
-            source, usage = self._source_prices(producer, columns), self._gathered_bytes(producer, columns)
-            if leaving:
-                source, usage = source[:, 0], None
-            return _Prices(source, usage if usage is not None and usage.any() else None)
-        source, usage = self._source_prices(producer, shared), self._gathered_bytes(producer, shared)
-        prices = _Prices(source, usage if usage is not None and usage.any() else None)
-        return self._price_readers(prices, node, readers, leaving, shared)
-
-    def _price_readers(
-        self,
-        prices: _Prices,
-        node: fx.Node,
-        readers: Sequence[Reader],
-        leaving: Sequence[Layout],
-        rows: Sequence[Layout],
-    ) -> _Prices:
-        """Adds the tables from one of some layouts to each reader; readers that are alike have the very same one."""
-        if is_tensor(node):
-            known: dict[tuple[int, int], np.ndarray] = {}
-            for reader, position in readers:
-                key = id(reader.options), position
-                if key not in known:
-                    known[key] = self._matrix(node, rows, [o.needs[position] for o in reader.options])
-                prices.readers.append(known[key])
-            for layout in leaving:
-                prices.leaving.append(self._matrix(node, rows, [layout])[:, 0])
-        return prices
-
-    def _table(self, node: fx.Node, backward: bool | None = None) -> tuple[dict[Layout, int], np.ndarray]:
-        flows = bool(node.meta["backward"]) if backward is None else backward
-        table = self.redistributor.table(
-            self.size.shape(node),
-            node.meta["val"].element_size(),
-            bool(node.meta["differentiable"]),
-            flows,
-            uneven=node.name in self.captured.parameters,
-        )
-        return table.index, table.seconds
-
-    def _matrix(self, node: fx.Node, rows: Sequence[Layout], columns: Sequence[Layout]) -> np.ndarray:
-        index, seconds = self._table(node)
-        if node in self.again and node.meta["backward"]:
-            seconds = seconds + self._table(node, backward=False)[1]
-        return seconds[np.ix_([index[r] for r in rows], [index[c] for c in columns])]
-
-    def _source_prices(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:
-        """What it costs to bring each option's result into each layout; gathers per use are paid again in backward."""
-        node = producer.node
-        if not is_tensor(node):
-            return np.zeros((len(producer.options), len(columns)))
-        prices = self._matrix(node, [o.result for o in producer.options], columns)
-        if node.name in self.captured.parameters:
-            index, forward = self._table(node, backward=False)
-            for i, option in enumerate(producer.options):
-                if option.gather == "per_use" and node.meta["backward"]:
-                    prices[i] += forward[index[option.result], [index[c] for c in columns]]
-            prices = prices + self._forbidden(node, producer.options, columns)
-        elif deals_out(node):
-            shape = self.size.shape(node)
-            prices = prices + dealing_seconds(
-                node, shape, producer.options, columns, self.axis_sizes, self.profile
-            )
-        return prices
-
-    def _gathered_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
-        node = producer.node
-        if deals_out(node):
-            shape, kept = self.size.shape(node), self._is_kept(node)
-            return dealt_bytes(node, shape, producer.options, columns, self.axis_sizes, kept)
-        if node.name not in self.captured.parameters:
-            return None
-        shape, itemsize = self.size.shape(node), node.meta["val"].element_size()
-        held = np.array([local_numel(shape, column, self.axis_sizes) for column in columns])
-        own = np.array([local_numel(shape, option.result, self.axis_sizes) for option in producer.options])
-        copies = np.array([int(o.gather != "per_use") + int(node.meta["backward"]) for o in producer.options])
-        cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
-        return np.where(cast | (held[None] > own[:, None]), copies[:, None] * held[None] * float(itemsize), 0.0)
 
     def _forbidden(self, node: fx.Node, options: Sequence[Option], columns: Sequence[Layout]) -> np.ndarray:
         """What a preset forbids between a parameter at rest and its use, as infinite prices."""

@@ -18,7 +18,7 @@ from torch import fx
 from autoparallel.placements import Layout
 from autoparallel.planner.elimination import Array, Factor, evaluate
 from autoparallel.planner.options import Option
-from autoparallel.planner.space import Problem
+from autoparallel.planner.problem import Problem
 
 Solve = Callable[[Sequence[int], Sequence[Factor], Sequence[Factor], bool], Sequence[int]]
 """Minimises costs; with the flag, within the limit on usage."""

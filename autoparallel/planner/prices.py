@@ -1,0 +1,151 @@
+"""What it costs to bring a tensor from the layout that its producer makes to those that its consumers read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from autoparallel.capture import Captured
+from autoparallel.placements import Layout
+from autoparallel.planner.hardware import Profile
+from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
+from autoparallel.planner.options import Option
+from autoparallel.planner.problem import Reader, Variable
+from autoparallel.planner.signatures import Signatures
+from autoparallel.redistribution import Redistributor, local_numel
+from autoparallel.rules.calls import is_tensor
+
+
+@dataclass
+class Prices:
+    """The tables of one tensor: from its producer, to its consumers, to what leaves the graph; and bytes."""
+
+    source: np.ndarray
+    usage: np.ndarray | None
+    readers: list[np.ndarray] = field(default_factory=list)
+    leaving: list[np.ndarray] = field(default_factory=list)
+
+
+class Pricer:
+    """Prices redistributions between options.
+
+    Args:
+        searched: the nodes that have a choice.
+        again: the nodes that run again in the backward.
+        is_kept: whether the backward finds what a node made.
+        forbidden: infinite prices for what a preset forbids between a parameter at rest and its use.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        size: Signatures,
+        redistributor: Redistributor,
+        profile: Profile,
+        axis_sizes: tuple[int, ...],
+        searched: Collection[fx.Node],
+        again: Collection[fx.Node],
+        is_kept: Callable[[fx.Node], bool],
+        forbidden: Callable[[fx.Node, Sequence[Option], Sequence[Layout]], np.ndarray],
+    ) -> None:
+        self.captured, self.size, self.redistributor, self.profile = captured, size, redistributor, profile
+        self.axis_sizes, self.searched, self.again = axis_sizes, searched, again
+        self.is_kept, self.forbidden = is_kept, forbidden
+
+    def price(
+        self,
+        producer: Variable,
+        readers: Sequence[Reader],
+        leaving: Sequence[Layout],
+        shared: Sequence[Layout] | None,
+    ) -> Prices:
+        """The tables between a tensor's producer, the layout that all its consumers share, and these."""
+        node = producer.node
+        if node not in self.searched:
+            shared = [o.result for o in producer.options]
+            return self._price_readers(Prices(np.zeros(0), None), node, readers, leaving, shared)
+        if shared is None:
+            columns = [leaving[0]] if leaving else [o.needs[readers[0][1]] for o in readers[0][0].options]
+            source, usage = self._source_prices(producer, columns), self._gathered_bytes(producer, columns)
+            if leaving:
+                source, usage = source[:, 0], None
+            return Prices(source, usage if usage is not None and usage.any() else None)
+        source, usage = self._source_prices(producer, shared), self._gathered_bytes(producer, shared)
+        prices = Prices(source, usage if usage is not None and usage.any() else None)
+        return self._price_readers(prices, node, readers, leaving, shared)
+
+    def _price_readers(
+        self,
+        prices: Prices,
+        node: fx.Node,
+        readers: Sequence[Reader],
+        leaving: Sequence[Layout],
+        rows: Sequence[Layout],
+    ) -> Prices:
+        """Adds the tables from one of some layouts to each reader; readers that are alike have the very same one."""
+        if is_tensor(node):
+            known: dict[tuple[int, int], np.ndarray] = {}
+            for reader, position in readers:
+                key = id(reader.options), position
+                if key not in known:
+                    known[key] = self._matrix(node, rows, [o.needs[position] for o in reader.options])
+                prices.readers.append(known[key])
+            for layout in leaving:
+                prices.leaving.append(self._matrix(node, rows, [layout])[:, 0])
+        return prices
+
+    def _table(self, node: fx.Node, backward: bool | None = None) -> tuple[dict[Layout, int], np.ndarray]:
+        flows = bool(node.meta["backward"]) if backward is None else backward
+        table = self.redistributor.table(
+            self.size.shape(node),
+            node.meta["val"].element_size(),
+            bool(node.meta["differentiable"]),
+            flows,
+            uneven=node.name in self.captured.parameters,
+        )
+        return table.index, table.seconds
+
+    def _matrix(self, node: fx.Node, rows: Sequence[Layout], columns: Sequence[Layout]) -> np.ndarray:
+        index, seconds = self._table(node)
+        if node in self.again and node.meta["backward"]:
+            seconds = seconds + self._table(node, backward=False)[1]
+        return seconds[np.ix_([index[r] for r in rows], [index[c] for c in columns])]
+
+    def _source_prices(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:
+        """What it costs to bring each option's result into each layout; gathers per use are paid again in backward."""
+        node = producer.node
+        if not is_tensor(node):
+            return np.zeros((len(producer.options), len(columns)))
+        prices = self._matrix(node, [o.result for o in producer.options], columns)
+        if node.name in self.captured.parameters:
+            index, forward = self._table(node, backward=False)
+            for i, option in enumerate(producer.options):
+                if option.gather == "per_use" and node.meta["backward"]:
+                    prices[i] += forward[index[option.result], [index[c] for c in columns]]
+            prices = prices + self.forbidden(node, producer.options, columns)
+        elif deals_out(node):
+            shape = self.size.shape(node)
+            prices = prices + dealing_seconds(
+                node, shape, producer.options, columns, self.axis_sizes, self.profile
+            )
+        return prices
+
+    def _gathered_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
+        node = producer.node
+        if deals_out(node):
+            shape, kept = self.size.shape(node), self.is_kept(node)
+            return dealt_bytes(node, shape, producer.options, columns, self.axis_sizes, kept)
+        if node.name not in self.captured.parameters:
+            return None
+        shape, itemsize = self.size.shape(node), node.meta["val"].element_size()
+        held = np.array([local_numel(shape, column, self.axis_sizes) for column in columns])
+        own = np.array([local_numel(shape, option.result, self.axis_sizes) for option in producer.options])
+        copies = np.array([int(o.gather != "per_use") + int(node.meta["backward"]) for o in producer.options])
+        cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
+        return np.where(cast | (held[None] > own[:, None]), copies[:, None] * held[None] * float(itemsize), 0.0)
+
+
+__all__ = ["Pricer", "Prices"]

@@ -1,0 +1,55 @@
+"""What a search solves: a factor graph over the choices for the nodes of a forward graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autoparallel.placements import Layout
+from autoparallel.planner.elimination import Factor
+from autoparallel.planner.options import Option
+from autoparallel.rules.calls import tensor_operands
+
+Reader = tuple["Variable", int]
+"""A consumer of a tensor, and which of its operands it is."""
+
+
+@dataclass
+class Variable:
+    """The choice of one node, and its number in the factor graph."""
+
+    node: fx.Node
+    options: list[Option]
+    number: int
+
+
+@dataclass
+class Problem:
+    """A factor graph and what its variables mean.
+
+    Attributes:
+        sizes: the number of options of each variable.
+        factors: cost in seconds.
+        usage: memory in bytes.
+        variables: operator and parameter variables, by node.
+        readers: the layouts of the shared-layout variables, by node, with the variable's number.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    factors: list[Factor] = field(default_factory=list)
+    usage: list[Factor] = field(default_factory=list)
+    variables: dict[fx.Node, Variable] = field(default_factory=dict)
+    readers: dict[fx.Node, tuple[list[Layout], int]] = field(default_factory=dict)
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """What a node reads, in the order of its options' needs."""
+        return tensor_operands(node) if node.op == "call_function" else []
+
+    def add(self, count: int) -> int:
+        """A new variable with so many options."""
+        self.sizes.append(count)
+        return len(self.sizes) - 1
+
+
+__all__ = ["Problem", "Reader", "Variable"]
