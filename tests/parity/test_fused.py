@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,36 +25,39 @@ SLOW = replace(H100, name="slow", overlap=0.0, flops={dtype: rate / 1e4 for dtyp
 ROWS, LENGTH = 3, 9  # neither can be cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe("fused", (2, 2), "tensor_parallel", 2, steps=2),
-        pytest.param(Recipe("fused", (2,), "tensor_parallel", 3), marks=pytest.mark.slow),
-        pytest.param(Recipe("fused", (2, 2), "tensor_parallel", 1), marks=pytest.mark.slow),
-        pytest.param(Recipe("fused", (2,), "auto", 1), marks=pytest.mark.slow),
-        pytest.param(Recipe("fused", (2, 2), "auto", 3), marks=pytest.mark.slow),
-        pytest.param(Recipe("fused", (2, 2), "fsdp", 3), marks=pytest.mark.slow),
-        pytest.param(Recipe("fused_odd", (2,), "tensor_parallel", 1), marks=pytest.mark.slow),
+        Recipe("fused", (2,), "tensor_parallel", 1),
+        Recipe("fused", (2, 2), "tensor_parallel", 3),
+        Recipe("fused", (2,), "auto", 3),
+        Recipe("fused", (2, 2), "auto", 1),
+        Recipe("fused", (2, 2), "fsdp", 1),
+        Recipe("fused_odd", (2,), "tensor_parallel", 1),
     ],
     ids=str,
 )
-def test_parity(recipe: Recipe) -> None:
+def test_parity_of_every_way_of_writing(recipe: Recipe) -> None:
     check(recipe)
 
 
 class Trained:
     """Two steps of two microbatches beside the plain model, and what they sent."""
 
-    def __init__(self, plan: str, hardware: Profile, config: FusedConfig, ways: tuple[str, ...]) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], plan: str, hardware: Profile, config: FusedConfig, ways: tuple[str, ...]
+    ) -> None:
         torch.manual_seed(0)
         plain = FusedModel(config, ways).double()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
         model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, plan=plan, hardware=hardware)
         ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
         self.worst = 0.0
         for step in range(2):
             generator = torch.Generator().manual_seed(step)
-            batches = torch.randn(2, 2, ROWS, LENGTH, config.width, generator=generator, dtype=torch.float64)
+            rows = ROWS * math.prod(shape[:-1]) ** 2
+            batches = torch.randn(2, 2, rows, LENGTH, config.width, generator=generator, dtype=torch.float64)
             with autoparallel.count_traffic(mesh) as first, model.no_sync():
                 self.compare(model(*batches[0]) / 2, F.mse_loss(plain(batches[0][0]), batches[0][1]) / 2)
             with autoparallel.count_traffic(mesh) as second:
@@ -89,7 +92,9 @@ def _train(*args: Any) -> Trained:
 
 
 def test_tensor_parallelism_needs_one_all_reduce_each_way_for_each_half_of_a_block() -> None:
-    for found in run_distributed(_train, "tensor_parallel", CPU, FusedConfig(), ("conv1d", "groups"), world_size=2):
+    for found in run_distributed(
+        _train, (2,), "tensor_parallel", CPU, FusedConfig(), ("conv1d", "groups"), world_size=2
+    ):
         assert found.worst < 1e-9
         assert set(found.modes.values()) == {("shard:o",)}
         # Two halves of two blocks, and four products whose weights are dealt out; the model's input has no gradient.
@@ -98,9 +103,17 @@ def test_tensor_parallelism_needs_one_all_reduce_each_way_for_each_half_of_a_blo
         assert found.exact
 
 
+def test_beside_data_parallelism_it_is_the_same() -> None:
+    for found in run_distributed(_train, (2, 2), "tensor_parallel", CPU, FusedConfig(), ("groups",), world_size=4):
+        assert found.worst < 1e-9
+        attention = {modes for key, modes in found.modes.items() if "attention/" in key}
+        assert attention == {("shard:d0", "shard:o")}
+        assert found.exact
+
+
 def test_auto_shards_by_head_what_else_every_rank_would_compute() -> None:
     config = FusedConfig(width=32, heads=4, hidden=64)
-    for found in run_distributed(_train, "auto", SLOW, config, ("unbind",), world_size=2):
+    for found in run_distributed(_train, (2,), "auto", SLOW, config, ("unbind",), world_size=2):
         assert found.worst < 1e-9
         assert set(found.modes.values()) == {("shard:o",)}
         assert found.exact
