@@ -103,29 +103,12 @@ class StagedPlanner(Planner):
         return replace(plan, pipeline=replace(staged.plan, traffic=traffic))
 
 
-def draft_pipeline(
-    model: nn.Module, call: Call, request: Request, ranks: int, pipeline: Pipeline | None = None
-) -> Plan:
-    """Plans one call of a model in training as a pipeline, without ranks.
+def draft_stages(planner: StagedPlanner, captured: Captured, call: Call, told: Told = lambda phase: None) -> Draft:
+    """Plans one call of a model in training as a pipeline, without ranks, with what a step is predicted to cost.
 
     Args:
-        model: the plain model; meta tensors will do.
-        request: what is asked for on the mesh axes other than the pipeline's.
-        ranks: of the pipeline's axis.
-        pipeline: what is fixed of the pipeline.
-
-    Returns:
-        The plan; ``plan.pipeline`` predicts the time of its schedule, and what each stage costs.
-
-    Raises:
-        PlanError, CaptureError: when the model cannot be planned so.
-    """
-    planner = StagedPlanner(model, request, ranks, pipeline or Pipeline())
-    return planner.search(planner.capture(call), call)
-
-
-def draft_stages(planner: StagedPlanner, captured: Captured, call: Call, told: Told = lambda phase: None) -> Draft:
-    """The same for a graph that has been captured already, which is used up, with what a step is predicted to cost.
+        captured: the graph of the call; it is used up.
+        told: is told each phase as it begins.
 
     Raises:
         PlanError: when the model cannot be planned so.
@@ -297,4 +280,4 @@ def attach_stages(
     return PipelineRunner(staged, stages, store, tied, plain)
 
 
-__all__ = ["StagedPlanner", "attach_stages", "build_stages", "draft_pipeline", "draft_stages", "find_owners"]
+__all__ = ["StagedPlanner", "attach_stages", "build_stages", "draft_stages", "find_owners"]
