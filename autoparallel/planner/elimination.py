@@ -356,7 +356,7 @@ class Elimination:
             parts = sorted(buckets[v].items(), key=lambda part: part[1].size)
             buckets[v] = {}
             self._decisions.append(parts)
-            for group in [parts] if most is None else _groups(parts, dims, most):
+            for group in [parts] if most is None else _matched(_groups(parts, dims, most), dims, v):
                 rest = tuple(sorted({u for scope, _ in group for u in scope if u != v}))
                 full, shape = (v, *rest), [dims[u] for u in rest]
                 views = [
@@ -407,6 +407,27 @@ def _groups(parts: list[tuple[Scope, Array]], dims: Sequence[int], most: int) ->
         else:
             groups.append((set(scope), [(scope, table)]))
     return [group for _, group in groups]
+
+
+def _matched(
+    groups: list[list[tuple[Scope, Array]]], dims: Sequence[int], v: int
+) -> list[list[tuple[Scope, Array]]]:
+    """The same groups, with costs moved between them until each has the same least cost for every state of ``v``.
+
+    Their sum stays what it was, and minimising each by itself loses less, because none prefers a state of its own.
+    """
+    if len(groups) < 2:
+        return groups
+    least = []
+    for group in groups:
+        scope = sorted({u for own, _ in group for u in own})
+        views = [table.reshape([dims[u] if u in own else 1 for u in scope]) for own, table in group]
+        least.append([float(_add_up([view[state] for view in views]).min()) for state in range(dims[v])])
+    low = np.array(least)
+    mean = low.mean(axis=0)
+    with np.errstate(invalid="ignore"):  # what one group forbids, none allows
+        shifts = np.where(np.isinf(mean), np.inf, mean - low)
+    return [[*group, ((v,), shift)] for group, shift in zip(groups, shifts, strict=True)]
 
 
 def _add_up(tables: Sequence[Array]) -> Array:

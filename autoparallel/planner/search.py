@@ -14,12 +14,9 @@ from autoparallel.plan import Estimate, ParameterPlan, Plan, PlanError, fingerpr
 from autoparallel.planner.budget import minimise_with_budget
 from autoparallel.planner.elimination import Factor, Infeasible, TooWide, evaluate
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.solver import FoldedNetwork, minimise
+from autoparallel.planner.solver import minimise
 from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.wide import minimise_by_pairs
-
-RELAXED_TABLE = 4_000_000
-"""Entries of the largest sum of tables for the bound of a graph that is too wide."""
+from autoparallel.planner.wide import minimise_by_pairs, prove
 
 
 def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -> Plan:
@@ -96,7 +93,7 @@ def _solve(
             if len(space.axis_sizes) < 2:
                 raise
         choices = minimise_by_pairs(problem, len(space.axis_sizes), lambda *parts: solve(*parts)[0])
-        return choices, FoldedNetwork(problem.sizes, problem.factors, max_table=RELAXED_TABLE, relax=True).bound()
+        return prove(problem.sizes, problem.factors, choices, exact=memory_limit is None)
     except TooWide as error:
         message = "the model's tensors depend on each other in too many ways to be planned on this mesh: use fewer axes"
         raise PlanError(f"{message}, or pin some parameters ({error})") from error

@@ -78,8 +78,10 @@ class FoldedNetwork:
     Attributes:
         repeats: the repeated stretches, in variables that have a choice.
         width: the largest number of other variables in a table while eliminating.
+        kept: where the variable is that is kept; None where it has no choice, or is in a copy.
 
-    With ``relax``, what is too wide is minimised in parts, and only `bound` may be asked.
+    With ``relax``, what is too wide is minimised in parts, and only `bound` may be asked, or, where a variable is
+    ``kept``, `bounds`.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class FoldedNetwork:
         dominance: bool | None = None,
         fold: bool = True,
         relax: bool = False,
+        kept: int | None = None,
     ) -> None:
         if any(size < 1 for size in sizes):
             raise ValueError("every variable needs at least one state")
@@ -106,12 +109,14 @@ class FoldedNetwork:
         self._inner = {v for repeat in self.repeats for v in _inner(repeat)}
         self._rest = [v for v in range(len(self.sizes)) if v not in self._inner]
         place = {v: i for i, v in enumerate(self._rest)}
+        self.kept = place.get(self.free.index(kept)) if kept in self.free else None
+        last = set() if self.kept is None else {self.kept}
         self._network = Network(
             [self.sizes[v] for v in self._rest],
             *[[Factor(tuple([place[u] for u in t.scope]), self._tables[t.table]) for t in own] for own in outside],
         )
         # How the copies are tied together does not depend on the multiplier.
-        around = {place[u] for copy in self._copies for u in self._around(copy)}
+        around = {place[u] for copy in self._copies for u in self._around(copy)} | last
         self._order = self._network.reduce(max_table, dominance, around, relax or bool(self._copies))
         scopes = [scope for layer in self._network.layers for scope in layer]
         self._ends: list[list[list[tuple[Scope, Scope]]]] = []  # by repeat, copy: scopes left there, and in the rest
@@ -124,7 +129,7 @@ class FoldedNetwork:
                 scopes += [tuple(sorted(where)) for _, where in moved]
             self._ends.append(ends)
         if self._copies:
-            self._order = elimination_order(self._network.sizes, dict.fromkeys(scopes), max_table)
+            self._order = elimination_order(self._network.sizes, dict.fromkeys(scopes), max_table, last)
             if self._order.largest > max_table and not relax:
                 raise TooWide(self._order.largest, max_table, self._order.largest_scope)
         self.width = max([self._order.width, *(copy.order.width for copy in self._copies)])
@@ -152,6 +157,15 @@ class FoldedNetwork:
         """What no assignment costs less than; its cost itself, unless tables were too large."""
         _, elimination = self._run(_as_it_is, 0.0)
         return float(sum(table for table in elimination.left.values()))
+
+    def bounds(self) -> Array:
+        """For each state of the variable that is kept, what no assignment with it costs less than."""
+        _, elimination = self._run(_as_it_is, 0.0)
+        assert self.kept is not None
+        total = np.zeros(self._network.sizes[self.kept])
+        for table in elimination.left.values():
+            total = total + table
+        return total
 
     def _most(self) -> int | None:
         return self._max_table if self._relax else None

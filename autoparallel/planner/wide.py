@@ -4,7 +4,13 @@
 layouts.  Where that is too much, the search minimises over two axes with the others held, each pair in turn, until none
 improves: every round can only lower the cost.  The bound comes from the whole problem: where a table would be too
 large, what is added up in it is minimised in several parts, each by itself (mini-buckets; Dechter and Rish, Journal of
-the ACM 50, 2003), which can only be too low.
+the ACM 50, 2003), which can only be too low; costs are moved between the parts first, so that they agree as far as they
+can.
+
+[Note: far ends] A graph is mostly wide because some tensors are read at both its ends: a tied embedding, the encoder's
+output, a bias that all layers share.  Such a variable is eliminated last, which gives a bound for each of its states.
+States whose bound is above the cost of the plan that is known are in no better plan and are dropped, which narrows the
+graph; where that is enough, the rest is minimised exactly.  So nothing is dropped that could be in an optimal plan.
 """
 
 from __future__ import annotations
@@ -16,14 +22,26 @@ import numpy as np
 from torch import fx
 
 from autoparallel.placements import Layout
-from autoparallel.planner.elimination import Array, Factor, evaluate
+from autoparallel.planner.elimination import Array, Factor, TooWide, evaluate
 from autoparallel.planner.options import Option
 from autoparallel.planner.problem import Problem
+from autoparallel.planner.solver import FoldedNetwork, minimise
 
 Solve = Callable[[Sequence[int], Sequence[Factor], Sequence[Factor], bool], Sequence[int]]
 """Minimises costs; with the flag, within the limit on usage."""
 
 States = np.ndarray
+
+BOUND_TABLE = 50_000_000
+"""Entries of the largest sum of tables for a bound; these are never all in memory."""
+
+CLOSE = 0.01
+"""The gap below which a plan is near enough to the bound not to be looked at further."""
+
+_ROUNDING = 1e-9  # relative difference of costs below which they count as equal
+
+FAR_ENDS = 3
+"""How many variables are looked at for a bound."""
 
 
 def minimise_by_pairs(problem: Problem, axes: int, solve: Solve) -> list[int]:
@@ -47,6 +65,53 @@ def minimise_by_pairs(problem: Problem, axes: int, solve: Solve) -> list[int]:
             return best
         if not limited:
             limited, least = True, float("inf")  # what came before may be over the limit
+
+
+def prove(
+    sizes: Sequence[int], factors: Sequence[Factor], choices: Sequence[int], exact: bool = True
+) -> tuple[Sequence[int], float]:
+    """The best assignment known, and what none costs less than (see [Note: far ends]).
+
+    Args:
+        choices: an assignment.
+        exact: whether a better one may be looked for; not where there is a limit that ``factors`` do not know.
+    """
+    cost = evaluate(factors, choices)
+    kept: list[States] = [np.arange(size) for size in sizes]
+    left, bound = list(factors), -np.inf
+    for variable in _far_ends(sizes, factors):
+        counts = [len(states) for states in kept]
+        folded = FoldedNetwork(counts, left, max_table=BOUND_TABLE, relax=True, kept=variable)
+        if folded.kept is None:
+            continue
+        bounds = folded.bounds()
+        bound = max(bound, float(bounds.min()))
+        if bound >= cost * (1 - CLOSE):
+            return choices, min(bound, cost)
+        states = np.flatnonzero(bounds <= cost * (1 + _ROUNDING))
+        kept[variable] = kept[variable][states]
+        left = _sliced(factors, kept)
+    if bound == -np.inf:
+        bound = FoldedNetwork(sizes, factors, max_table=BOUND_TABLE, relax=True).bound()
+    if exact and bound < cost * (1 - CLOSE):
+        try:
+            found = minimise([len(states) for states in kept], left)
+        except TooWide:
+            return choices, min(bound, cost)
+        choices = [int(states[choice]) for states, choice in zip(kept, found.choices, strict=True)]
+        return choices, found.cost
+    return choices, min(bound, cost)
+
+
+def _far_ends(sizes: Sequence[int], factors: Sequence[Factor]) -> list[int]:
+    """The variables with most states whose neighbours lie furthest apart in the order of the graph."""
+    first, last = np.arange(len(sizes)), np.arange(len(sizes))
+    for factor in factors:
+        low, high = min(factor.variables, default=0), max(factor.variables, default=0)
+        for v in factor.variables:
+            first[v], last[v] = min(first[v], low), max(last[v], high)
+    reach = (last - first) * np.log(np.array(sizes, dtype=np.float64))
+    return sorted(range(len(sizes)), key=lambda v: (-float(reach[v]), v))[:FAR_ENDS]
 
 
 def _kept(problem: Problem, held: dict[fx.Node, Option], axes: Sequence[int]) -> list[States]:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autoparallel.capture import capture, describe_inputs
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner import search as search_module
+from autoparallel.planner import wide as wide_module
 from autoparallel.planner.budget import minimise_with_budget
 from autoparallel.planner.elimination import Factor, TooWide, evaluate
 from autoparallel.planner.hardware import H100, Profile
@@ -21,6 +22,7 @@ from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.solver import FoldedNetwork, minimise
 from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.wide import prove
 from autoparallel.program import wanted_outputs
 from autoparallel.redistribution import Redistributor
 
@@ -145,8 +147,12 @@ class TestWideGraphs:
                 raise TooWide(10, 1, ())
             return minimise(sizes, factors)
 
+        def always_too_wide(sizes: list[int], factors: list[Factor]) -> object:
+            raise TooWide(10, 1, ())
+
         monkeypatch.setattr(search_module, "minimise", once_too_wide)
-        monkeypatch.setattr(search_module, "RELAXED_TABLE", 500)
+        monkeypatch.setattr(wide_module, "minimise", always_too_wide)
+        monkeypatch.setattr(wide_module, "BOUND_TABLE", 500)
         pairs = search(space, "auto")
         assert len(calls) > 3
         assert pairs.cost is not None and exact.cost is not None and pairs.lower_bound is not None
@@ -158,6 +164,40 @@ class TestWideGraphs:
         exact = minimise(sizes, factors).cost
         assert FoldedNetwork(sizes, factors, relax=True).bound() == pytest.approx(exact, rel=1e-12)
         assert FoldedNetwork(sizes, factors, max_table=16, relax=True).bound() < exact
+
+    @pytest.mark.parametrize("most", [10**6, 64])
+    def test_bounds_of_states_are_exact_or_too_low(self, most: int) -> None:
+        sizes, factors, _ = _chain(3, copies=3, period=5, states=4, outer=True)
+        kept = next(v for v in range(len(sizes)) if FoldedNetwork(sizes, factors, relax=True, kept=v).kept is not None)
+        bounds = FoldedNetwork(sizes, factors, max_table=most, relax=True, kept=kept).bounds()
+        least = []
+        for state in range(sizes[kept]):
+            pin = np.full(sizes[kept], np.inf)
+            pin[state] = 0.0
+            least.append(minimise(sizes, [*factors, Factor((kept,), pin)]).cost)
+        if most == 10**6:
+            assert bounds == pytest.approx(least, rel=1e-12)
+        else:
+            assert (bounds <= np.array(least) * (1 + 1e-12)).all() and bounds.min() < min(least)
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_what_is_proved_is_true_and_nothing_better_is_dropped(
+        self, seed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A ring with chords, from a bad start: the optimum survives what the bounds drop."""
+        generator = np.random.default_rng(seed)
+        sizes = [3] * 8
+        scopes = [(v, (v + 1) % 8) for v in range(8)] + [(0, 4), (1, 5), (2, 6)]
+        factors = [Factor(scope, generator.random((3, 3))) for scope in scopes]
+        exact = minimise(sizes, factors).cost
+        monkeypatch.setattr(wide_module, "BOUND_TABLE", 27)
+        start = [0] * 8
+        choices, bound = prove(sizes, factors, start)
+        assert evaluate(factors, choices) == pytest.approx(exact, rel=1e-12) == bound
+        choices, bound = prove(sizes, factors, start, exact=False)
+        assert choices == start and bound <= exact * (1 + 1e-12)
+        choices, bound = prove(sizes, factors, minimise(sizes, factors).choices)
+        assert evaluate(factors, choices) == pytest.approx(exact, rel=1e-12) and bound <= exact * (1 + 1e-12)
 
 
 class TestPlans:
