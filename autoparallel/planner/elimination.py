@@ -90,7 +90,7 @@ def evaluate(factors: Iterable[Factor], choices: Sequence[int]) -> float:
 def check_scope(sizes: Sequence[int], factor: Factor) -> None:
     """Raises ValueError where a table does not fit its variables."""
     scope = factor.variables
-    if any(not 0 <= v < len(sizes) for v in scope) or len(set(scope)) != len(scope):
+    if scope and (min(scope) < 0 or max(scope) >= len(sizes)) or len(set(scope)) != len(scope):
         raise ValueError(f"the variables of a factor must be distinct and below {len(sizes)}: {scope}")
     if factor.cost.shape != tuple([sizes[v] for v in scope]):
         raise ValueError(f"the table over variables {scope} has shape {factor.cost.shape}, not their sizes")
