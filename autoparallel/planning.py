@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
+from autoparallel.fitting import Fitting
 from autoparallel.meshes import Axes
 from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
 from autoparallel.passes.recompute_layers import find_layers
@@ -207,87 +208,16 @@ class Planner:
         at_rest: Mapping[str, ParameterPlan] | None,
         limit: float | None,
     ) -> Plan:
-        """A preset's plan within a limit, with layers recomputed where that is faster than other ways to fit.
-
-        [Note: what is recomputed] Whole layers are, the first ones: what they save lives longest.  Layouts are searched
-        with every layer recomputed; then as few are as the prediction says must be, and layouts are searched again.
+        """A preset's plan within a limit (see ``fitting``).
 
         Raises:
             PlanError: when nothing fits.
         """
         search = partial(self._search, captured, call, origin, at_rest)
-        layers = find_layers(captured.graph) if limit is not None and at_rest is None else []
-        if not layers or self.request.hoist_all:
-            return search(limit)
-        assert limit is not None
-        free = search(None)
-        plain: Plan | None = None
-        try:
-            plain = search(limit)
-            if plain.cost <= free.cost * (1 + 1e-9):  # type: ignore[operator]
-                return plain
-        except PlanError as error:
-            why = error
-        try:
-            least = self._recompute_all(captured, call, limit, partial(search, recompute=layers))
-        except PlanError as error:
-            if plain is None:
-                raise PlanError(f"{why}; {error}") from why
-            return plain
-        best = self._recompute_few(captured, call, least, limit)
-        try:
-            again = search(limit, best.recompute)
-            if self._predict(captured, again, call).total_memory <= limit:
-                best = again
-        except PlanError:  # the search counts what is saved a little higher than the prediction does
-            pass
-        if plain is not None:
-            seconds = [self._predict(captured, plan, call).seconds() for plan in (plain, best)]
-            best = plain if seconds[0] <= seconds[1] else best
-        return replace(best, lower_bound=free.lower_bound)
-
-    def _recompute_all(
-        self, captured: Captured, call: Call, limit: float, search: Callable[[float], Plan]
-    ) -> Plan:
-        """A plan with every layer recomputed that is predicted to fit.
-
-        The search knows what is kept, not what a layer makes while it runs again: that is left room for.
-
-        Raises:
-            PlanError: where none was found.
-        """
-        room, least = 0.0, math.inf
-        for _ in range(4):
-            try:
-                plan = search(limit - room)
-            except PlanError as error:
-                if least == math.inf:
-                    raise PlanError(f"with every layer recomputed in the backward, {error}") from error
-                break
-            memory = self._predict(captured, plan, call).total_memory
-            if memory <= limit:
-                return plan
-            least = min(least, memory)
-            room += memory - limit
-        raise PlanError(f"with every layer recomputed in the backward, a plan needs {least / 1e6:.1f} MB")
-
-    def _recompute_few(self, captured: Captured, call: Call, plan: Plan, limit: float) -> Plan:
-        """The plan with as few of its layers recomputed as fit, by what is predicted."""
-
-        def memory(count: int) -> float:
-            tried = replace(plan, recompute=plan.recompute[:count])
-            return self._predict(captured, tried, call).total_memory
-
-        few, many = 0, len(plan.recompute)
-        most, least = memory(few), memory(many)
-        if most <= limit:
-            return replace(plan, recompute=(), cost=None)
-        while many - few > 1 and least < limit:
-            guess = few + math.ceil((many - few) * (most - limit) / max(most - least, 1.0))
-            guess = min(max(guess, few + 1), many - 1)
-            found = memory(guess)
-            few, most, many, least = (few, most, guess, found) if found <= limit else (guess, found, many, least)
-        return replace(plan, recompute=plan.recompute[:many], cost=plan.cost if many == len(plan.recompute) else None)
+        if limit is None:
+            return search(None)
+        layers = [] if self.request.hoist_all else find_layers(captured.graph)
+        return Fitting(search, lambda plan: self._predict(captured, plan, call), limit, layers).choose()
 
     def _search(
         self,
@@ -297,6 +227,7 @@ class Planner:
         at_rest: Mapping[str, ParameterPlan] | None,
         limit: float | None,
         recompute: Sequence[str] = (),
+        room: float = 0.0,
     ) -> Plan:
         constraints = replace(self.request, plan=origin).constraints()
         best: Plan | None = None
@@ -305,7 +236,7 @@ class Planner:
             graph = copy_captured(captured) if padded else captured
             pad_vocabulary(graph.module, graph.parameters, padded)
             try:
-                plan = self._search_graph(graph, call, origin, constraints, at_rest, limit, recompute)
+                plan = self._search_graph(graph, call, origin, constraints, at_rest, limit, recompute, room)
             except PlanError as error:
                 failed = failed or error
                 continue
@@ -327,6 +258,7 @@ class Planner:
         at_rest: Mapping[str, ParameterPlan] | None,
         limit: float | None,
         recompute: Sequence[str],
+        room: float,
     ) -> Plan:
         request = self.request
         if constraints.data and not captured.actual and any(isinstance(s, InputSpec) for s in call.specs):
@@ -346,7 +278,7 @@ class Planner:
             pins=request.pins.resolve(captured, request.axes),
             recompute=recompute,
         )
-        plan = replace(search(space, origin, limit), recompute=tuple(recompute))
+        plan = replace(search(space, origin, limit, room), recompute=tuple(recompute))
         cutting = constraints.tensor or {*range(len(request.axes))} - constraints.data
         axes = [request.axes[a] for a in sorted(cutting) if request.sizes[a] > 1]
         plan = replace(plan, notes=why_whole(captured.graph, axes, space.size.shape))

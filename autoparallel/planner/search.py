@@ -19,7 +19,7 @@ from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.wide import minimise_by_pairs, prove
 
 
-def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -> Plan:
+def search(space: SearchSpace, origin: str, memory_limit: float | None = None, room: float = 0.0) -> Plan:
     """The plan that minimises the predicted time of a step.
 
     Args:
@@ -27,13 +27,14 @@ def search(space: SearchSpace, origin: str, memory_limit: float | None = None) -
         origin: the preset's name, for the plan.
         memory_limit: bytes per device for parameters, gradients, optimizer states, gathered parameters and saved
             activations.
+        room: bytes of it that are left for what the search does not add up.
 
     Raises:
         PlanError: when no plan satisfies the constraints or the limit.
     """
     start = time.perf_counter()
     problem = space.build()
-    choices, bound = _solve(space, problem, origin, memory_limit)
+    choices, bound = _solve(space, problem, origin, memory_limit, room)
     operators, shared, parameters = {}, {}, {}
     for node, variable in problem.variables.items():
         option = variable.options[choices[variable.number]]
@@ -73,7 +74,7 @@ def _estimate(space: SearchSpace, problem: Problem, choices: Sequence[int]) -> E
 
 
 def _solve(
-    space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None
+    space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None, room: float
 ) -> tuple[Sequence[int], float]:
     """The choices, and what no choices cost less than."""
 
@@ -83,7 +84,7 @@ def _solve(
         if memory_limit is None or not limited:
             solution = minimise(sizes, factors)
             return solution.choices, solution.cost
-        within = minimise_with_budget(sizes, factors, usage, memory_limit)
+        within = minimise_with_budget(sizes, factors, usage, memory_limit - room)
         return within.solution.choices, within.bound
 
     try:
@@ -98,16 +99,16 @@ def _solve(
         message = "the model's tensors depend on each other in too many ways to be planned on this mesh: use fewer axes"
         raise PlanError(f"{message}, or pin some parameters ({error})") from error
     except Infeasible as error:
-        raise PlanError(_explain_infeasible(error, space, problem, origin, memory_limit)) from error
+        raise PlanError(_explain_infeasible(error, space, problem, origin, memory_limit, room)) from error
 
 
 def _explain_infeasible(
-    error: Infeasible, space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None
+    error: Infeasible, space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None, room: float
 ) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in space.mesh)
     if memory_limit is not None:
         least = error.smallest_usage
-        needs = f"; the smallest that a plan needs is {least / 1e6:.1f} MB" if least is not None else ""
+        needs = f"; the smallest that a plan needs is {(least + room) / 1e6:.1f} MB" if least is not None else ""
         if error.choices is not None:
             needs += f", most of it for {_consumers(problem, error.choices)}"
         return (
