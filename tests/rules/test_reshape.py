@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.rules import rule_for
-from autoparallel.rules.shapes import _runs, hint
+from autoparallel.rules.shapes import hint, runs_of_equal_product
 from tests.rules.examples import real
 from tests.rules.proof import Call, Example, Proof, prove
 
@@ -58,7 +58,7 @@ def test_sizes_that_agree_by_chance_are_not_one_factor() -> None:
     program = torch.export.export(Model(), (torch.ones(4, 2),), dynamic_shapes=shapes, strict=False)
     batch = next(n for n in program.graph.nodes if n.op == "placeholder").meta["val"].shape[0]
     assert isinstance(batch, torch.SymInt) and hint(batch) == 4
-    assert _runs((batch, 4, 6), (4, batch, 6)) == [([0, 1], [0, 1]), ([2], [2])]
-    assert _runs((batch, 4, 6), (batch, 24)) == [([0], [0]), ([1, 2], [1])]
-    assert _runs((batch, 4, 6), (batch * 4, 6)) == [([0, 1], [0]), ([2], [1])]
-    assert _runs((batch * 4, 6), (batch, 2, 12)) == [([0, 1], [0, 1, 2])]
+    assert runs_of_equal_product((batch, 4, 6), (4, batch, 6)) == [([0, 1], [0, 1]), ([2], [2])]
+    assert runs_of_equal_product((batch, 4, 6), (batch, 24)) == [([0], [0]), ([1, 2], [1])]
+    assert runs_of_equal_product((batch, 4, 6), (batch * 4, 6)) == [([0, 1], [0]), ([2], [1])]
+    assert runs_of_equal_product((batch * 4, 6), (batch, 2, 12)) == [([0, 1], [0, 1, 2])]
