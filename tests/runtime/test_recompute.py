@@ -95,9 +95,9 @@ def _train(name: str, shape: tuple[int, ...], preset: str, layers: list[str], ga
 
 
 CASES = [
-    ("gpt_dropout", (2,), "data_parallel", ["blocks.0", "blocks.1"], "per_step"),
+    pytest.param("gpt_dropout", (2,), "data_parallel", ["blocks.0"], "per_step", marks=pytest.mark.slow),
     ("gpt_dropout", (2,), "fsdp", ["blocks.0", "blocks.1"], "per_use"),
-    ("gpt_dropout", (2, 2), "tensor_parallel", ["blocks.0"], "per_use"),
+    pytest.param("gpt_dropout", (2, 2), "tensor_parallel", ["blocks.0"], "per_use", marks=pytest.mark.slow),
     pytest.param("llama", (2,), "fsdp", ["model.layers.0"], "per_use", marks=pytest.mark.slow),
 ]
 
