@@ -292,7 +292,7 @@ class Plan:
             detail = [f"the model has {missing[0]}, the plan has not"] if missing else []
             detail += [f"the plan has {extra[0]}, the model has not"] if extra else []
             raise PlanError(f"the plan is for another model ({'; '.join(detail) or 'shapes differ'}): plan again")
-        layers = find_layers(graph)
+        layers = find_layers(graph) if self.recompute else []
         for layer in self.recompute:
             if layer not in layers:
                 possible = ", ".join(layers) or "none"

@@ -168,13 +168,17 @@ class Planner:
             raise free
         return best[1]
 
+    def rewrite(self, captured: Captured, plan: Plan) -> None:
+        """Rewrites a captured graph into the one that the plan, which was made of it, is about; once."""
+        pad_vocabulary(captured.module, captured.parameters, plan.padded)
+
     def prepare(self, captured: Captured, plan: Plan) -> None:
-        """Rewrites a captured graph into the one that the plan is about, once.
+        """Rewrites a captured graph into the one that any plan is about, and checks that it is.
 
         Raises:
             PlanError: when the plan does not fit it.
         """
-        pad_vocabulary(captured.module, captured.parameters, plan.padded)
+        self.rewrite(captured, plan)
         plan.require_fits(captured.graph, self.request.axes, captured.parameters)
 
     def _paddings(
@@ -197,7 +201,7 @@ class Planner:
 
     def _predict(self, captured: Captured, plan: Plan, call: Call) -> Prediction:
         graph = copy_captured(captured)
-        self.prepare(graph, plan)
+        self.rewrite(graph, plan)
         return predict(self.build(graph, plan, call, "mesh0"), plan, self.request.profile)
 
     def _search_within(

@@ -31,7 +31,7 @@ class LocalProgram:
         buckets: how parameters reach the body; those gathered per use are calls in it.
         output_layouts: the layouts in which the outputs leave.
         divisors: for each symbolic size that is cut: its expression and into how many pieces.
-        regions: the calls in the body that run again in the backward, in its order.
+        regions: the submodules of the body that run again in the backward, in its order, by name.
     """
 
     captured: Captured
@@ -39,7 +39,7 @@ class LocalProgram:
     buckets: list[Bucket]
     output_layouts: list[Layout]
     divisors: list[tuple[object, int]]
-    regions: list[Region] = field(default_factory=list)
+    regions: dict[str, Region] = field(default_factory=dict)
 
     def text(self) -> str:
         """The program in words, the same on every rank: what ranks compare before they run it."""
@@ -49,14 +49,13 @@ class LocalProgram:
 
     def graphs(self) -> list[fx.GraphModule]:
         """The body and the programs of its regions."""
-        return [self.body, *(region.program for region in self.regions)]
+        return [self.body, *(region.program for region in self.regions.values())]
 
     def calls(self) -> Iterator[fx.Node]:
         """Every node of the body, those of its regions where they run."""
-        regions = {f"recompute_{i}": region for i, region in enumerate(self.regions)}
         for node in self.body.graph.nodes:
-            if node.op == "call_module" and node.target in regions:
-                inner = regions[str(node.target)].program.graph
+            if node.op == "call_module" and node.target in self.regions:
+                inner = self.regions[str(node.target)].program.graph
                 yield from (n for n in inner.nodes if n.op not in ("placeholder", "output"))
             else:
                 yield node

@@ -65,7 +65,7 @@ class StagedPlanner(Planner):
             )
         captured.actual = sizes_of(captured, micro_specs(call.specs, counts[0]))
         plan = super().search(captured, call, at_rest)
-        self.prepare(captured, plan)
+        self.rewrite(captured, plan)
         profile = self.request.profile
         planner = StagePlanner(
             captured, plan, profile, self.redistributor, PIPELINE_AXIS, self.ranks, self.memory_limit

@@ -84,19 +84,19 @@ def find_layers(graph: fx.Graph) -> list[str]:
     return found
 
 
-def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> list[Region]:
-    """Rewrites ``module`` in place and returns the regions in its order."""
+def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> dict[str, Region]:
+    """Rewrites ``module`` in place and returns the regions in its order, by the names of their submodules."""
     graph = module.graph
     order = dict.fromkeys(layer for node in graph.nodes if (layer := layer_of(node)) in layers)
-    regions = []
+    regions = {}
     for layer in layers:
         if layer not in order:
             raise ValueError(f"there is no layer {layer!r} to recompute")
     for number, layer in enumerate(order):
         assert layer is not None
-        region = Region(layer, _outline(graph, _stretch(graph, layer), f"recompute_{number}"))
-        module.add_submodule(f"recompute_{number}", region)
-        regions.append(region)
+        name = f"recompute_{number}"
+        regions[name] = Region(layer, _outline(graph, _stretch(graph, layer), name))
+        module.add_submodule(name, regions[name])
     module.recompile()
     return regions
 

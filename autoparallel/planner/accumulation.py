@@ -7,7 +7,7 @@ reduction each time and no memory beside the gradient at rest; hybrid sharding l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.passes.bucket_collectives import Bucket
@@ -15,7 +15,7 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import COLLECTIVES, action
 from autoparallel.plan import REDUCTIONS, Plan
 from autoparallel.planner.hardware import Profile
-from autoparallel.redistribution import local_numel, step_bytes
+from autoparallel.redistribution import Step, local_numel, step_bytes
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,27 @@ def accumulator_bytes(chain: ParameterChain, axis_sizes: Sequence[int]) -> int:
     return local_numel(chain.shape, chain.accumulator, axis_sizes) * chain.accumulator_dtype.itemsize
 
 
-def reduction_cost(bucket: Bucket, when: str, axis_sizes: Sequence[int], profile: Profile) -> ReductionCost:
-    """What it costs to reduce a bucket's gradients ``when``."""
-    chains = [chain.reducing(when) for chain in bucket.chains]
+def gradient_collectives(
+    chains: Sequence[ParameterChain], paths: Sequence[Sequence[Step]], axis_sizes: Sequence[int]
+) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """The collectives, each one for all, that take gradients along their paths from where they are made: kind, mesh
+    axes, and the bytes of what is whole over them."""
     layouts = [chain.made for chain in chains]
-    seconds = 0.0
-    for steps in zip(*(chain.each for chain in chains), strict=True):
+    for steps in zip(*paths, strict=True):
         size = 0
         for i, (chain, step) in enumerate(zip(chains, steps, strict=True)):
             size += step_bytes(step, layouts[i], chain.shape, chain.reduce_dtype.itemsize, axis_sizes)
             layouts[i] = step.apply(layouts[i])
         kind = action(steps[0].src, steps[0].dst)
         if kind in COLLECTIVES:
-            seconds += profile.step_seconds(tuple(axis_sizes), kind, steps[0].axes, size)
+            yield kind, steps[0].axes, size
+
+
+def reduction_cost(bucket: Bucket, when: str, axis_sizes: Sequence[int], profile: Profile) -> ReductionCost:
+    """What it costs to reduce a bucket's gradients ``when``."""
+    chains = [chain.reducing(when) for chain in bucket.chains]
+    sent = gradient_collectives(chains, [chain.each for chain in chains], axis_sizes)
+    seconds = sum(profile.step_seconds(tuple(axis_sizes), kind, axes, size) for kind, axes, size in sent)
     return ReductionCost(sum(accumulator_bytes(chain, axis_sizes) for chain in chains), seconds)
 
 

@@ -393,7 +393,8 @@ class _Player:
         """Around the second run of a region: then the bucket that the one before it needs is gathered ahead."""
         yield
         if number:
-            names = {n.target for n in self.program.regions[number - 1].program.graph.nodes if n.op == "call_module"}
+            before = list(self.program.regions.values())[number - 1]
+            names = {n.target for n in before.program.graph.nodes if n.op == "call_module"}
             for bucket in [b for b in self.per_use if b.name in names][:1]:
                 self.prefetch(bucket)
 
@@ -471,13 +472,13 @@ class _Body(fx.Interpreter):
         self.extra_traceback = False  # the second run of a region ends in an exception, when it has made enough
         self.player = player
         self.buckets = {b.name: b for b in player.program.buckets}
-        self.regions = {f"recompute_{i}": region for i, region in enumerate(player.program.regions)}
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in self.buckets:
             return self.player.unshard(self.buckets[target])
-        region = self.regions[target]
-        region.around = partial(self.player.around, self.player.program.regions.index(region))
+        regions = self.player.program.regions
+        region = regions[target]
+        region.around = partial(self.player.around, list(regions).index(target))
         # An interpreter for each run: one that is stopped in the middle would hold what it has made.
         return region.run(lambda *inputs: _Body(self.player, region.program).run(*inputs), *args)
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from autoparallel.groups import active_axes
 from autoparallel.passes.cut_stages import StageGraph
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.placements import COLLECTIVES, action
 from autoparallel.plan import Plan
+from autoparallel.planner.accumulation import gradient_collectives
 from autoparallel.planner.hardware import Profile
-from autoparallel.redistribution import Redistributor, local_numel, step_bytes
+from autoparallel.redistribution import Redistributor, local_numel
 from autoparallel.report.dry_run import BACKWARD, FORWARD, UNSHARD, dry_run
 from autoparallel.runtime.calls import Call, sizes_of
 from autoparallel.runtime.microbatches import shared_forms
@@ -168,20 +168,12 @@ def _loans(tie: Tie, sizes: Sequence[int]) -> list[Loan]:
 
 def reduction_traffic(chains: Sequence[ParameterChain], plan: Plan) -> Traffic:
     """What the gradients of some parameters of a bucket send on their way to rest, all together."""
-    if not chains:
-        return Traffic()
     counter = TrafficCounter()
-    layouts = [chain.made for chain in chains]
-    for steps in zip(*((*chain.each, *chain.sync) for chain in chains), strict=True):
-        full = 0
-        for i, (chain, step) in enumerate(zip(chains, steps, strict=True)):
-            full += step_bytes(step, layouts[i], chain.shape, chain.reduce_dtype.itemsize, plan.axis_sizes)
-            layouts[i] = step.apply(layouts[i])
-        kind = action(steps[0].src, steps[0].dst)
-        if kind in COLLECTIVES:
-            axis = "+".join(plan.axis_names[i] for i in steps[0].axes)
-            ranks = math.prod(plan.axis_sizes[i] for i in steps[0].axes)
-            counter.add(kind, active_axes(axis, dict(plan.mesh).__getitem__), full, ranks)
+    paths = [(*chain.each, *chain.sync) for chain in chains]
+    for kind, axes, full in gradient_collectives(chains, paths, plan.axis_sizes):
+        axis = "+".join(plan.axis_names[i] for i in axes)
+        ranks = math.prod(plan.axis_sizes[i] for i in axes)
+        counter.add(kind, active_axes(axis, dict(plan.mesh).__getitem__), full, ranks)
     return counter.result()
 
 

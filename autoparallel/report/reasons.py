@@ -112,7 +112,7 @@ def predicted(plan: Plan, reasons: Reasons, pins: Pins) -> Plan | None:
         best = planner.search(captured, reasons.call)
     except PlanError:
         return None
-    planner.prepare(captured, best)
+    planner.rewrite(captured, best)
     return planner.finish(captured, best, reasons.call, "mesh0")[0]
 
 

@@ -38,7 +38,7 @@ class Runner:
                     graph.add_submodule(node.target, modules[node.target])
             graph.graph.lint()
             graph.recompile()
-        gather_ahead(program.regions)
+        gather_ahead(list(program.regions.values()))
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
         self.fixed: dict[str, torch.Tensor] = dict(captured.constants)
         self.leaf_names = captured.inputs
