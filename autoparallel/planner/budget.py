@@ -9,13 +9,14 @@ solutions and by local search, which may leave a gap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from autoparallel.planner.elimination import Array, Factor, Infeasible, Network, Solution, evaluate
+from autoparallel.planner.elimination import Infeasible, Network, Solution
+from autoparallel.planner.factors import Array, Factor, Factors, evaluate
 from autoparallel.planner.solver import MAX_TABLE, FoldedNetwork
 
 _LINE_STEPS = 60  # multipliers tried at most; each step ends at a new vertex of the dual, so few are needed
@@ -35,8 +36,8 @@ class BudgetSolution:
 
 def minimise_with_budget(
     sizes: Sequence[int],
-    factors: Sequence[Factor],
-    usage: Sequence[Factor],
+    factors: Iterable[Factor],
+    usage: Iterable[Factor],
     limit: float,
     *,
     max_table: int = MAX_TABLE,
@@ -47,8 +48,10 @@ def minimise_with_budget(
     See [Note: budgets]. Where bound and cost agree the solution is optimal. An infinite usage forbids an entry.
     Raises `Infeasible` with the smallest achievable usage where that is above the limit.
     """
+    factors, usage = Factors.of(factors), Factors.of(usage)
     infinite, finite = _split(usage)
-    folded = FoldedNetwork(sizes, [*factors, *infinite], finite, max_table=max_table, dominance=dominance)
+    forbidding = factors.joined(infinite)
+    folded = FoldedNetwork(sizes, forbidding, finite, max_table=max_table, dominance=dominance)
 
     def totals(choices: Sequence[int]) -> tuple[float, float]:
         return evaluate(factors, choices), evaluate(finite, choices)
@@ -84,26 +87,21 @@ def minimise_with_budget(
             high, high_cost, high_usage = middle, cost, used
         else:
             low, low_cost, low_usage = middle, cost, used
-    search = _LocalSearch(Network(sizes, [*factors, *infinite], finite), list(high), limit)
+    search = _LocalSearch(Network(sizes, forbidding, finite), list(high), limit)
     search.adopt_parts(low)
     search.improve()
     return result(search.choices, bound, multiplier)
 
 
-def _split(usage: Sequence[Factor]) -> tuple[list[Factor], list[Factor]]:
-    """What usage forbids, as costs, and what it adds up to; a table that is used twice stays one table."""
-    forbidden: dict[int, Array] = {}
-    finite: dict[int, Array] = {}
-    for factor in usage:
-        if id(factor.cost) not in finite:
-            infinite = np.isposinf(factor.cost)
-            finite[id(factor.cost)] = np.where(infinite, 0.0, factor.cost) if infinite.any() else factor.cost
-            if infinite.any():
-                forbidden[id(factor.cost)] = np.where(infinite, np.inf, 0.0)
-    return (
-        [Factor(f.variables, forbidden[id(f.cost)]) for f in usage if id(f.cost) in forbidden],
-        [Factor(f.variables, finite[id(f.cost)]) for f in usage],
-    )
+def _split(usage: Factors) -> tuple[Factors, Factors]:
+    """What usage forbids, as costs, and what it adds up to."""
+    forbidden, finite = Factors(), Factors()
+    for table, places in zip(usage.tables, usage.places, strict=True):
+        infinite = np.isposinf(table)
+        if infinite.any():
+            forbidden.extend(np.where(infinite, np.inf, 0.0), places)
+        finite.extend(np.where(infinite, 0.0, table) if infinite.any() else table, places)
+    return forbidden, finite
 
 
 class _LocalSearch:

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
-Scope = tuple[int, ...]
+from autoparallel.planner.factors import Array, Factor, Scope, merge
+
 Tables = dict[Scope, Array]
 
 _BLOCK = 1 << 16  # entries of a sum of tables that are computed at a time: half a megabyte, which stays in cache
@@ -36,14 +36,6 @@ _DOMINANCE_ROUNDS = 4  # a state that goes may expose others; later rounds find 
 _DOMINANCE_STATES = 2000  # a variable with more is left alone, since every two of its states are compared
 _EASY_WORK = 100_000_000  # additions below which a second elimination order is not worth looking for
 _ROUNDING = 1e-12  # relative difference of costs below which they count as equal
-
-
-@dataclass(frozen=True, eq=False)
-class Factor:
-    """A cost table over one or more variables; its shape is the sizes of these variables, np.inf forbids an entry."""
-
-    variables: tuple[int, ...]
-    cost: Array
 
 
 @dataclass(frozen=True)
@@ -82,46 +74,10 @@ class Infeasible(Exception):
         self.smallest_usage = smallest_usage
 
 
-def evaluate(factors: Iterable[Factor], choices: Sequence[int]) -> float:
-    """The sum of the factors' entries at the given choices."""
-    return math.fsum(float(factor.cost[tuple([choices[v] for v in factor.variables])]) for factor in factors)
-
-
-def check_scope(sizes: Sequence[int], factor: Factor) -> None:
-    """Raises ValueError where a table does not fit its variables."""
-    scope = factor.variables
-    if scope and (min(scope) < 0 or max(scope) >= len(sizes)) or len(set(scope)) != len(scope):
-        raise ValueError(f"the variables of a factor must be distinct and below {len(sizes)}: {scope}")
-    if factor.cost.shape != tuple([sizes[v] for v in scope]):
-        raise ValueError(f"the table over variables {scope} has shape {factor.cost.shape}, not their sizes")
-
-
-def checked_cost(factor: Factor) -> Array:
-    """The table in float64. Raises ValueError for entries that no sum can hold."""
-    cost = np.asarray(factor.cost, dtype=np.float64)
-    if not (cost > -np.inf).all():
-        raise ValueError(f"the table over variables {factor.variables} has entries that are NaN or minus infinity")
-    return cost
-
-
-def merge(sizes: Sequence[int], factors: Iterable[Factor]) -> Tables:
-    """Checked tables by sorted variables, in order of first appearance; those over the same variables are added up."""
-    tables: Tables = {}
-    for factor in factors:
-        scope = factor.variables
-        check_scope(sizes, factor)
-        cost = checked_cost(factor)
-        ordered = tuple(sorted(scope))
-        if ordered != scope:
-            cost = cost.transpose([scope.index(v) for v in ordered])
-        tables[ordered] = tables[ordered] + cost if ordered in tables else np.asarray(cost, order="C")
-    return tables
-
-
 class Network:
     """Tables over the states that are left. Each layer is one sum of tables; in the first, infinity forbids."""
 
-    def __init__(self, sizes: Sequence[int], *layers: Sequence[Factor]) -> None:
+    def __init__(self, sizes: Sequence[int], *layers: Iterable[Factor]) -> None:
         if any(size < 1 for size in sizes):
             raise ValueError("every variable needs at least one state")
         self.states = [np.arange(size) for size in sizes]  # the original index of every state that is left

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Scope = tuple[int, ...]
+from autoparallel.planner.factors import Scopes
+
 _MOST_PERIODS = 64  # distances between like variables that are looked at
 _LEAST_SAVED = 8  # variables that a fold must save to be worth it
 
@@ -44,42 +45,85 @@ class Repeat:
         return self.start + self.period * self.count
 
 
-@dataclass(frozen=True)
-class Term:
-    """One table: which it is among all different tables, and its variables in ascending order."""
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """One table and everywhere it stands.
+
+    Attributes:
+        table: which it is among all different tables.
+        scopes: for each place a row of its variables, in ascending order.
+    """
 
     table: int
-    scope: Scope
+    scopes: Scopes
 
 
-def find_repeats(sizes: Sequence[int], terms: Sequence[Term]) -> list[Repeat]:
+class _Closed:
+    """The tables that each variable closes, which are those that it is the last variable of.
+
+    Attributes:
+        start: of each variable, its first entry in the other attributes; they have one entry for every table at every
+            place, by the variable that closes it, and in the same order for variables that are alike.
+        owner: that variable.
+        table: which table.
+        scopes: its variables, in ascending order, filled up with the last one.
+    """
+
+    def __init__(self, count: int, terms: Sequence[Terms]) -> None:
+        terms = [term for term in terms if term.scopes.shape[1]]
+        width = max([term.scopes.shape[1] for term in terms], default=1)
+        scopes = [t.scopes[:, [*range(t.scopes.shape[1]), *[-1] * (width - t.scopes.shape[1])]] for t in terms]
+        self.scopes = np.concatenate([np.zeros((0, width), dtype=np.intp), *scopes])
+        self.table = np.repeat([t.table for t in terms], [len(t.scopes) for t in terms]).astype(np.intp)
+        self.owner = self.scopes[:, -1]
+        steps = [self.owner - self.scopes[:, i] for i in range(width - 1)]
+        order = np.lexsort((*reversed(steps), self.table, self.owner))
+        self.scopes, self.table, self.owner = self.scopes[order], self.table[order], self.owner[order]
+        self.start = np.searchsorted(self.owner, np.arange(count + 1))
+
+    def kinds(self, sizes: Sequence[int]) -> np.ndarray:
+        """A number for each variable, the same for those with as many states that close the same tables."""
+        tables, step = self.table.tobytes(), self.table.itemsize
+        ends = (self.start * step).tolist()
+        numbers: dict[tuple[int, bytes], int] = {}
+        own = zip(sizes, ends[:-1], ends[1:], strict=True)
+        return np.array([numbers.setdefault((size, tables[a:b]), len(numbers)) for size, a, b in own], dtype=np.intp)
+
+    def entries(self, begin: int, end: int) -> slice:
+        """Those of the variables ``begin <= v < end``."""
+        return slice(int(self.start[begin]), int(self.start[end]))
+
+    def like(self, owner: np.ndarray, own: slice, other: np.ndarray) -> np.ndarray:
+        """The entries of other variables that are at the same place among theirs."""
+        return np.arange(own.start, own.stop) - self.start[owner] + self.start[other]
+
+    def moved(self, begin: int, end: int, period: int) -> np.ndarray:
+        """Whether the tables that each of some variables closes are those of the one a period before, moved along.
+
+        The variables must be of the kinds of those a period before.
+        """
+        own = self.entries(begin, end)
+        owner = self.owner[own]
+        steps = self.scopes[own] - self.scopes[self.like(owner, own, owner - period)]
+        wrong = ((steps != period) & (steps != 0)).any(axis=1)
+        return np.bincount(owner[wrong] - begin, minlength=end - begin) == 0
+
+
+def find_repeats(sizes: Sequence[int], terms: Sequence[Terms]) -> list[Repeat]:
     """The repeated stretches that save most, none overlapping, in order.
 
     Two variables are alike when they have as many states and close the same tables; a table is closed by its last
     variable.  A stretch is a copy of the one before it when its variables are alike, one by one, and every table's
     other variables are moved along, or are the very same ones outside.
     """
-    closed: list[list[Term]] = [[] for _ in sizes]
-    for term in terms:
-        if term.scope:
-            closed[term.scope[-1]].append(term)
-    for own in closed:
-        own.sort(key=lambda term: (term.table, [term.scope[-1] - u for u in term.scope]))
-    numbers: dict[object, int] = {}
-    kinds = np.array(
-        [
-            numbers.setdefault((size, tuple([(t.table, len(t.scope)) for t in own])), len(numbers))
-            for size, own in zip(sizes, closed, strict=True)
-        ],
-        dtype=np.int64,
-    )
+    closed = _Closed(len(sizes), terms)
+    kinds = closed.kinds(sizes)
     found: list[Repeat] = []
     free = np.ones(len(sizes), dtype=bool)
     for period in _periods(kinds):
         alike = (kinds[period:] == kinds[:-period]) & free[period:] & free[:-period]
         for begin, end in _runs(alike, period):
-            same = np.array([_moved(closed, v + period, period) for v in range(begin, end)], dtype=bool)
-            for first, last in _runs(same, period):
+            for first, last in _runs(closed.moved(begin + period, end + period, period), period):
                 repeat = _best_cut(sizes, closed, begin + first, begin + last + period, period)
                 if repeat is not None:
                     found.append(repeat)
@@ -95,13 +139,11 @@ def _runs(flags: np.ndarray, least: int) -> list[tuple[int, int]]:
 
 def _periods(kinds: np.ndarray) -> list[int]:
     """Distances at which like variables follow each other, those that explain most variables first."""
-    last: dict[int, int] = {}
-    votes: dict[int, int] = {}
-    for v, kind in enumerate(kinds.tolist()):
-        if kind in last:
-            votes[v - last[kind]] = votes.get(v - last[kind], 0) + 1
-        last[kind] = v
-    likely = sorted(votes, key=lambda p: (-votes[p] * min(p, 8), p))[:_MOST_PERIODS]
+    order = np.argsort(kinds, kind="stable")
+    steps = np.diff(order)[np.diff(kinds[order]) == 0]
+    distances, votes = np.unique(steps, return_counts=True)
+    known = zip(distances.tolist(), votes.tolist(), strict=True)
+    likely = [p for p, _ in sorted(known, key=lambda known: (-known[1] * min(known[0], 8), known[0]))[:_MOST_PERIODS]]
 
     def explained(period: int) -> int:
         """How many variables lie in runs of at least one more copy."""
@@ -113,18 +155,7 @@ def _periods(kinds: np.ndarray) -> list[int]:
     return [period for score, period in sorted(scored, key=lambda s: (-s[0], s[1])) if score]
 
 
-def _moved(closed: Sequence[Sequence[Term]], v: int, period: int) -> bool:
-    """Whether the tables that a variable closes are those of the one a period before, moved along."""
-    for term, before in zip(closed[v], closed[v - period], strict=True):
-        for u, w in zip(term.scope, before.scope, strict=True):
-            if u - w != period and u != w:
-                return False
-    return True
-
-
-def _best_cut(
-    sizes: Sequence[int], closed: Sequence[Sequence[Term]], begin: int, end: int, period: int
-) -> Repeat | None:
+def _best_cut(sizes: Sequence[int], closed: _Closed, begin: int, end: int, period: int) -> Repeat | None:
     """Where to cut a run of copies, so that copies meet in as few states as can be.
 
     The run is ``[begin, end)``; from ``begin + period`` on, every variable is like the one a period before.
@@ -133,10 +164,9 @@ def _best_cut(
     if period * (count - 1) < _LEAST_SAVED:
         return None
     reach = np.arange(len(sizes))  # the last variable that meets each, among the first copies
-    for v in range(begin, min(end, begin + 3 * period)):
-        for term in closed[v]:
-            for u in term.scope[:-1]:
-                reach[u] = max(reach[u], v)
+    own = closed.entries(begin, min(end, begin + 3 * period))
+    for i in range(closed.scopes.shape[1] - 1):
+        np.maximum.at(reach, closed.scopes[own, i], closed.owner[own])
     logs = np.log(np.array(sizes, dtype=np.float64))
 
     def crossing(start: int) -> float:
@@ -145,21 +175,19 @@ def _best_cut(
 
     start = min(range(begin, begin + (end - begin) % period + 1), key=crossing)
     stop = start + period * count
+    own = closed.entries(start, len(sizes))
+    v = closed.owner[own]
+    second = start + period + (v - start) % period  # as the second copy meets what is around it
+    like = closed.scopes[closed.like(v, own, np.where(v < stop, second, v))]
     kept: set[int] = set()
-    for v in range(start, len(sizes)):
-        second = closed[start + period + (v - start) % period]  # as the second copy meets what is around it
-        for term, like in zip(closed[v], second if v < stop else closed[v], strict=True):
-            for u, w in zip(term.scope, like.scope, strict=True):
-                if u < start:
-                    if v < stop and v >= start + period and u != w:
-                        return None  # it is met by one copy and not by the next
-                elif v >= stop:
-                    if u < stop:
-                        kept.add((u - start) % period)
-                else:
-                    ahead = (v - start) // period - (u - start) // period
-                    if ahead > 1 or v >= start + period and v - u != (start + period + (v - start) % period) - w:
-                        return None
-                    if ahead:
-                        kept.add((u - start) % period)
+    for i in range(closed.scopes.shape[1] - 1):
+        u, w = closed.scopes[own, i], like[:, i]
+        within, later, outside = v < stop, v >= start + period, u < start
+        ahead = np.where(outside, 0, (v - start) // period - (u - start) // period)
+        if (outside & within & later & (u != w)).any():
+            return None  # it is met by one copy and not by the next
+        if (~outside & within & ((ahead > 1) | later & (v - u != second - w))).any():
+            return None
+        met = ~outside & np.where(within, ahead > 0, u < stop)
+        kept.update(((u[met] - start) % period).tolist())
     return Repeat(start, period, count, tuple(sorted(kept))) if len(kept) < period else None

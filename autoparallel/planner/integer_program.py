@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, sparse
 
-from autoparallel.planner.elimination import Factor, Infeasible, Solution, evaluate, merge
+from autoparallel.planner.elimination import Infeasible, Solution
+from autoparallel.planner.factors import Factor, evaluate, merge
 
 _LIMIT_REACHED, _INFEASIBLE = 1, 2  # scipy.optimize.milp: values of its result's status
 

@@ -107,7 +107,7 @@ class ResolvedPins:
             raise PlanError(f"the pinned plan is for the mesh {mesh_text(pins.kept.mesh)}, not for {mesh_text(axes)}")
         nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
         named = {name: nodes[placeholder] for placeholder, name in captured.parameters.items()}
-        modules = results_of_modules(captured.graph)
+        modules = results_of_modules(captured.graph) if pins.pins else {}
         for pin in pins.pins:
             if len(pin.placements) != len(axes):
                 mesh = ", ".join(name for name, _ in axes)
@@ -119,6 +119,10 @@ class ResolvedPins:
                 raise PlanError(f"{pin}: the model has no such parameter or module{hint}")
             for name in found:
                 self._pins.setdefault(named.get(name) or modules[name], []).append(pin)
+
+    def __bool__(self) -> bool:
+        """Whether anything is pinned."""
+        return bool(self._pins or self.kept is not None or self.excluded)
 
     def __contains__(self, node: fx.Node) -> bool:
         """Whether a parameter is pinned, so that a preset leaves it alone."""

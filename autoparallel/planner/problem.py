@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoparallel.placements import Layout
-from autoparallel.planner.elimination import Factor
+from autoparallel.planner.factors import Factors
 from autoparallel.planner.options import Option
 from autoparallel.rules.calls import tensor_operands
 
@@ -15,7 +15,7 @@ Reader = tuple["Variable", int]
 """A consumer of a tensor, and which of its operands it is."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Variable:
     """The choice of one node, and its number in the factor graph."""
 
@@ -37,8 +37,8 @@ class Problem:
     """
 
     sizes: list[int] = field(default_factory=list)
-    factors: list[Factor] = field(default_factory=list)
-    usage: list[Factor] = field(default_factory=list)
+    factors: Factors = field(default_factory=Factors)
+    usage: Factors = field(default_factory=Factors)
     variables: dict[fx.Node, Variable] = field(default_factory=dict)
     readers: dict[fx.Node, tuple[list[Layout], int]] = field(default_factory=dict)
 

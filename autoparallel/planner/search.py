@@ -7,12 +7,15 @@ exactly by variable elimination (``elimination``), all mesh axes together.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from autoparallel.placements import format_layout
 from autoparallel.plan import Estimate, ParameterPlan, Plan, PlanError, fingerprint
 from autoparallel.planner.budget import minimise_with_budget
-from autoparallel.planner.elimination import Factor, Infeasible, TooWide, evaluate
+from autoparallel.planner.elimination import Infeasible, TooWide
+from autoparallel.planner.factors import Factors, evaluate
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.solver import minimise
 from autoparallel.planner.space import SearchSpace
@@ -36,14 +39,17 @@ def search(space: SearchSpace, origin: str, memory_limit: float | None = None, r
     problem = space.build()
     choices, bound = _solve(space, problem, origin, memory_limit, room)
     operators, shared, parameters = {}, {}, {}
+    texts: dict[int, tuple[str, ...]] = {}  # of options, by id
     for node, variable in problem.variables.items():
         option = variable.options[choices[variable.number]]
-        if node.name in space.captured.parameters:
-            parameters[space.captured.parameters[node.name]] = ParameterPlan(
-                format_layout(option.result), option.gather
-            )
-        elif node.op == "call_function":
-            operators[node.meta["key"]] = tuple(str(m) for m in option.modes)
+        if node.op == "call_function":
+            text = texts.get(id(option))
+            if text is None:
+                text = texts[id(option)] = tuple(map(str, option.modes))
+            operators[node.meta["key"]] = text
+        elif node.name in space.captured.parameters:
+            at_rest = format_layout(option.result)
+            parameters[space.captured.parameters[node.name]] = ParameterPlan(at_rest, option.gather)
     for node, (layouts, number) in problem.readers.items():
         made = problem.variables[node].options[choices[problem.variables[node].number]].result
         if layouts[choices[number]] != made:
@@ -64,13 +70,21 @@ def search(space: SearchSpace, origin: str, memory_limit: float | None = None, r
 
 
 def _estimate(space: SearchSpace, problem: Problem, choices: Sequence[int]) -> Estimate:
-    names = {v.number: space.captured.parameters.get(node.name, "") for node, v in problem.variables.items()}
+    numbers = {v.number: space.captured.parameters.get(node.name, "") for node, v in problem.variables.items()}
+    names = [numbers.get(number, "") for number in range(len(problem.sizes))]
     parameters: dict[str, float] = {}
-    for factor in problem.factors:  # the first variable is what makes a tensor
-        if name := names.get(factor.variables[0]):
-            seconds = float(factor.cost[tuple([choices[v] for v in factor.variables])])
-            parameters[name] = parameters.get(name, 0.0) + seconds
+    for name, seconds in _by_maker(problem.factors, choices, names):
+        parameters[name] = parameters.get(name, 0.0) + seconds
     return Estimate(evaluate(problem.usage, choices), parameters)
+
+
+def _by_maker(factors: Factors, choices: Sequence[int], names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """What each table costs, by the name of what makes a tensor, where it has one: the table's first variable."""
+    named = np.array([bool(name) for name in names])
+    for scopes, entries in factors.entries(choices):
+        its = named[scopes[:, 0]]
+        for number, entry in zip(scopes[its, 0].tolist(), entries[its].tolist(), strict=True):
+            yield names[number], entry
 
 
 def _solve(
@@ -79,7 +93,7 @@ def _solve(
     """The choices, and what no choices cost less than."""
 
     def solve(
-        sizes: Sequence[int], factors: Sequence[Factor], usage: Sequence[Factor], limited: bool = True
+        sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool = True
     ) -> tuple[Sequence[int], float]:
         if memory_limit is None or not limited:
             solution = minimise(sizes, factors)
@@ -126,10 +140,10 @@ def _explain_infeasible(
 
 def _consumers(problem: Problem, choices: Sequence[int], count: int = 3) -> str:
     """What takes the most memory."""
-    names = {v.number: str(node.meta.get("key", node.name)) for node, v in problem.variables.items()}
+    numbers = {v.number: str(node.meta.get("key", node.name)) for node, v in problem.variables.items()}
+    names = [numbers.get(number, "") for number in range(len(problem.sizes))]
     used: dict[str, float] = {}
-    for factor in problem.usage:
-        name = names.get(factor.variables[0], "")
-        used[name] = used.get(name, 0.0) + float(factor.cost[tuple([choices[v] for v in factor.variables])])
+    for name, size in _by_maker(problem.usage, choices, names):
+        used[name] = used.get(name, 0.0) + size
     most = sorted(used.items(), key=lambda item: (-item[1], item[0]))[:count]
     return ", ".join(f"{name.partition('#')[0].strip('/')} ({size / 1e6:.1f} MB)" for name, size in most)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.rules.calls import is_tensor
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Signatures:
@@ -22,9 +22,9 @@ class Signatures:
         self.actual = actual
         self._sizes: dict[Any, int] = {}
         self._tensors: dict[Hashable, int] = {}
-        self._tensor_of: dict[fx.Node, int] = {}
+        self._tensor_of: dict[tuple[int, Any, Any], int] = {}
         self._calls: dict[Hashable, int] = {}
-        self._call_of: dict[fx.Node, int] = {}
+        self._reads: dict[fx.Node, tuple[int, list[fx.Node]]] = {}
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
 
     def __call__(self, value: Any) -> int:
@@ -44,41 +44,60 @@ class Signatures:
         return known
 
     def tensor(self, node: fx.Node) -> int:
-        """The kind of a tensor: its shape, dtype, and whether gradients flow."""
-        known = self._tensor_of.get(node)
+        """The kind of a tensor: its shape, dtype, and whether gradients flow; -1 for what is no tensor."""
+        meta = node.meta
+        val = meta.get("val")
+        own = id(val), meta.get("differentiable"), meta.get("backward")  # copied layers share their values
+        known = self._tensor_of.get(own)
         if known is None:
-            val = node.meta["val"]
+            if not isinstance(val, torch.Tensor):
+                self._tensor_of[own] = -1
+                return -1
+            own = id(val), bool(meta["differentiable"]), bool(meta["backward"])
             sizes = tuple([s if isinstance(s, int) else s.node.expr for s in val.shape])
-            key = (sizes, val.dtype, bool(node.meta["differentiable"]), bool(node.meta["backward"]))
-            known = self._tensor_of[node] = self._tensors.setdefault(key, len(self._tensors))
+            known = self._tensor_of[own] = self._tensors.setdefault((sizes, val.dtype, *own[1:]), len(self._tensors))
         return known
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """The tensor operands of a call, in its order, repeated where they repeat."""
+        return self._read(node)[1]
 
     def call(self, node: fx.Node) -> int:
         """The kind of a call: operator, arguments, and the kinds of its operands and of its result.
 
         Which operands are one and the same tensor counts; where they come from does not.
         """
-        known = self._call_of.get(node)
+        return self._read(node)[0]
+
+    def _read(self, node: fx.Node) -> tuple[int, list[fx.Node]]:
+        known = self._reads.get(node)
         if known is None:
-            places: dict[fx.Node, int] = {}
-            arguments = self._frozen(node.args, places), self._frozen(node.kwargs, places)
+            operands: list[fx.Node] = []
+            arguments = tuple([self._frozen(value, operands) for value in node.args])
+            named = tuple([(name, self._frozen(value, operands)) for name, value in node.kwargs.items()])
             batch = frozenset(node.meta.get("batch_factors", ()))
-            key = (node.target, arguments, self.tensor(node) if is_tensor(node) else -1, batch)
-            known = self._call_of[node] = self._calls.setdefault(key, len(self._calls))
+            key = (node.target, arguments, named, self.tensor(node), batch)
+            known = self._reads[node] = self._calls.setdefault(key, len(self._calls)), operands
         return known
 
-    def _frozen(self, value: Any, places: dict[fx.Node, int]) -> Hashable:
+    def _frozen(self, value: Any, operands: list[fx.Node]) -> Hashable:
+        """An argument as a part of a key; notes the tensors in it."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, value  # 1, 1.0 and True are equal, and not the same argument
         if isinstance(value, fx.Node):
-            if is_tensor(value):
-                return (places.setdefault(value, len(places)), self.tensor(value))
+            tensor = self.tensor(value)
+            if tensor >= 0:
+                operands.append(value)
+                return operands.index(value), tensor
             made = value.meta.get("val")
-            return ("size", made.node.expr if isinstance(made, torch.SymInt) else str(made))
+            return "size", made.node.expr if isinstance(made, torch.SymInt) else str(made)
         if isinstance(value, tuple | list):
-            return tuple([self._frozen(v, places) for v in value])
+            return tuple([self._frozen(v, operands) for v in value])
         if isinstance(value, dict):
-            return tuple([(k, self._frozen(v, places)) for k, v in value.items()])
+            return tuple([(k, self._frozen(v, operands)) for k, v in value.items()])
         if isinstance(value, slice):
-            return ("slice", self._frozen((value.start, value.stop, value.step), places))
+            return "slice", *[self._frozen(v, operands) for v in (value.start, value.stop, value.step)]
         if isinstance(value, torch.SymInt):
-            return ("size", value.node.expr)
-        return (type(value), value)  # 1, 1.0 and True are equal, and not the same argument
+            return "size", value.node.expr
+        return kind, value

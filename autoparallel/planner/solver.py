@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from autoparallel.planner.elimination import (
-    Array,
     Elimination,
-    Factor,
     Infeasible,
     Network,
     Order,
-    Scope,
     Solution,
     Tables,
     TooWide,
-    check_scope,
-    checked_cost,
     elimination_order,
-    evaluate,
 )
-from autoparallel.planner.folding import Repeat, Term, find_repeats
+from autoparallel.planner.factors import Array, Factor, Factors, Scope, Scopes, check_scopes, checked_cost, evaluate
+from autoparallel.planner.folding import Repeat, Terms, find_repeats
 
 MAX_TABLE = 20_000_000
 """Entries of the largest table that is made: 160 MB."""
 
 Weigh = Callable[[Array], Array]
+Mask = npt.NDArray[np.bool_]
 
 
 def minimise(
     sizes: Sequence[int],
-    factors: Sequence[Factor],
+    factors: Iterable[Factor],
     *,
     max_table: int = MAX_TABLE,
     dominance: bool | None = None,
@@ -46,6 +43,7 @@ def minimise(
     another state can always replace; by default where elimination is long enough for it to pay. `fold` says whether
     to eliminate what repeats once. The cost is the same.
     """
+    factors = Factors.of(factors)
     folded = FoldedNetwork(sizes, factors, max_table=max_table, dominance=dominance, fold=fold)
     choices = folded.solve()
     return Solution(choices, evaluate(factors, choices), folded.width)
@@ -87,8 +85,8 @@ class FoldedNetwork:
     def __init__(
         self,
         sizes: Sequence[int],
-        factors: Sequence[Factor],
-        usage: Sequence[Factor] = (),
+        factors: Iterable[Factor],
+        usage: Iterable[Factor] = (),
         *,
         max_table: int = MAX_TABLE,
         dominance: bool | None = None,
@@ -102,10 +100,12 @@ class FoldedNetwork:
         self.sizes = [sizes[v] for v in self.free]
         self._count, self._max_table, self._dominance, self._relax = len(sizes), max_table, dominance, relax
         self._tables: list[Array] = []
-        layers = self._terms(sizes, factors, usage)
+        layers = self._terms(sizes, Factors.of(factors), Factors.of(usage))
         self.repeats = find_repeats(self.sizes, [t for layer in layers for t in layer]) if fold else []
         self._copies = [self._copy(repeat, layers) for repeat in self.repeats]
-        outside = [[t for t in layer if not self._inside(t.scope)] for layer in layers]
+        repeated = np.zeros(len(self.sizes), dtype=bool)
+        for repeat in self.repeats:
+            repeated[repeat.start : repeat.stop] = True
         self._inner = {v for repeat in self.repeats for v in _inner(repeat)}
         self._rest = [v for v in range(len(self.sizes)) if v not in self._inner]
         place = {v: i for i, v in enumerate(self._rest)}
@@ -113,7 +113,7 @@ class FoldedNetwork:
         last = set() if self.kept is None else {self.kept}
         self._network = Network(
             [self.sizes[v] for v in self._rest],
-            *[[Factor(tuple([place[u] for u in t.scope]), self._tables[t.table]) for t in own] for own in outside],
+            *[self._renamed(layer, place, lambda last: ~repeated[last]) for layer in layers],
         )
         # How the copies are tied together does not depend on the multiplier.
         around = {place[u] for copy in self._copies for u in self._around(copy)} | last
@@ -205,43 +205,53 @@ class FoldedNetwork:
         network = copy.network
         return Elimination(network.sizes, _weighed(network, weigh, multiplier), copy.order, self._most())
 
-    def _terms(self, sizes: Sequence[int], *layers: Sequence[Factor]) -> list[list[Term]]:
+    def _terms(self, sizes: Sequence[int], *layers: Factors) -> list[list[Terms]]:
         """Tables over variables that have a choice, numbered so that the same table has the same number."""
-        place = {v: i for i, v in enumerate(self.free)}
-        numbers: dict[object, int] = {}
-        self._held = [factor.cost for layer in layers for factor in layer]  # an id is unique while its owner lives
-        out: list[list[Term]] = []
+        counts = np.array(sizes, dtype=np.intp)
+        place = np.full(len(sizes), -1, dtype=np.intp)
+        place[self.free] = np.arange(len(self.free))
+        out: list[list[Terms]] = []
         for number, layer in enumerate(layers):
-            terms: list[Term] = []
-            for factor in layer:
-                scope = factor.variables
-                check_scope(sizes, factor)
-                kept = [i for i, v in enumerate(scope) if sizes[v] > 1]
-                order = sorted(kept, key=scope.__getitem__)
-                key = (number, id(factor.cost), tuple(order), len(scope))
-                if key not in numbers:
-                    numbers[key] = len(self._tables)
-                    self._tables.append(_squeezed(factor, order))
-                    if number == 0 and np.isposinf(self._tables[-1]).all():
-                        named = f"no state of variable {scope[-1]} has" if scope else "nothing has"
-                        raise Infeasible(f"{named} a finite cost", variable=scope[-1] if scope else None)
-                terms.append(Term(numbers[key], tuple([place[scope[i]] for i in order])))
+            terms: list[Terms] = []
+            for table, scopes in layer.everywhere():
+                check_scopes(counts, table, scopes)
+                cost = checked_cost(table, scopes[0])
+                if number == 0 and np.isposinf(cost).all():
+                    named = f"no state of variable {scopes[0, -1]} has" if scopes.size else "nothing has"
+                    raise Infeasible(f"{named} a finite cost", variable=int(scopes[0, -1]) if scopes.size else None)
+                kept = [axis for axis, size in enumerate(table.shape) if size > 1]
+                if not kept:
+                    cost, scopes = cost * len(scopes), scopes[:1]
+                scopes = place[scopes[:, kept]]
+                while len(scopes):  # by the order in which the table's variables stand there; mostly one
+                    order = np.argsort(scopes[0])
+                    ranked = scopes[:, order]
+                    ascending = (ranked[:, 1:] > ranked[:, :-1]).all(axis=1)
+                    terms.append(Terms(len(self._tables), ranked[ascending]))
+                    self._tables.append(_squeezed(cost, [kept[i] for i in order]))
+                    scopes = scopes[~ascending]
             out.append(terms)
         return out
 
-    def _inside(self, scope: Scope) -> bool:
-        """Whether a table belongs to a copy: it is closed by a copy's variable."""
-        return bool(scope) and any(repeat.start <= scope[-1] < repeat.stop for repeat in self.repeats)
+    def _renamed(self, terms: Iterable[Terms], place: dict[int, int], wanted: Callable[[Scopes], Mask]) -> list[Factor]:
+        """Tables over other names for their variables; only those that are wanted by their last variable."""
+        return [
+            Factor(tuple([place[u] for u in scope]), self._tables[term.table])
+            for term in terms
+            for scope in (term.scopes[wanted(term.scopes[:, -1])] if term.scopes.shape[1] else term.scopes).tolist()
+        ]
 
-    def _copy(self, repeat: Repeat, layers: Sequence[Sequence[Term]]) -> _Copy:
+    def _copy(self, repeat: Repeat, layers: Sequence[Sequence[Terms]]) -> _Copy:
         second = range(repeat.start + repeat.period, repeat.start + 2 * repeat.period)
-        own = [[t for t in layer if t.scope and t.scope[-1] in second] for layer in layers]
-        names = sorted({u for layer in own for t in layer for u in t.scope} | set(second))
+
+        def own(last: Scopes) -> Mask:
+            return (last >= second.start) & (last < second.stop)
+
+        layers = [[term for term in layer if term.scopes.shape[1]] for layer in layers]
+        met = [t.scopes[own(t.scopes[:, -1])].ravel() for layer in layers for t in layer]
+        names = sorted({*second, *np.concatenate(met).tolist()})
         place = {v: i for i, v in enumerate(names)}
-        network = Network(
-            [self.sizes[v] for v in names],
-            *[[Factor(tuple([place[u] for u in t.scope]), self._tables[t.table]) for t in layer] for layer in own],
-        )
+        network = Network([self.sizes[v] for v in names], *[self._renamed(layer, place, own) for layer in layers])
         kept = {second[0] + k for k in repeat.kept}
         around = [place[v] for v in names if v not in second or v in kept]
         return _Copy(repeat, names, network, network.reduce(self._max_table, self._dominance, around, self._relax))
@@ -257,9 +267,8 @@ def _as_it_is(table: Array) -> Array:
     return table
 
 
-def _squeezed(factor: Factor, axes: Sequence[int]) -> Array:
+def _squeezed(cost: Array, axes: Sequence[int]) -> Array:
     """The table over some of its variables, in that order; the others have one state."""
-    cost = checked_cost(factor)
     rest = [i for i in range(cost.ndim) if i not in axes]
     cost = cost.transpose([*axes, *rest])
     return np.array(cost.reshape(cost.shape[: len(axes)]), order="C", copy=None)

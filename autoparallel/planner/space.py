@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
@@ -27,7 +28,6 @@ from autoparallel.placements import Invariant, Layout, Shard, parse_layout
 from autoparallel.plan import ParameterPlan, PlanError
 from autoparallel.planner.at_rest import every_layout, layouts_at_rest
 from autoparallel.planner.cost import bytes_kept, update_seconds
-from autoparallel.planner.elimination import Factor
 from autoparallel.planner.experts import Experts, find_experts
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.options import Option, operator_options
@@ -40,6 +40,21 @@ from autoparallel.redistribution import Redistributor, local_numel
 from autoparallel.rules import Rule, operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import INVARIANT_MODE, Typed
+
+
+@dataclass
+class _Ends:
+    """What tensors share that are alike and whose consumers are.
+
+    Attributes:
+        shared: the layouts in which several consumers may read one.
+        leaving: the layouts in which one leaves the graph.
+        prices: the tables to its consumers, once they are worked out.
+    """
+
+    shared: list[Layout] | None
+    leaving: Sequence[Layout]
+    prices: Prices | None = None
 
 
 class SearchSpace:
@@ -62,7 +77,7 @@ class SearchSpace:
         self.constraints, self.redistributor = constraints, redistributor
         self.outputs, self.pinned = outputs, pinned or {}
         self.input_layouts = input_layouts or {}
-        self.pins = pins or Pins().resolve(captured, self.mesh)
+        self.pins = Pins().resolve(captured, self.mesh) if pins is None else pins
         self.axis_sizes = tuple(n for _, n in mesh)
         self.axes = range(len(self.axis_sizes))
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
@@ -72,13 +87,13 @@ class SearchSpace:
         self.unruled: dict[str, int] = {}
         self.again = {n: x for n in captured.graph.nodes if (x := layer_of(n)) in recompute} if recompute else {}
         self._known: dict[fx.Node, list[Option] | None] = {}
+        self._ends: dict[fx.Node, tuple[_Ends, Sequence[tuple[fx.Node, int]]]] = {}
         # What is alike is worked out once: options by the kind of node, prices by the options on both sides.
         self._of_kind: dict[Hashable, list[Option] | None] = {}
         self._has_rule: dict[Hashable, bool] = {}
         self._left: dict[Hashable, list[Option]] = {}
-        self._prices: dict[Hashable, Prices] = {}
-        self._wanted: dict[Hashable, list[Layout]] = {}
-        self._own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._ends_alike: dict[Hashable, _Ends] = {}
+        self._own: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         self._pricer = Pricer(
             captured, self.size, redistributor, profile, self.axis_sizes, self.searched, self.again,
             self._is_kept, self._forbidden,
@@ -92,7 +107,10 @@ class SearchSpace:
         roots = {*self.captured.parameters, *(n for n in self.captured.inputs if n is not None)}
         found: set[fx.Node] = set()
         for node in self.captured.graph.nodes:
-            if node.name in roots or any(n in found for n in tensor_operands(node)):
+            if node.op == "placeholder":
+                if node.name in roots:
+                    found.add(node)
+            elif node.op == "call_function" and not found.isdisjoint(self.size.operands(node)):
                 found.add(node)
         return found
 
@@ -124,17 +142,17 @@ class SearchSpace:
         """
         problem = Problem()
         readers, leaving = self._consumers()
-        for node in self.captured.graph.nodes:
-            if node.op == "call_function" and self.options(node) is not None:
-                for operand in tensor_operands(node):
-                    if operand.op == "placeholder" and operand not in problem.variables:
-                        self._add(problem, operand, readers, leaving)
-                self._add(problem, node, readers, leaving)
+        operators = [n for n in self.captured.graph.nodes if n.op == "call_function" and self.options(n) is not None]
+        for node in operators:
+            for operand in self.size.operands(node):
+                if operand.op == "placeholder" and operand not in problem.variables:
+                    self._add(problem, operand, readers, leaving)
+            self._add(problem, node, readers, leaving)
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node not in problem.variables:
                 self._add(problem, node, readers, leaving)
-        for node, producer in problem.variables.items():
-            self._connect(problem, producer, readers.get(node, []), leaving.get(node, []))
+        for producer in problem.variables.values():
+            self._connect(problem, producer)
         return problem
 
     def _consumers(self) -> tuple[dict[fx.Node, list[tuple[fx.Node, int]]], dict[fx.Node, list[Layout]]]:
@@ -143,7 +161,7 @@ class SearchSpace:
         leaving: dict[fx.Node, list[Layout]] = {}
         for node in self.captured.graph.nodes:
             if node.op == "call_function":
-                for i, operand in enumerate(tensor_operands(node)):
+                for i, operand in enumerate(self.size.operands(node)):
                     readers.setdefault(operand, []).append((node, i))
         for value, layout in zip(self.captured.graph.output_node().args[0], self.outputs, strict=True):  # type: ignore[arg-type]
             if isinstance(value, fx.Node) and layout is not None:
@@ -162,46 +180,74 @@ class SearchSpace:
         variable = Variable(node, options, problem.add(len(options)))
         problem.variables[node] = variable
         if id(options) not in self._own:
-            columns = np.array([o.seconds for o in options]), np.array([o.saved_bytes for o in options])
-            self._own[id(options)] = columns
-        seconds, saved = self._own[id(options)]
-        problem.factors.append(Factor((variable.number,), seconds))
-        if saved.any():
-            problem.usage.append(Factor((variable.number,), saved))
+            seconds = np.array([o.seconds for o in options])
+            saved = np.array([o.saved_bytes for o in options])
+            self._own[id(options)] = seconds, saved if saved.any() else None
+        own, kept = self._own[id(options)]
+        problem.factors.add((variable.number,), own)
+        if kept is not None:
+            problem.usage.add((variable.number,), kept)
+        consumers, leaves = readers.get(node, ()), leaving.get(node, ())
+        if not consumers and not leaves:
+            return
+        # Worked out once for tensors that are alike and whose consumers are.
+        known = self._known
+        at = tuple([(id(known[reader]), position) for reader, position in consumers])
+        key = (
+            id(options),
+            self.size.tensor(node),
+            node in self.searched,
+            node.name in self.captured.parameters,
+            at,
+            tuple(leaves),
+        )
+        ends = self._ends_alike.get(key)
+        if ends is None:
+            ends = self._ends_alike[key] = _Ends(self._shared_layouts(node, options, consumers, leaves), leaves)
+        self._ends[node] = ends, consumers
+        if ends.shared is not None:
+            problem.readers[node] = ends.shared, problem.add(len(ends.shared))
+
+    def _shared_layouts(
+        self,
+        node: fx.Node,
+        options: Sequence[Option],
+        readers: Sequence[tuple[fx.Node, int]],
+        leaving: Sequence[Layout],
+    ) -> list[Layout] | None:
+        """The layouts in which several consumers may read a tensor; None for one consumer."""
         # What depends on no parameter and no input is whole on every rank; each reader cuts what it needs.
-        if node in self.searched and len(readers.get(node, ())) + len(leaving.get(node, ())) > 1:
-            ends = tuple([(id(self.options(reader)), position) for reader, position in readers.get(node, ())])
-            key = id(options), node.name in self.captured.parameters, ends
-            if key not in self._wanted:
-                wanted: dict[Layout, None] = {}
-                for reader, position in readers.get(node, ()):
-                    wanted |= dict.fromkeys([o.needs[position] for o in self.options(reader) or ()])
-                if node.name not in self.captured.parameters:
-                    wanted |= dict.fromkeys([o.result for o in options])
-                self._wanted[key] = list(wanted)
-            problem.readers[node] = (self._wanted[key], problem.add(len(self._wanted[key])))
+        if node not in self.searched or len(readers) + len(leaving) < 2:
+            return None
+        wanted: dict[Layout, None] = {}
+        for reader, position in readers:
+            wanted |= dict.fromkeys([o.needs[position] for o in self.options(reader) or ()])
+        if node.name not in self.captured.parameters:
+            wanted |= dict.fromkeys([o.result for o in options])
+        return list(wanted)
 
     def options(self, node: fx.Node) -> list[Option] | None:
         """The ways to run an operator or to keep a parameter; None for a node that has no choice and no tensors.
 
         Nodes that are alike have the very same list.
         """
-        if node not in self._known:
+        known = self._known.get(node)
+        if known is None and node not in self._known:
             kind = self._kind(node)
             if kind not in self._of_kind:
                 self._of_kind[kind] = self._options(node)
                 self._has_rule[kind] = self._rule_is_known(node)
-            self._known[node] = self._left_by_pins(node, self._of_kind[kind])
+            known = self._known[node] = self._left_by_pins(node, self._of_kind[kind])
             if not self._has_rule[kind]:
                 made = node.args[0] if node.target is operator.getitem else node
                 name = operator_name(made.target)  # type: ignore[union-attr]
                 self.unruled[name] = self.unruled.get(name, 0) + 1
-        return self._known[node]
+        return known
 
     def _left_by_pins(self, node: fx.Node, options: list[Option] | None) -> list[Option] | None:
         """The options that the user's pins leave; the same list where they leave the same."""
-        if options is None:
-            return None
+        if options is None or not self.pins:
+            return options
         left = self.pins.options(node, options)
         key = id(options), tuple([id(o) for o in left]) if len(left) < len(options) else ()
         return self._left.setdefault(key, left)
@@ -217,9 +263,9 @@ class SearchSpace:
                 users = tuple([self.size.call(u) for u in node.users if u.op == "call_function"])
             rest = self.captured.rest_dtypes.get(name)
             pinned = self.pinned.get(name)
-            own = name if node in self.pins else ""
+            own = name if self.pins and node in self.pins else ""
             return "parameter", self.size.tensor(node), rest, self.experts.parameters.get(node), pinned, users, own
-        if node.op != "call_function" or not is_tensor(node) or node not in self.searched:
+        if node.op != "call_function" or self.size.tensor(node) < 0 or node not in self.searched:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
         return "call", self.size.call(node), self.experts.factors.get(node), node in self.again, self._is_kept(node)
 
@@ -326,44 +372,29 @@ class SearchSpace:
 
     # -- prices between variables -----------------------------------------------------------------------------------
 
-    def _connect(
-        self,
-        problem: Problem,
-        producer: Variable,
-        consumers: Sequence[tuple[fx.Node, int]],
-        leaving: Sequence[Layout],
-    ) -> None:
-        """Adds what it costs to bring a tensor to all its consumers; worked out once for consumers that are alike."""
-        readers = [(problem.variables[node], i) for node, i in consumers if node in problem.variables]
-        if not readers and not leaving:
-            return
+    def _connect(self, problem: Problem, producer: Variable) -> None:
+        """Adds what it costs to bring a tensor to all its consumers."""
         node = producer.node
-        tensor = self.size.tensor(node) if is_tensor(node) else -1
-        ends = tuple([(id(reader.options), i) for reader, i in readers])
-        key = (id(producer.options), tensor, ends, tuple(leaving))
-        if key not in self._prices:
-            layouts = problem.readers[node][0] if node in problem.readers else None
-            self._prices[key] = self._pricer.price(producer, readers, leaving, layouts)
-        prices = self._prices[key]
-        numbers = [reader.number for reader, _ in readers]
-        if node in problem.readers:
-            shared = problem.readers[node][1]
-            scope: tuple[int, ...] = (producer.number, shared)
-            for number, table in zip(numbers, prices.readers, strict=False):
-                problem.factors.append(Factor((shared, number), table))
-            for table in prices.leaving:
-                problem.factors.append(Factor((shared,), table))
-        elif node not in self.searched:
-            for number, table in zip(numbers, prices.readers, strict=False):
-                problem.factors.append(Factor((producer.number, number), table))
-            for table in prices.leaving:
-                problem.factors.append(Factor((producer.number,), table))
+        if node not in self._ends:
             return
-        else:
-            scope = (producer.number, *numbers)
-        problem.factors.append(Factor(scope, prices.source))
-        if prices.usage is not None:
-            problem.usage.append(Factor(scope, prices.usage))
+        ends, consumers = self._ends[node]
+        readers = [(problem.variables[reader], position) for reader, position in consumers]
+        if ends.prices is None:
+            ends.prices = self._pricer.price(producer, readers, ends.leaving, ends.shared)
+        prices, factors = ends.prices, problem.factors
+        first, scope = producer.number, (producer.number, *[reader.number for reader, _ in readers])
+        if ends.shared is not None:
+            first = problem.readers[node][1]
+            scope = producer.number, first
+        if ends.shared is not None or node not in self.searched:
+            for (reader, _), table in zip(readers, prices.readers, strict=False):
+                factors.add((first, reader.number), table)
+            for table in prices.leaving:
+                factors.add((first,), table)
+        if node in self.searched:
+            factors.add(scope, prices.source)
+            if prices.usage is not None:
+                problem.usage.add(scope, prices.usage)
 
     def _forbidden(self, node: fx.Node, options: Sequence[Option], columns: Sequence[Layout]) -> np.ndarray:
         """What a preset forbids between a parameter at rest and its use, as infinite prices."""

@@ -16,18 +16,19 @@ graph; where that is enough, the rest is minimised exactly.  So nothing is dropp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 from torch import fx
 
 from autoparallel.placements import Layout
-from autoparallel.planner.elimination import Array, Factor, TooWide, evaluate
+from autoparallel.planner.elimination import TooWide
+from autoparallel.planner.factors import Array, Factor, Factors, evaluate
 from autoparallel.planner.options import Option
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.solver import FoldedNetwork, minimise
 
-Solve = Callable[[Sequence[int], Sequence[Factor], Sequence[Factor], bool], Sequence[int]]
+Solve = Callable[[Sequence[int], Factors, Factors, bool], Sequence[int]]
 """Minimises costs; with the flag, within the limit on usage."""
 
 States = np.ndarray
@@ -68,7 +69,7 @@ def minimise_by_pairs(problem: Problem, axes: int, solve: Solve) -> list[int]:
 
 
 def prove(
-    sizes: Sequence[int], factors: Sequence[Factor], choices: Sequence[int], exact: bool = True
+    sizes: Sequence[int], factors: Iterable[Factor], choices: Sequence[int], exact: bool = True
 ) -> tuple[Sequence[int], float]:
     """The best assignment known, and what none costs less than (see [Note: far ends]).
 
@@ -76,9 +77,11 @@ def prove(
         choices: an assignment.
         exact: whether a better one may be looked for; not where there is a limit that ``factors`` do not know.
     """
+    factors = Factors.of(factors)
     cost = evaluate(factors, choices)
-    kept: list[States] = [np.arange(size) for size in sizes]
-    left, bound = list(factors), -np.inf
+    whole = {size: np.arange(size) for size in set(sizes)}  # alike stays alike, so that it folds
+    kept: list[States] = [whole[size] for size in sizes]
+    left, bound = factors, -np.inf
     for variable in _far_ends(sizes, factors):
         counts = [len(states) for states in kept]
         folded = FoldedNetwork(counts, left, max_table=BOUND_TABLE, relax=True, kept=variable)
@@ -103,13 +106,13 @@ def prove(
     return choices, min(bound, cost)
 
 
-def _far_ends(sizes: Sequence[int], factors: Sequence[Factor]) -> list[int]:
+def _far_ends(sizes: Sequence[int], factors: Factors) -> list[int]:
     """The variables with most states whose neighbours lie furthest apart in the order of the graph."""
     first, last = np.arange(len(sizes)), np.arange(len(sizes))
-    for factor in factors:
-        low, high = min(factor.variables, default=0), max(factor.variables, default=0)
-        for v in factor.variables:
-            first[v], last[v] = min(first[v], low), max(last[v], high)
+    for _, scopes in factors.everywhere():
+        for axis in range(scopes.shape[1]):
+            np.minimum.at(first, scopes[:, axis], scopes.min(axis=1))
+            np.maximum.at(last, scopes[:, axis], scopes.max(axis=1))
     reach = (last - first) * np.log(np.array(sizes, dtype=np.float64))
     return sorted(range(len(sizes)), key=lambda v: (-float(reach[v]), v))[:FAR_ENDS]
 
@@ -151,13 +154,16 @@ def _agrees(option: Option, held: Option | None, axis: int) -> bool:
     return _on(option, axis) == _on(held, axis)
 
 
-def _sliced(factors: Sequence[Factor], kept: Sequence[States]) -> list[Factor]:
+def _sliced(factors: Factors, kept: Sequence[States]) -> Factors:
     """The tables over the states that are left; a table that is used twice stays one table."""
-    known: dict[Hashable, Array] = {}
-    out = []
-    for factor in factors:
-        key = (id(factor.cost), *[id(kept[v]) for v in factor.variables])
-        if key not in known:
-            known[key] = factor.cost[np.ix_(*[kept[v] for v in factor.variables])]
-        out.append(Factor(factor.variables, known[key]))
+    out = Factors()
+    names = [id(states) for states in kept]
+    for table, places in zip(factors.tables, factors.places, strict=True):
+        known: dict[Hashable, Array] = {}
+        for scope in places:
+            key = tuple([names[v] for v in scope])
+            if key not in known:
+                whole = all(len(kept[v]) == size for v, size in zip(scope, table.shape, strict=True))
+                known[key] = table if whole else table[np.ix_(*[kept[v] for v in scope])]
+            out.add(scope, known[key])
     return out

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from autoparallel.planner import elimination, integer_program
 from autoparallel.planner.budget import minimise_with_budget
-from autoparallel.planner.elimination import Factor, Infeasible, TooWide, evaluate
+from autoparallel.planner.elimination import Infeasible, TooWide
+from autoparallel.planner.factors import Factor, evaluate
 from autoparallel.planner.solver import minimise
 
 Problem = tuple[list[int], list[Factor]]

@@ -16,7 +16,8 @@ from autoparallel.plan import Plan, PlanError
 from autoparallel.planner import search as search_module
 from autoparallel.planner import wide as wide_module
 from autoparallel.planner.budget import minimise_with_budget
-from autoparallel.planner.elimination import Factor, TooWide, evaluate
+from autoparallel.planner.elimination import TooWide
+from autoparallel.planner.factors import Factor, evaluate
 from autoparallel.planner.hardware import H100, Profile
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
@@ -129,7 +130,7 @@ class TestFolding:
         for layers in (8, 16):
             space = _space(512, layers, 256, (8, 8))
             problem = space.build()
-            rest.append((len(space._of_kind), len(space._prices)))
+            rest.append((len(space._of_kind), len(space._ends_alike)))
             assert len(problem.sizes) > 10 * layers
         assert rest[0] == rest[1]
 

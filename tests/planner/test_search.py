@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from autoparallel.capture import Captured, capture, describe_inputs
 from autoparallel.placements import parse_layout
 from autoparallel.plan import Plan, PlanError
-from autoparallel.planner.elimination import evaluate
+from autoparallel.planner.factors import evaluate
 from autoparallel.planner.hardware import H100, Profile
 from autoparallel.planner.integer_program import solve
 from autoparallel.planner.presets import constraints_for

@@ -1,0 +1,142 @@
+"""Sums of cost tables over discrete variables: what the search minimises.
+
+A model has tens of thousands of tables, most of them the same few hundred at other places; so each is written down
+once, with everywhere it stands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Scope = tuple[int, ...]
+Scopes = npt.NDArray[np.intp]
+"""One row of variables for each place."""
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """A cost table over one or more variables; its shape is the sizes of these variables, np.inf forbids an entry."""
+
+    variables: Scope
+    cost: Array
+
+
+class Factors(Iterable[Factor]):
+    """A sum of factors, by table.
+
+    Attributes:
+        tables: the different ones.
+        places: the variables of each, everywhere it stands.
+    """
+
+    def __init__(self, factors: Iterable[Factor] = ()) -> None:
+        self.tables: list[Array] = []
+        self.places: list[list[Scope]] = []
+        self._places: dict[tuple[int, int], list[Scope]] = {}
+        self._arrays: dict[int, Scopes] = {}
+        for factor in factors:
+            self.add(factor.variables, factor.cost)
+
+    @classmethod
+    def of(cls, factors: Iterable[Factor]) -> Factors:
+        """The same factors by table."""
+        return factors if isinstance(factors, Factors) else cls(factors)
+
+    def add(self, scope: Scope, table: Array) -> None:
+        """Adds a table over some variables."""
+        self._at(table, len(scope)).append(scope)
+
+    def extend(self, table: Array, places: Sequence[Scope]) -> None:
+        """Adds a table at some places."""
+        if places:
+            self._at(table, len(places[0])).extend(places)
+
+    def joined(self, other: Factors) -> Factors:
+        """Both sums in one."""
+        out = Factors()
+        for factors in (self, other):
+            for table, places in zip(factors.tables, factors.places, strict=True):
+                out.extend(table, places)
+        return out
+
+    def _at(self, table: Array, arity: int) -> list[Scope]:
+        places = self._places.get((id(table), arity))  # an id is unique while its owner lives
+        if places is None:
+            places = self._places[id(table), arity] = []
+            self.tables.append(table)
+            self.places.append(places)
+        return places
+
+    def everywhere(self) -> Iterator[tuple[Array, Scopes]]:
+        """Every table, and where it stands as an array."""
+        for number, (table, places) in enumerate(zip(self.tables, self.places, strict=True)):
+            known = self._arrays.get(number)
+            if known is None or len(known) < len(places):
+                known = self._arrays[number] = np.array(places, dtype=np.intp).reshape(len(places), -1)
+            yield table, known
+
+    def entries(self, choices: Sequence[int]) -> Iterator[tuple[Scopes, Array]]:
+        """Where each table stands, and its entries there at the given choices."""
+        chosen = np.asarray(choices, dtype=np.intp)
+        for table, scopes in self.everywhere():
+            at = tuple([chosen[scopes[:, axis]] for axis in range(scopes.shape[1])])
+            yield scopes, table[at] if at else np.full(len(scopes), table)
+
+    def __iter__(self) -> Iterator[Factor]:
+        for table, places in zip(self.tables, self.places, strict=True):
+            for scope in places:
+                yield Factor(scope, table)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.places))
+
+
+def evaluate(factors: Iterable[Factor], choices: Sequence[int]) -> float:
+    """The sum of the factors' entries at the given choices."""
+    entries = Factors.of(factors).entries(choices)
+    return math.fsum(itertools.chain.from_iterable([values.tolist() for _, values in entries]))
+
+
+def check_scopes(sizes: npt.NDArray[np.intp], table: Array, scopes: Scopes) -> None:
+    """Raises ValueError where a table does not fit its variables."""
+    arity = scopes.shape[1]
+    wrong = ((scopes < 0) | (scopes >= len(sizes))).any(axis=1)
+    for axis in range(1, arity):
+        wrong |= (scopes[:, :axis] == scopes[:, axis:][:, :1]).any(axis=1)
+    if wrong.any():
+        scope = tuple(scopes[wrong][0].tolist())
+        raise ValueError(f"the variables of a factor must be distinct and below {len(sizes)}: {scope}")
+    for axis in range(arity):
+        wrong |= sizes[scopes[:, axis]] != (table.shape[axis] if table.ndim == arity else -1)
+    if table.ndim != arity or wrong.any():
+        scope = tuple(scopes[wrong if arity else slice(None)][0].tolist())
+        raise ValueError(f"the table over variables {scope} has shape {table.shape}, not their sizes")
+
+
+def checked_cost(table: Array, scope: Sequence[int]) -> Array:
+    """The table in float64. Raises ValueError for entries that no sum can hold."""
+    cost = np.asarray(table, dtype=np.float64)
+    if not (cost > -np.inf).all():
+        raise ValueError(f"the table over variables {tuple(scope)} has entries that are NaN or minus infinity")
+    return cost
+
+
+def merge(sizes: Sequence[int], factors: Iterable[Factor]) -> dict[Scope, Array]:
+    """Checked tables by sorted variables, in order of first appearance; those over the same variables are added up."""
+    counts = np.array(sizes, dtype=np.intp)
+    tables: dict[Scope, Array] = {}
+    for table, scopes in Factors.of(factors).everywhere():
+        check_scopes(counts, table, scopes)
+        cost = checked_cost(table, scopes[0])
+        for scope in scopes.tolist():
+            ordered = tuple(sorted(scope))
+            moved = cost if ordered == tuple(scope) else cost.transpose([scope.index(v) for v in ordered])
+            tables[ordered] = tables[ordered] + moved if ordered in tables else np.asarray(moved, order="C")
+    return tables
