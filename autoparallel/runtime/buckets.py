@@ -34,6 +34,7 @@ class ParameterBucket(nn.Module):
         super().__init__()
         self.bucket = bucket
         self.store = store
+        self.placeholders = [name for chain in bucket.chains for name in chain.placeholders]
         self.hooks: RegatherHooks | None = None
         self.following: ParameterBucket | None = None
         self._started: Callable[[], Tensors] | None = None

@@ -219,11 +219,13 @@ class PipelineRunner:
         run = _Run(leaves, self._forms_of(specs), random, differentiate, count, scale)
         try:
             lent = self._exchanging(self.tied.lend)
+            for stage in self.stages.values():
+                stage.begin(differentiate)
             for step in self.steps(differentiate, count):
                 self._do(run, step)
             for work, _, transfer in run.sending:
                 self._wait(work, transfer)
-            sums = {i: stage.gradients.take() for i, stage in self.stages.items()}
+            sums = {i: stage.end() for i, stage in self.stages.items()}
             totals = self._exchanging(lambda: self.tied.merge(sums)) if differentiate else {}
             self._exchanging(lent)
             combined = self._combine(run)
@@ -301,7 +303,6 @@ class PipelineRunner:
     def _forward(self, run: _Run, action: Action) -> None:
         stage, m = self.stages[action.stage], action.microbatch
         received = {c.number: self._arrived(run, (FORWARD, c.number, stage.index, m)) for c in stage.graph.received}
-        stage.gradients.synchronise = self.store.synchronise and m == run.count - 1
         set_random_state(replace(run.random, microbatch=m, microbatches=run.count))
         made = stage.forward(m, run.leaves[m], received, run.buffers, run.differentiate)
         run.buffers.update(made.buffers)

@@ -55,10 +55,18 @@ class Runner:
         return self(call.leaves)
 
     def __call__(
-        self, leaves: Sequence[Any], buffers: Mapping[str, torch.Tensor] | None = None
+        self,
+        leaves: Sequence[Any],
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        held: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The local outputs for local inputs; ``buffers`` replaces some of the model's, by name."""
-        values: dict[str, Any] = {**self.fixed}
+        """The local outputs for local inputs.
+
+        Args:
+            buffers: replace some of the model's, by name.
+            held: parameters as they are used that are there already, by placeholder: whole buckets of them.
+        """
+        values: dict[str, Any] = {**self.fixed, **(held or {})}
         for name, path in self.program.captured.buffers.items():
             given = buffers.get(path) if buffers else None
             values[name] = self.plain.get_buffer(path) if given is None else given
@@ -66,9 +74,8 @@ class Runner:
             if leaf_name is not None:
                 values[leaf_name] = leaf
         for bucket in self.hoisted:
-            results = iter(bucket())
-            for chain in bucket.bucket.chains:
-                values.update(zip(chain.placeholders, results, strict=False))
+            if bucket.placeholders[0] not in values:
+                values.update(zip(bucket.placeholders, bucket(), strict=True))
         arguments = [values[name] for name in self.order]
         if not self.per_use:
             return self.body(*arguments)

@@ -4,12 +4,17 @@
 when the user differentiates the loss.  So each stage adds up its gradients apart, in the layouts in which they are
 made, without communication; ``backward()`` then scales them by what the user has done to the loss, and gives them to
 the store like those of any other backward: they are added to ``.grad`` under ``no_sync()``, or reduced, once.
+
+[Note: parameters of a schedule] Parameters stay the same while a schedule runs.  So those that a step gathers once, or
+that are not gathered, are handed to the stage once, as leaves: autograd adds the gradients of all microbatches to those
+of the leaves, each as soon as it is made.  It adds in place, and what it adds to is the first gradient it got, whose
+memory may be another's, too: two parameters that are viewed and added get views of one gradient.  So these are copied.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +27,7 @@ from autoparallel.passes.split_weight_gradients import Deferred, collect_deferre
 from autoparallel.placements import largest_piece
 from autoparallel.program import LocalProgram
 from autoparallel.redistribution import Step
+from autoparallel.runtime.buckets import ParameterBucket
 from autoparallel.runtime.gradients import GradientStore, Tensors
 from autoparallel.runtime.runner import Runner
 
@@ -39,6 +45,39 @@ class StageGradients:
         self.parameters = {**store.parameters, **borrowed}
         self.synchronise = False
         self.sums: dict[str, torch.Tensor] = {}
+        self._held: list[tuple[ParameterChain, list[torch.Tensor]]] = []
+        self._without: list[torch.Tensor] = []  # leaves that have no gradient yet
+        self._taken: set[int] = set()  # where the memory of gradients lies that the leaves, or others, have
+
+    def hold(self, bucket: ParameterBucket, differentiate: bool) -> dict[str, torch.Tensor]:
+        """A bucket's parameters for all microbatches of a call, by placeholder (see [Note: parameters of a schedule]).
+        """
+        leaves = [value.detach() for value in bucket.gather()]
+        held = dict(zip(bucket.placeholders, leaves, strict=True))
+        for chain in bucket.bucket.chains if differentiate else ():
+            if chain.trainable:
+                mine = [held[name].requires_grad_() for name in chain.placeholders]
+                for leaf in mine:
+                    if leaf.dtype != chain.accumulator_dtype:
+                        leaf.grad_dtype = chain.accumulator_dtype
+                self._held.append((chain, mine))
+                self._without += mine
+        return held
+
+    def own(self, others: Iterable[torch.Tensor]) -> None:
+        """Sees to it, after a backward, that the leaves' gradients share no memory with each other or with others."""
+        if not self._without:
+            return
+        self._taken.update(x.untyped_storage().data_ptr() for x in others)
+        without = []
+        for leaf in self._without:
+            if leaf.grad is None:
+                without.append(leaf)
+                continue
+            if leaf.grad.untyped_storage().data_ptr() in self._taken:
+                leaf.grad = leaf.grad.clone(memory_format=torch.contiguous_format)
+            self._taken.add(leaf.grad.untyped_storage().data_ptr())
+        self._without = without
 
     def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Callable[[], Tensors]:
         """Takes tensors along their paths, as the store does."""
@@ -62,9 +101,18 @@ class StageGradients:
             torch._foreach_add_(sums, addends)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """The sums, which begin anew."""
-        taken, self.sums = self.sums, {}
+        """The sums, which begin anew; what was held is let go of."""
+        taken, held = self.sums, self._held
+        self.forget()
+        for chain, leaves in held:
+            grads = [leaf.grad for leaf in leaves]
+            if any(grad is not None for grad in grads):
+                taken[chain.name] = self.store.sum_uses(chain, grads).contiguous()
         return taken
+
+    def forget(self) -> None:
+        """Lets go of the sums and of what was held."""
+        self.sums, self._held, self._without, self._taken = {}, [], [], set()
 
 
 @dataclass
@@ -118,9 +166,29 @@ class Stage:
         self.index, self.graph, self.program, self.gradients, self.loss = index, graph, program, gradients, loss
         self.runner = Runner(program, gradients, plain, body)
         self._kept: dict[int, _Microbatch] = {}
+        self._held: dict[str, torch.Tensor] = {}
         modules = [n.meta.get("module", "") for n in program.body.graph.nodes if n.op == "call_function"]
         named = [m for m in modules if m]
         self.name = f"stage {index} ({named[0]} to {named[-1]})" if named else f"stage {index}"
+
+    def begin(self, differentiate: bool) -> None:
+        """Takes the parameters that stay the same for a call's microbatches."""
+        self.gradients.synchronise = self.gradients.store.synchronise
+        for bucket in self.runner.hoisted:
+            if bucket.bucket.gather != "per_microbatch":
+                self._held.update(self.gradients.hold(bucket, differentiate))
+
+    def end(self) -> dict[str, torch.Tensor]:
+        """The summed gradients of a call, by parameter."""
+        sums = self.gradients.take()
+        self.forget()
+        return sums
+
+    def forget(self) -> None:
+        """Lets go of all that a call has kept, or that an interrupted one has left."""
+        self._held = {}
+        self._kept.clear()
+        self.gradients.forget()
 
     def forward(
         self,
@@ -136,7 +204,7 @@ class Stage:
             x = received[crossing.number]
             inputs[crossing.number] = x.requires_grad_(differentiate and self.index in crossing.flows)
         with torch.set_grad_enabled(differentiate), collect_deferred() as deferred:
-            outputs = list(self.runner([*leaves, *inputs.values()], buffers))
+            outputs = list(self.runner([*leaves, *inputs.values()], buffers, self._held))
         captured, graph = self.graph.captured, self.graph
         count = len(captured.mutated_buffers)
         changed = {p: x.detach() for p, x in zip(captured.mutated_buffers, outputs[:count], strict=True)}
@@ -176,11 +244,12 @@ class Stage:
             seeds.append(torch.as_tensor(seed, dtype=kept.loss.dtype, device=kept.loss.device).reshape(()))
         if roots:
             torch.autograd.backward(roots, seeds)
-        back = {}
+        back: dict[int, torch.Tensor] = {}
         for crossing in self.graph.received:
             if self.index in crossing.flows:
                 x = kept.received[crossing.number]
                 back[crossing.number] = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
+        self.gradients.own(back.values())
         kept.received, kept.sent, kept.loss = {}, {}, None
         if not split:
             self.weights(microbatch)
@@ -196,11 +265,7 @@ class Stage:
                 roots[id(weight)] = (weight, grad if known is None else known[1] + grad)
         if roots:
             torch.autograd.backward([w for w, _ in roots.values()], [g for _, g in roots.values()])
-
-    def forget(self) -> None:
-        """Drops what an interrupted schedule has left."""
-        self._kept.clear()
-        self.gradients.take()
+            self.gradients.own(())
 
 
 @dataclass(frozen=True)
