@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal
@@ -15,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import WorkerError, WorkerPool, run_distributed
-from tests.runtime.support import raised
+from tests.runtime.support import off, raised
 
 
 class Layers(nn.Module):
@@ -95,6 +97,65 @@ def test_each_border_is_crossed_once_a_microbatch_and_gradients_are_reduced_once
         assert seen["gradients"] == {("all_reduce", "dp"): 2 if schedule == "zero_bubble_v" else 1}
         assert seen["clip"] == {("all_reduce", "pp+dp"): 1}
         assert seen["no_sync"]
+
+
+# --------------------------------------------------------------------------------------------- parameters of a schedule
+
+
+class Viewed(nn.Module):
+    """Two parameters that are viewed and added, between linears: autograd gives both of them views of one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.one, self.other = nn.Parameter(torch.zeros(2, 4)), nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.middle(torch.tanh(self.first(x)))) + (self.one.view(8) + self.other.view(8))
+        return self.last(x)
+
+
+class _SameValues(TorchDispatchMode):
+    """Counts calls that make another tensor of the same values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.view, torch.ops.aten.alias)
+        return func(*args, **(kwargs or {}))
+
+
+def _hand_out() -> dict[str, Any]:
+    import autoparallel
+
+    found: dict[str, Any] = {}
+    for schedule, per_rank in (("1f1b", 1), ("zero_bubble", 1)):
+        torch.manual_seed(0)
+        plain = Viewed().double()
+        x, y = (t.double() for t in data())
+        pipeline = autoparallel.Pipeline(schedule, 4, per_rank, ("middle/aten.linear#0",))
+        model = autoparallel.compile(copy.deepcopy(plain), pipeline_mesh(2), loss_fn=F.mse_loss, pipeline=pipeline)
+        model(x, y).backward()
+        F.mse_loss(plain(x), y).backward()
+        expected = {name: p.grad for name, p in plain.named_parameters()}
+        mine = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found[schedule] = max(off(grad, expected[name]) for name, grad in mine.items())
+    for microbatches in (2, 4):
+        model = compiled(pipeline_mesh(2), layers=8, microbatches=microbatches)
+        model(*data()).backward()
+        with _SameValues() as same:
+            model(*data()).backward()
+        found[f"{microbatches} microbatches"] = same.count
+    return found
+
+
+def test_parameters_are_handed_to_a_stage_once_and_every_microbatch_adds_to_their_gradients() -> None:
+    for seen in run_distributed(_hand_out, world_size=2):
+        assert seen["1f1b"] < 1e-12 and seen["zero_bubble"] < 1e-12
+        # Two microbatches more: handing a stage's 8 parameters out anew would make 16 tensors more in each of them.
+        assert seen["4 microbatches"] - seen["2 microbatches"] < 2 * 20
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
