@@ -50,8 +50,7 @@ class StageGradients:
         self._taken: set[int] = set()  # where the memory of gradients lies that the leaves, or others, have
 
     def hold(self, bucket: ParameterBucket, differentiate: bool) -> dict[str, torch.Tensor]:
-        """A bucket's parameters for all microbatches of a call, by placeholder (see [Note: parameters of a schedule]).
-        """
+        """A bucket's parameters for all microbatches of a call, by placeholder (see [Note: parameters of a schedule])."""
         leaves = [value.detach() for value in bucket.gather()]
         held = dict(zip(bucket.placeholders, leaves, strict=True))
         for chain in bucket.bucket.chains if differentiate else ():
@@ -281,9 +280,7 @@ class Form:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def form_of(
-    crossing: Crossing, program: LocalProgram, axis_sizes: Sequence[int], actual: Mapping[Any, int]
-) -> Form:
+def form_of(crossing: Crossing, program: LocalProgram, axis_sizes: Sequence[int], actual: Mapping[Any, int]) -> Form:
     """The form in which the stage of ``program`` receives a value, where the traced symbols are these sizes."""
     node = next(n for n in program.body.graph.nodes if n.op == "placeholder" and n.name == crossing.name)
     shape = [s if isinstance(s, int) else int(s.node.expr.subs(actual)) for s in node.meta["val"].shape]
