@@ -97,6 +97,11 @@ def is_compiled_call(filename: str, function: str) -> bool:
     return filename.endswith("eval_frame.py") and function in ("compile_wrapper", "_fn")
 
 
+def device_of_fake(value: FakeTensor) -> torch.device:
+    """The device that a fake tensor stands for; asked of the tensor itself, every mode would be asked, too."""
+    return value.fake_device
+
+
 def is_fake(value: object) -> bool:
     """Whether a value is a fake tensor, which has a shape but no data."""
     return isinstance(value, FakeTensor)
@@ -133,7 +138,8 @@ def _accumulates(node: Any) -> bool:
 
 
 __all__ = [
-    "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "free_unbacked_symbols", "graph_break_of",
-    "is_compiled_call", "is_fake", "leave_open", "local_of", "make_fake_mode", "make_spec", "mesh_without_groups",
-    "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of", "spec_of", "wrap_local",
+    "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "device_of_fake", "free_unbacked_symbols",
+    "graph_break_of", "is_compiled_call", "is_fake", "leave_open", "local_of", "make_fake_mode", "make_spec",
+    "mesh_without_groups", "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of", "spec_of",
+    "wrap_local",
 ]  # fmt: skip

@@ -86,6 +86,14 @@ class Captured:
             return value
         return int(value.node.expr.subs(self.actual))
 
+    def copy(self) -> Captured:
+        """The same graph once more, for another program to be made of."""
+        graph = fx.Graph()
+        known: dict[fx.Node, fx.Node] = {}
+        graph.output(graph.graph_copy(self.graph, known))
+        graph.output_node().meta = dict(self.graph.output_node().meta)
+        return replace(self, module=fx.GraphModule(nn.Module(), graph))
+
 
 @dataclass(frozen=True)
 class _Constant:

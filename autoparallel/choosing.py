@@ -30,7 +30,7 @@ from autoparallel.meshes import (
     stage_meshes,
 )
 from autoparallel.plan import PlanError, mesh_text
-from autoparallel.planning import Planner, Request, copy_captured
+from autoparallel.planning import Planner, Request
 from autoparallel.report.predict_stages import memory_by_rank, parameter_seconds
 from autoparallel.runtime.calls import Call
 from autoparallel.staged import StagedPlanner
@@ -135,7 +135,7 @@ class MeshSearch:
         else:
             planner = Planner(self.model, request)
         planner.thorough = False
-        graph = copy_captured(self.captured) if staged else self.captured
+        graph = self.captured.copy() if staged else self.captured
         try:
             plan = planner.search(graph, self.call)
         except ValueError as error:

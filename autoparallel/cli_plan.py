@@ -21,7 +21,7 @@ from autoparallel.plan import Plan, PlanError, mesh_text
 from autoparallel.planner.hardware import PROFILES, profile_for
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.presets import EXPERT_AXIS, PRESETS
-from autoparallel.planning import Planner, Request, call_of, copy_captured, draft_captured, limit_in_bytes
+from autoparallel.planning import Planner, Request, call_of, draft_captured, limit_in_bytes
 from autoparallel.report.comparison import Entry, Workload, comparison_table, workload_of
 from autoparallel.report.meshes import explain_choice
 from autoparallel.report.reasons import Reasons
@@ -257,7 +257,7 @@ def compare(
         chosen = not entries
         # Presets are compared as they are: without pins, and without a limit that would change them.
         asked = request if chosen else replace(request, plan=name, pins=Pins(), memory_limit=None)
-        graph = copy_captured(captured)
+        graph = captured.copy()
         try:
             with _phases(phase, name) as told:
                 if stages:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
@@ -33,6 +33,7 @@ from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import LocalProgram, build_program, input_layouts, wanted_outputs
 from autoparallel.redistribution import Redistributor
+from autoparallel.report.extrapolate import extrapolated_seconds
 from autoparallel.report.predict import Prediction, predict
 from autoparallel.runtime.calls import Call
 
@@ -149,20 +150,28 @@ class Planner:
                 return self._search(captured, call, request.origin, at_rest, request.memory_limit)
         if not self.thorough or request.plan != "auto" or not request.profile.overlap or at_rest is not None:
             return self._search_within(captured, call, request.origin, at_rest, request.memory_limit)
+
+        def timed(graph: Captured, plan: Plan) -> float:
+            return self._predict_copy(graph, plan, call).seconds()
+
         best: tuple[float, Plan] | None = None
         free: ValueError | None = None
-        names = [name for name, _ in request.axes]
+        names, limit = [name for name, _ in request.axes], request.memory_limit
         for preset in PRESETS if EXPERT_AXIS in names else [p for p in PRESETS if p != "expert_parallel"]:
-            limit = request.memory_limit
             try:
                 plan = self._search_within(captured, call, preset, None, limit if preset == "auto" else None)
             except ValueError as error:
                 free = error if preset == "auto" else free
                 continue
-            prediction = self._predict(captured, plan, call)
-            fits = preset == "auto" or limit is None or prediction.total_memory <= limit
-            if fits and (best is None or prediction.seconds() < best[0]):
-                best = prediction.seconds(), replace(plan, origin="auto")
+            assert plan.cost is not None and plan.estimate is not None
+            # What travels for parameters is all that can hide.
+            if best is not None and plan.cost - sum(plan.estimate.parameters.values()) >= best[0]:
+                continue
+            seconds = extrapolated_seconds(captured, plan, timed)
+            if best is not None and seconds >= best[0]:
+                continue
+            if preset == "auto" or limit is None or self._predict(captured, plan, call).total_memory <= limit:
+                best = seconds, replace(plan, origin="auto")
         if best is None:
             assert free is not None
             raise free
@@ -200,7 +209,11 @@ class Planner:
         return [{}, {**alone, **{name: together[name] for name in alone if name in together}}] if alone else [{}]
 
     def _predict(self, captured: Captured, plan: Plan, call: Call) -> Prediction:
-        graph = copy_captured(captured)
+        """What a step is predicted to cost."""
+        return self._predict_copy(captured.copy(), plan, call)
+
+    def _predict_copy(self, graph: Captured, plan: Plan, call: Call) -> Prediction:
+        """The same for a graph that is used up."""
         self.rewrite(graph, plan)
         return predict(self.build(graph, plan, call, "mesh0"), plan, self.request.profile)
 
@@ -237,7 +250,7 @@ class Planner:
         best: Plan | None = None
         failed: PlanError | None = None
         for padded in self._paddings(captured, constraints, at_rest):
-            graph = copy_captured(captured) if padded else captured
+            graph = captured.copy() if padded else captured
             pad_vocabulary(graph.module, graph.parameters, padded)
             try:
                 plan = self._search_graph(graph, call, origin, constraints, at_rest, limit, recompute, room)
@@ -337,15 +350,6 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_t
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     specs, batch = describe_inputs(leaves)
     return Call((), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
-
-
-def copy_captured(captured: Captured) -> Captured:
-    """The same graph once more, for another program to be made of."""
-    graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(captured.graph, known))
-    graph.output_node().meta = dict(captured.graph.output_node().meta)
-    return replace(captured, module=fx.GraphModule(nn.Module(), graph))
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class StagedPlanner(Planner):
     def __init__(self, model: nn.Module, request: Request, ranks: int, pipeline: Pipeline) -> None:
         super().__init__(model, replace(request, memory_limit=None))
         self.memory_limit, self.ranks, self.pipeline = request.memory_limit, ranks, pipeline
+        self.thorough = False  # what a whole model hides is not what its stages hide
         self.stages: PipelinePlan | None = None
 
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
@@ -55,23 +56,42 @@ class StagedPlanner(Planner):
             keys = {node.meta["key"] for node in staged_nodes(captured)}
             cuts = known.cuts if keys.issuperset(known.cuts) else None
             pipeline = Pipeline(known.schedule, known.microbatches, known.count // known.ranks, cuts)
-            counts = [_count(known, captured, call)]
+            tries = [[_count(known, captured, call)]]
         else:
-            counts = microbatch_counts(call.batch, self.ranks, pipeline)
-        if not captured.actual and max(counts) > 1 and any(isinstance(s, InputSpec) for s in call.specs):
+            tries = [microbatch_counts(call.batch, self.ranks, pipeline)]
+            if self.memory_limit is not None and pipeline.microbatches is None:  # the more, the less is in flight
+                tries += [[m] for m in _multiples(tries[0][0], call.batch)]
+        if not captured.actual and max(tries[0]) > 1 and any(isinstance(s, InputSpec) for s in call.specs):
             raise PlanError(
                 f"the model fixes the batch size at {call.batch}, so that it cannot be cut into microbatches: use "
                 "x.shape[0] instead of a number"
             )
-        captured.actual = sizes_of(captured, micro_specs(call.specs, counts[0]))
-        plan = super().search(captured, call, at_rest)
-        self.rewrite(captured, plan)
-        profile = self.request.profile
-        planner = StagePlanner(
-            captured, plan, profile, self.redistributor, PIPELINE_AXIS, self.ranks, self.memory_limit
-        )
+        best: tuple[Plan, Captured] | None = None
+        failed: PlanError | None = None
+        for counts in tries:
+            graph = captured.copy()
+            graph.actual = sizes_of(captured, micro_specs(call.specs, counts[0]))
+            try:
+                plan = super().search(graph, call, at_rest)
+                self.rewrite(graph, plan)
+                found = self._cut(graph, plan).choose(counts, pipeline, checked=known is None)
+            except PlanError as error:
+                failed = failed or error
+                continue
+            if best is not None and best[0].pipeline is not None and found.seconds >= best[0].pipeline.seconds:
+                break
+            best = replace(plan, pipeline=found), graph
+        if best is None:
+            assert failed is not None
+            raise failed
+        captured.module, captured.actual = best[1].module, best[1].actual
+        return best[0]
+
+    def _cut(self, captured: Captured, plan: Plan) -> StagePlanner:
+        profile, limit = self.request.profile, self.memory_limit
+        planner = StagePlanner(captured, plan, profile, self.redistributor, PIPELINE_AXIS, self.ranks, limit)
         planner.may_split = not self.request.hoist_all
-        return replace(plan, pipeline=planner.choose(counts, pipeline, checked=known is None))
+        return planner
 
     def build_stages(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> StagedProgram:
         """The local program of every stage, the same on all ranks."""
@@ -132,6 +152,14 @@ def draft_stages(planner: StagedPlanner, captured: Captured, call: Call, told: T
     busiest = max(range(planner.ranks), key=lambda rank: (sent.calls[rank] + sent.gradients[rank]).total_bytes)
     predicted = replace(predicted, forward=sent.calls[busiest], gradients=sent.gradients[busiest])
     return Draft(plan, None, predicted)
+
+
+def _multiples(count: int, batch: int) -> list[int]:
+    """Twice a number of microbatches, four times and so on, as far as the batch can be cut so."""
+    found = []
+    while batch % (count := 2 * count) == 0:
+        found.append(count)
+    return found
 
 
 def _count(pipeline: PipelinePlan, captured: Captured, call: Call) -> int:

@@ -46,9 +46,15 @@ class Sizes:
 
     def __init__(self, actual: Mapping[Any, int]) -> None:
         self.actual = actual
+        self._known: dict[Any, int] = {}
 
     def __call__(self, value: Any) -> int:
-        return value if isinstance(value, int) else int(value.node.expr.subs(self.actual))
+        if isinstance(value, int):
+            return value
+        expression = value.node.expr
+        if expression not in self._known:
+            self._known[expression] = int(expression.subs(self.actual))
+        return self._known[expression]
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """The node's global shape in that call."""

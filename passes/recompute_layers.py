@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel import ops
+from autoparallel.passes.leave_out_layers import stretches_of_layers
 from autoparallel.passes.name_nodes import layer_of
 
 
@@ -69,17 +70,10 @@ class Region(nn.Module):
 def find_layers(graph: fx.Graph) -> list[str]:
     """The layers of a model that can be recomputed: items of a list or a sequence of modules whose calls stand
     together, and which save something that only they read, in the order of the graph."""
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    places: dict[str, list[int]] = {}
-    for i, node in enumerate(calls):
-        layer = layer_of(node)
-        if layer is not None:
-            places.setdefault(layer, []).append(i)
     found = []
-    for layer, place in places.items():
-        inside = set(calls[place[0] : place[-1] + 1])
-        saves = any(n.meta["backward"] and inside.issuperset(n.users) for n in inside)
-        if saves and len(place) == place[-1] - place[0] + 1:
+    for layer, stretch in stretches_of_layers(graph).items():
+        inside = set(stretch)
+        if any(node.meta["backward"] and inside.issuperset(node.users) for node in stretch):
             found.append(layer)
     return found
 

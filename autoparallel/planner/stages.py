@@ -14,7 +14,6 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -312,7 +311,6 @@ class StagePlanner:
 
     def _rows(self, size: Sizes) -> list[_Row]:
         whole = (Invariant,) * len(self.sizes)
-        size = _KnownSizes(size.actual)
         made: dict[fx.Node, Layout] = {}
         seen: set[fx.Node] = set()
         rows = []
@@ -420,22 +418,6 @@ def _fewest(costs: Sequence[Array], combine: np.ufunc) -> tuple[float, list[int]
         end = int(choices[end])
         found.append(end)
     return float(best[-1]), found[::-1]
-
-
-class _KnownSizes(Sizes):
-    """Sizes that are asked for again and again."""
-
-    def __init__(self, actual: Mapping[Any, int]) -> None:
-        super().__init__(actual)
-        self._known: dict[Any, int] = {}
-
-    def __call__(self, value: Any) -> int:
-        if isinstance(value, int):
-            return value
-        expression = value.node.expr
-        if expression not in self._known:
-            self._known[expression] = super().__call__(value)
-        return self._known[expression]
 
 
 def boundary_layout(node: fx.Node, plan: Plan) -> Layout:

@@ -1,0 +1,64 @@
+"""What a deep model costs, told from two short ones, is what its whole program is predicted to cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autoparallel.capture import Captured
+from autoparallel.plan import Plan
+from autoparallel.planner.hardware import H100
+from autoparallel.planning import Planner, Request, call_of
+from autoparallel.report.extrapolate import extrapolated_seconds
+
+LAYERS, WIDTH, ROWS = 12, 512, 4096
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("preset", "recompute"), [("auto", 0), ("data_parallel", 0), ("fsdp", 0), ("tensor_parallel", 0), ("fsdp", 4)]
+)
+def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int) -> None:
+    request = Request((("dp", 4), ("tp", 4)), H100, preset, loss_fn=nn.functional.mse_loss)
+    planner = Planner(Model(), request)
+    x = torch.empty(ROWS, 64, device="meta")
+    call = call_of((x, x), with_target=True)
+    captured = planner.capture(call)
+    layers = tuple(f"blocks.{i}" for i in range(recompute))
+    plan = planner.search(captured, call)
+    plan = replace(plan, recompute=layers)
+    nodes: list[int] = []
+
+    def seconds(graph: Captured, plan: Plan) -> float:
+        nodes.append(len(graph.graph.nodes))
+        return planner._predict_copy(graph, plan, call).seconds()
+
+    found = extrapolated_seconds(captured, plan, seconds)
+    assert len(nodes) > 1 and max(nodes) < 0.8 * len(captured.graph.nodes)  # of shorter models indeed
+    assert found == pytest.approx(seconds(captured, plan), rel=0.02 if recompute else 1e-6)
