@@ -29,6 +29,7 @@ from autoparallel.planner.hardware import Profile
 from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.pins import Pins
 from autoparallel.planner.presets import EXPERT_AXIS, PRESETS, Constraints, constraints_for
+from autoparallel.planner.problem import Schedule
 from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import LocalProgram, build_program, input_layouts, wanted_outputs
@@ -109,6 +110,7 @@ class Planner:
         sizes, profile = request.sizes, request.profile
         self.redistributor = Redistributor(sizes, partial(profile.step_seconds, sizes))
         self.thorough = True  # whether presets are looked at, too (see [Note: what overlaps])
+        self.schedule = Schedule()  # of a step that is planned for
         # With a limit, when gradients are reduced is chosen on the first program that trains, for all kinds.
         self.reductions: Mapping[str, str] | None = None
         if isinstance(request.plan, Plan):
@@ -294,6 +296,7 @@ class Planner:
             input_layouts=input_layouts(captured, call.specs, call.layouts),
             pins=request.pins.resolve(captured, request.axes),
             recompute=recompute,
+            schedule=self.schedule,
         )
         plan = replace(search(space, origin, limit, room), recompute=tuple(recompute))
         cutting = constraints.tensor or {*range(len(request.axes))} - constraints.data

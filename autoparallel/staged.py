@@ -16,6 +16,7 @@ from autoparallel.passes.cut_stages import CutError, cut_stages, staged_nodes
 from autoparallel.passes.split_weight_gradients import split_weight_gradients
 from autoparallel.placements import Invariant
 from autoparallel.plan import ParameterPlan, Plan, PlanError
+from autoparallel.planner.problem import Schedule
 from autoparallel.planner.stages import StagePlanner, boundary_layout, microbatch_counts
 from autoparallel.planning import Draft, Planner, Request, Told
 from autoparallel.program import LocalProgram, build_program
@@ -30,6 +31,9 @@ from autoparallel.runtime.stages import Stage, StageGradients
 from autoparallel.runtime.tied import TiedParameters, find_ties
 from autoparallel.schedules import SPLIT
 from autoparallel.staging import PIPELINE_AXIS, Pipeline, PipelinePlan
+
+WORTHWHILE = 0.1
+"""The part of a schedule in which ranks wait from which on more microbatches are tried, beyond the usual."""
 
 
 class StagedPlanner(Planner):
@@ -46,7 +50,6 @@ class StagedPlanner(Planner):
     def __init__(self, model: nn.Module, request: Request, ranks: int, pipeline: Pipeline) -> None:
         super().__init__(model, replace(request, memory_limit=None))
         self.memory_limit, self.ranks, self.pipeline = request.memory_limit, ranks, pipeline
-        self.thorough = False  # what a whole model hides is not what its stages hide
         self.stages: PipelinePlan | None = None
 
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
@@ -66,24 +69,32 @@ class StagedPlanner(Planner):
                 f"the model fixes the batch size at {call.batch}, so that it cannot be cut into microbatches: use "
                 "x.shape[0] instead of a number"
             )
+        # Where the layouts of one microbatch do not fit, the stages say which of them does not.
+        limits = [self.memory_limit] * len(tries)
+        if self.memory_limit is not None:
+            tries, limits = [*tries, tries[-1]], [*limits, None]
         best: tuple[Plan, Captured] | None = None
-        failed: PlanError | None = None
-        for counts in tries:
+        problems: list[str] = []
+        for counts, limit in zip(tries, limits, strict=True):
+            if best is not None and limit is None:
+                break
             graph = captured.copy()
             graph.actual = sizes_of(captured, micro_specs(call.specs, counts[0]))
+            self.schedule = Schedule(counts[0], self.ranks)
             try:
-                plan = super().search(graph, call, at_rest)
+                plan = _of_a_step(self._search(graph, call, self.request.origin, at_rest, limit), counts[0])
                 self.rewrite(graph, plan)
                 found = self._cut(graph, plan).choose(counts, pipeline, checked=known is None)
             except PlanError as error:
-                failed = failed or error
+                problems.append(str(error))
                 continue
             if best is not None and best[0].pipeline is not None and found.seconds >= best[0].pipeline.seconds:
                 break
             best = replace(plan, pipeline=found), graph
+            if found.bubble < WORTHWHILE:
+                break
         if best is None:
-            assert failed is not None
-            raise failed
+            raise PlanError("; ".join(dict.fromkeys([problems[-1], problems[0]])))
         captured.module, captured.actual = best[1].module, best[1].actual
         return best[0]
 
@@ -152,6 +163,18 @@ def draft_stages(planner: StagedPlanner, captured: Captured, call: Call, told: T
     busiest = max(range(planner.ranks), key=lambda rank: (sent.calls[rank] + sent.gradients[rank]).total_bytes)
     predicted = replace(predicted, forward=sent.calls[busiest], gradients=sent.gradients[busiest])
     return Draft(plan, None, predicted)
+
+
+def _of_a_step(plan: Plan, microbatches: int) -> Plan:
+    """The plan with what the search added up for one microbatch, and its share of a step, as that of the step."""
+    assert plan.cost is not None and plan.lower_bound is not None and plan.estimate is not None
+    parameters = {name: seconds * microbatches for name, seconds in plan.estimate.parameters.items()}
+    return replace(
+        plan,
+        cost=plan.cost * microbatches,
+        lower_bound=plan.lower_bound * microbatches,
+        estimate=replace(plan.estimate, parameters=parameters),
+    )
 
 
 def _multiples(count: int, batch: int) -> list[int]:

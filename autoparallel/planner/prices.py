@@ -13,7 +13,7 @@ from autoparallel.placements import Layout
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
 from autoparallel.planner.options import Option
-from autoparallel.planner.problem import Reader, Variable
+from autoparallel.planner.problem import Reader, Schedule, Variable
 from autoparallel.planner.signatures import Signatures
 from autoparallel.redistribution import Redistributor, local_numel
 from autoparallel.rules.calls import is_tensor
@@ -37,6 +37,7 @@ class Pricer:
         again: the nodes that run again in the backward.
         is_kept: whether the backward finds what a node made.
         forbidden: infinite prices for what a preset forbids between a parameter at rest and its use.
+        schedule: how a step runs.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class Pricer:
         again: Collection[fx.Node],
         is_kept: Callable[[fx.Node], bool],
         forbidden: Callable[[fx.Node, Sequence[Option], Sequence[Layout]], np.ndarray],
+        schedule: Schedule,
     ) -> None:
         self.captured, self.size, self.redistributor, self.profile = captured, size, redistributor, profile
         self.axis_sizes, self.searched, self.again = axis_sizes, searched, again
-        self.is_kept, self.forbidden = is_kept, forbidden
+        self.is_kept, self.forbidden, self.schedule = is_kept, forbidden, schedule
 
     def price(
         self,
@@ -122,9 +124,13 @@ class Pricer:
         prices = self._matrix(node, [o.result for o in producer.options], columns)
         if node.name in self.captured.parameters:
             index, forward = self._table(node, backward=False)
+            once = 1 / self.schedule.microbatches  # a step: gradients are reduced, and what is kept is gathered
             for i, option in enumerate(producer.options):
-                if option.gather == "per_use" and node.meta["backward"]:
-                    prices[i] += forward[index[option.result], [index[c] for c in columns]]
+                gather = forward[index[option.result], [index[c] for c in columns]]
+                if option.gather == "per_use":
+                    prices[i] = once * (prices[i] - gather) + gather * (1 + bool(node.meta["backward"]))
+                else:
+                    prices[i] *= once
             prices = prices + self.forbidden(node, producer.options, columns)
         elif deals_out(node):
             shape = self.size.shape(node)
@@ -143,9 +149,12 @@ class Pricer:
         shape, itemsize = self.size.shape(node), node.meta["val"].element_size()
         held = np.array([local_numel(shape, column, self.axis_sizes) for column in columns])
         own = np.array([local_numel(shape, option.result, self.axis_sizes) for option in producer.options])
-        copies = np.array([int(o.gather != "per_use") + int(node.meta["backward"]) for o in producer.options])
+        summed = max(itemsize, 4) if self.schedule.microbatches > 1 else itemsize
+        gradient = summed if node.meta["backward"] else 0
+        each = np.array([itemsize * int(o.gather != "per_use") + gradient for o in producer.options])
         cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
-        return np.where(cast | (held[None] > own[:, None]), copies[:, None] * held[None] * float(itemsize), 0.0)
+        used = np.where(cast | (held[None] > own[:, None]), each[:, None] * held[None], 0.0)
+        return used / float(self.schedule.stages)
 
 
 __all__ = ["Pricer", "Prices"]

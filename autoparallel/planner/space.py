@@ -34,7 +34,7 @@ from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices
-from autoparallel.planner.problem import Problem, Variable
+from autoparallel.planner.problem import Problem, Schedule, Variable
 from autoparallel.planner.signatures import Signatures
 from autoparallel.redistribution import Redistributor, local_numel
 from autoparallel.rules import Rule, operator_name, rule_for
@@ -58,7 +58,11 @@ class _Ends:
 
 
 class SearchSpace:
-    """The choices for one captured graph on one mesh, and their costs."""
+    """The choices for one captured graph on one mesh, and their costs.
+
+    Costs are those of one microbatch, in seconds, with its share of what is paid once a step: the gathers of parameters
+    that are kept, the reduction of gradients and the update.
+    """
 
     def __init__(
         self,
@@ -72,10 +76,11 @@ class SearchSpace:
         input_layouts: Mapping[str, Layout] | None = None,
         pins: ResolvedPins | None = None,
         recompute: Collection[str] = (),
+        schedule: Schedule = Schedule(),  # noqa: B008 - frozen
     ) -> None:
         self.captured, self.mesh, self.profile = captured, tuple(mesh), profile
         self.constraints, self.redistributor = constraints, redistributor
-        self.outputs, self.pinned = outputs, pinned or {}
+        self.outputs, self.pinned, self.schedule = outputs, pinned or {}, schedule
         self.input_layouts = input_layouts or {}
         self.pins = Pins().resolve(captured, self.mesh) if pins is None else pins
         self.axis_sizes = tuple(n for _, n in mesh)
@@ -96,7 +101,7 @@ class SearchSpace:
         self._own: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         self._pricer = Pricer(
             captured, self.size, redistributor, profile, self.axis_sizes, self.searched, self.again,
-            self._is_kept, self._forbidden,
+            self._is_kept, self._forbidden, schedule,
         )  # fmt: skip
 
     # -- options ----------------------------------------------------------------------------------------------------
@@ -365,9 +370,9 @@ class SearchSpace:
             sharded = any(p.kind == "S" for p in layout)
             at_rest = itemsize * local_numel(shape, layout, self.axis_sizes)
             kept = bytes_kept(at_rest, bool(node.meta["differentiable"]))
-            update = update_seconds(self.profile, kept)
+            update = update_seconds(self.profile, kept) / self.schedule.microbatches
             for gather in gathers if sharded else ["per_step"]:
-                options.append(Option((), (), layout, update, float(kept), gather))
+                options.append(Option((), (), layout, update, kept / self.schedule.stages, gather))
         return options
 
     # -- prices between variables -----------------------------------------------------------------------------------

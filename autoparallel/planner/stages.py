@@ -379,9 +379,12 @@ class StagePlanner:
         if not x.meta["differentiable"]:
             return float(at_rest), float(at_rest)
         sums = max(dtype.itemsize, 4) * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
+        gathered = 0
         if used is not None and math.prod(size.shape(by)) == math.prod(size.shape(x)):
             sums = max(dtype.itemsize, 4) * local_numel(size.shape(by), dual_layout(used), self.sizes)
-        return float(bytes_kept(at_rest, True) + max(0, sums - at_rest)), float(at_rest + sums)
+            held = x.meta["val"].element_size() * local_numel(size.shape(by), used, self.sizes)
+            gathered = held if held > at_rest and self.plan.parameters[name].gather != "per_use" else 0
+        return float(bytes_kept(at_rest, True) + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)
 
     def _crossing_seconds(self, rows: Sequence[_Row], size: Sizes) -> Array:
         """How long the values travel that cross, forward, where a stage begins at each row; each is sent by itself."""
