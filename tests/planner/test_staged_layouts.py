@@ -1,0 +1,80 @@
+"""The layouts inside of a pipeline's stages: for a step of several microbatches, within what a device of a stage has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autoparallel.plan import Plan
+from autoparallel.planner.hardware import CPU
+from autoparallel.planning import Request, call_of
+from autoparallel.staged import StagedPlanner
+from autoparallel.staging import Pipeline
+
+WIDTH, LAYERS = 256, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _plan(rows: int, pipeline: Pipeline, limit: float | None = None, latency: float = 0.0) -> Plan:
+    profile = replace(CPU, launch=1e-9, latency=latency)
+    request = Request((("dp", 2),), profile, loss_fn=nn.functional.mse_loss, memory_limit=limit)
+    planner = StagedPlanner(Model(), request, 2, pipeline)
+    x = torch.empty(rows, WIDTH, device="meta")
+    call = call_of((x, x), with_target=True)
+    return planner.search(planner.capture(call), call)
+
+
+def _modes(plan: Plan) -> set[tuple[str, ...]]:
+    return {modes for key, modes in plan.operators.items() if "linear" in key}
+
+
+def test_gradients_that_are_reduced_once_a_step_are_shared_by_its_microbatches() -> None:
+    """A microbatch's activations are smaller than the gradients; those of all microbatches are not."""
+    few, many = _plan(512, Pipeline("1f1b", 2)), _plan(4096, Pipeline("1f1b", 16))
+    assert any("shard:k" in mode for modes in _modes(few) for mode in modes)  # column then row: nothing to reduce
+    assert _modes(many) == {("shard:...0",)}  # the batch
+    assert many.cost is not None and many.lower_bound is not None and many.pipeline is not None
+    assert many.pipeline.seconds < many.cost * 1.01  # two stages share what one device would do alone
+    assert many.lower_bound <= many.cost
+
+
+def test_a_limit_changes_the_layouts_of_stages() -> None:
+    free = _plan(4096, Pipeline("1f1b", 16))
+    assert free.pipeline is not None
+    most = max(stage.memory for stage in free.pipeline.stages)
+    tight = _plan(4096, Pipeline("1f1b", 16), limit=0.8 * most)
+    assert tight.pipeline is not None
+    assert max(stage.memory for stage in tight.pipeline.stages) <= 0.8 * most
+    assert tight.pipeline.seconds >= free.pipeline.seconds or tight.parameters != free.parameters
+
+
+def test_more_microbatches_are_taken_where_memory_asks_for_it() -> None:
+    free = _plan(8192, Pipeline("gpipe"))
+    assert free.pipeline is not None and free.pipeline.microbatches <= 8
+    most = max(stage.memory for stage in free.pipeline.stages)
+    found = _plan(8192, Pipeline("1f1b"), limit=0.4 * most)
+    assert found.pipeline is not None and found.pipeline.microbatches > 8
+    with pytest.raises(ValueError, match=r"stage \d .* needs .* MB per device .*; no plan fits in"):
+        _plan(8192, Pipeline("1f1b"), limit=0.01 * most)
