@@ -50,7 +50,7 @@ class StageGradients:
         self._taken: set[int] = set()  # where the memory of gradients lies that the leaves, or others, have
 
     def hold(self, bucket: ParameterBucket, differentiate: bool) -> dict[str, torch.Tensor]:
-        """A bucket's parameters for all microbatches of a call, by placeholder (see [Note: parameters of a schedule])."""
+        """A bucket's parameters for all microbatches, by placeholder (see [Note: parameters of a schedule])."""
         leaves = [value.detach() for value in bucket.gather()]
         held = dict(zip(bucket.placeholders, leaves, strict=True))
         for chain in bucket.bucket.chains if differentiate else ():

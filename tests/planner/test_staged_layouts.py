@@ -1,4 +1,4 @@
-"""The layouts inside of a pipeline's stages: for a step of several microbatches, within what a device of a stage has."""
+"""The layouts inside of stages: for a step of several microbatches, within the memory of a stage's device."""
 
 from __future__ import annotations
 
