@@ -10,15 +10,18 @@ every layer recomputed; then as few are as the prediction says must be, and layo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autoparallel.plan import Plan, PlanError
-from autoparallel.report.predict import Prediction
+from autoparallel.report.extrapolate import Forecast
 
 TRIES = 7
 """How often a search is told to leave more room, or less."""
+
+CORRECTIONS = 3
+"""How often a limit is lowered because a short model told too little."""
 
 
 class Search(Protocol):
@@ -27,10 +30,36 @@ class Search(Protocol):
     def __call__(self, limit: float | None, recompute: Sequence[str] = (), room: float = 0.0) -> Plan: ...
 
 
-class Predict(Protocol):
-    """Predicts a plan."""
+Predict = Callable[[Plan], Forecast]
+"""Predicts what a plan takes."""
 
-    def __call__(self, plan: Plan) -> Prediction: ...
+
+def fit(
+    search: Search, roughly: Predict, exactly: Predict, limit: float, layers: Sequence[str]
+) -> tuple[Plan, Forecast]:
+    """The plan that is predicted to be fastest of those that fit, and what it takes.
+
+    Args:
+        search: the planner's.
+        roughly, exactly: predict from short models and from whole ones; only what fits exactly is returned.
+        limit: bytes per device.
+        layers: those that can be recomputed.
+
+    Raises:
+        PlanError: when nothing fits.
+    """
+    left = limit
+    for _ in range(CORRECTIONS):
+        try:
+            plan, found = Fitting(search, roughly, left, layers).choose()
+        except PlanError:
+            break
+        if not found.whole:
+            found = exactly(plan)
+        if found.memory <= limit:
+            return plan, found
+        left -= found.memory - limit
+    return Fitting(search, exactly, limit, layers).choose()
 
 
 @dataclass
@@ -38,26 +67,24 @@ class Fitting:
     """Finds the plan that is predicted to be fastest of those that fit.
 
     Attributes:
-        search, predict: the planner's.
-        limit: bytes per device.
-        layers: those that can be recomputed.
+        search, predict, limit, layers: as ``fit`` takes them.
     """
 
     search: Search
     predict: Predict
     limit: float
     layers: Sequence[str]
-    _known: dict[int, tuple[Plan, Prediction]] = field(default_factory=dict)
+    _known: dict[int, tuple[Plan, Forecast]] = field(default_factory=dict)
 
-    def choose(self) -> Plan:
-        """The plan.
+    def choose(self) -> tuple[Plan, Forecast]:
+        """The plan, and what it takes.
 
         Raises:
             PlanError: when nothing fits.
         """
         free = self.search(None)
         if self._memory(free) <= self.limit:
-            return free
+            return free, self._predicted(free)
         found: list[Plan] = []
         problems: list[str] = []
         try:
@@ -71,16 +98,16 @@ class Fitting:
                 problems.append(f"with every layer recomputed in the backward, {error}")
         if not found:
             raise PlanError("; ".join(problems))
-        best = min(found, key=lambda plan: self._predicted(plan).seconds())
-        return replace(best, lower_bound=free.lower_bound)
+        best = min(found, key=lambda plan: self._predicted(plan).seconds)
+        return replace(best, lower_bound=free.lower_bound), self._predicted(best)
 
-    def _predicted(self, plan: Plan) -> Prediction:
+    def _predicted(self, plan: Plan) -> Forecast:
         if id(plan) not in self._known:
             self._known[id(plan)] = plan, self.predict(plan)
         return self._known[id(plan)][1]
 
     def _memory(self, plan: Plan) -> float:
-        return self._predicted(plan).total_memory
+        return self._predicted(plan).memory
 
     def _difference(self, plan: Plan) -> float:
         """By how much more is predicted than the search has added up."""
@@ -134,4 +161,4 @@ class Fitting:
         return again if self._memory(again) <= self.limit else best
 
 
-__all__ = ["Fitting"]
+__all__ = ["fit"]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
-from autoparallel.fitting import Fitting
+from autoparallel.fitting import fit
 from autoparallel.meshes import Axes
 from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
 from autoparallel.passes.recompute_layers import find_layers
@@ -34,7 +34,7 @@ from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import LocalProgram, build_program, input_layouts, wanted_outputs
 from autoparallel.redistribution import Redistributor
-from autoparallel.report.extrapolate import extrapolated_seconds
+from autoparallel.report.extrapolate import Forecast, extrapolated
 from autoparallel.report.predict import Prediction, predict
 from autoparallel.runtime.calls import Call
 
@@ -151,29 +151,25 @@ class Planner:
             with contextlib.suppress(PlanError):
                 return self._search(captured, call, request.origin, at_rest, request.memory_limit)
         if not self.thorough or request.plan != "auto" or not request.profile.overlap or at_rest is not None:
-            return self._search_within(captured, call, request.origin, at_rest, request.memory_limit)
-
-        def timed(graph: Captured, plan: Plan) -> float:
-            return self._predict_copy(graph, plan, call).seconds()
-
+            return self._search_within(captured, call, request.origin, at_rest, request.memory_limit)[0]
         best: tuple[float, Plan] | None = None
         free: ValueError | None = None
         names, limit = [name for name, _ in request.axes], request.memory_limit
         for preset in PRESETS if EXPERT_AXIS in names else [p for p in PRESETS if p != "expert_parallel"]:
             try:
-                plan = self._search_within(captured, call, preset, None, limit if preset == "auto" else None)
+                plan, found = self._search_within(captured, call, preset, None, limit if preset == "auto" else None)
             except ValueError as error:
                 free = error if preset == "auto" else free
                 continue
-            assert plan.cost is not None and plan.estimate is not None
-            # What travels for parameters is all that can hide.
-            if best is not None and plan.cost - sum(plan.estimate.parameters.values()) >= best[0]:
+            if best is not None and _least_seconds(plan) >= best[0]:
                 continue
-            seconds = extrapolated_seconds(captured, plan, timed)
-            if best is not None and seconds >= best[0]:
+            found = found or self._roughly(captured, call, plan)
+            if best is not None and found.seconds >= best[0]:
                 continue
-            if preset == "auto" or limit is None or self._predict(captured, plan, call).total_memory <= limit:
-                best = seconds, replace(plan, origin="auto")
+            if limit is not None and preset != "auto" and not found.whole:
+                found = self._exactly(captured, call, plan)
+            if limit is None or preset == "auto" or found.memory <= limit:
+                best = found.seconds, replace(plan, origin="auto")
         if best is None:
             assert free is not None
             raise free
@@ -210,12 +206,16 @@ class Planner:
         together = find_vocabularies(graph, captured.parameters, math.prod(sizes))
         return [{}, {**alone, **{name: together[name] for name in alone if name in together}}] if alone else [{}]
 
-    def _predict(self, captured: Captured, plan: Plan, call: Call) -> Prediction:
-        """What a step is predicted to cost."""
-        return self._predict_copy(captured.copy(), plan, call)
+    def _exactly(self, captured: Captured, call: Call, plan: Plan) -> Forecast:
+        """What a plan takes, predicted from the whole program."""
+        return Forecast.of(self._predict_copy(captured.copy(), plan, call))
+
+    def _roughly(self, captured: Captured, call: Call, plan: Plan) -> Forecast:
+        """The same from fewer layers, where they repeat."""
+        return extrapolated(captured, plan, lambda graph, short: self._predict_copy(graph, short, call))
 
     def _predict_copy(self, graph: Captured, plan: Plan, call: Call) -> Prediction:
-        """The same for a graph that is used up."""
+        """What a plan makes of a graph, which is used up, is predicted to cost."""
         self.rewrite(graph, plan)
         return predict(self.build(graph, plan, call, "mesh0"), plan, self.request.profile)
 
@@ -226,17 +226,18 @@ class Planner:
         origin: str,
         at_rest: Mapping[str, ParameterPlan] | None,
         limit: float | None,
-    ) -> Plan:
-        """A preset's plan within a limit (see ``fitting``).
+    ) -> tuple[Plan, Forecast | None]:
+        """A preset's plan within a limit (see ``fitting``), and what it takes where there is one.
 
         Raises:
             PlanError: when nothing fits.
         """
         search = partial(self._search, captured, call, origin, at_rest)
         if limit is None:
-            return search(None)
+            return search(None), None
         layers = [] if self.request.hoist_all else find_layers(captured.graph)
-        return Fitting(search, lambda plan: self._predict(captured, plan, call), limit, layers).choose()
+        roughly, exactly = (partial(f, captured, call) for f in (self._roughly, self._exactly))
+        return fit(search, roughly, exactly, limit, layers)
 
     def _search(
         self,
@@ -343,6 +344,13 @@ class Planner:
             program.reducing(plan)
             prediction = predict(program, plan, profile)
         return plan.with_prediction(prediction), program
+
+
+def _least_seconds(plan: Plan) -> float:
+    """What a step takes at least where all hides that can: what travels for parameters."""
+    if plan.cost is None or plan.estimate is None:
+        return 0.0
+    return plan.cost - sum(plan.estimate.parameters.values())
 
 
 # ------------------------------------------------------------------------------------------------ without any ranks

@@ -1,14 +1,15 @@
-"""How long a step of a deep model takes, predicted from the same model with fewer layers.
+"""What a deep model takes, predicted from the same model with fewer layers.
 
-Layers that are alike take the same time each once the first of them has begun, so two short models, of which one has a
-layer more, tell about any number.  That is near enough to compare plans; what a plan says of itself is predicted from
-the whole program (see ``report.predict``).
+Layers that are alike take the same time and memory each once the first of them has begun, so two short models, of which
+one has a layer more, tell about any number.  That is near enough to compare plans.  Memory is a maximum over a step,
+and the moment of a short model may not be that of the deep one: what must fit, and what a plan says of itself, is
+predicted from the whole program (see ``report.predict``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
@@ -16,13 +17,34 @@ from autoparallel.capture import Captured
 from autoparallel.passes.leave_out_layers import find_alike, leave_out_layers
 from autoparallel.passes.name_nodes import layer_of
 from autoparallel.plan import Plan
+from autoparallel.report.predict import Prediction
 
-Seconds = Callable[[Captured, Plan], float]
-"""Predicts the time of a step of the program that a plan makes of a graph, which it uses up."""
+Predict = Callable[[Captured, Plan], Prediction]
+"""Predicts the program that a plan makes of a graph, which it uses up."""
 
 
-def extrapolated_seconds(captured: Captured, plan: Plan, seconds: Seconds) -> float:
-    """The predicted time of a step; of a model whose layers hardly repeat, from the whole of it."""
+@dataclass(frozen=True)
+class Forecast:
+    """What a step takes.
+
+    Attributes:
+        seconds: of a step with one microbatch.
+        memory: bytes per device.
+        whole: whether the whole program was predicted.
+    """
+
+    seconds: float
+    memory: float
+    whole: bool
+
+    @staticmethod
+    def of(prediction: Prediction) -> Forecast:
+        """What a whole program takes."""
+        return Forecast(prediction.seconds(), prediction.total_memory, True)
+
+
+def extrapolated(captured: Captured, plan: Plan, predict: Predict) -> Forecast:
+    """What a step takes; where the layers hardly repeat, by the prediction of the whole program."""
 
     def decided(node: fx.Node) -> Hashable:
         key, name = node.meta["key"], captured.parameters.get(node.name, "")
@@ -33,9 +55,9 @@ def extrapolated_seconds(captured: Captured, plan: Plan, seconds: Seconds) -> fl
     in_runs = sum(map(len, runs))
     # One model with a layer of each run, and for each run one with a layer more.
     if (len(runs) + 1) * len(runs) + len(runs) >= in_runs:
-        return seconds(captured.copy(), plan)
+        return Forecast.of(predict(captured.copy(), plan))
 
-    def timed(kept: Sequence[int]) -> float:
+    def shortened(kept: Sequence[int]) -> Forecast:
         graph = leave_out_layers(captured.graph, runs, kept)
         left = {node.name for node in graph.nodes if node.op == "placeholder"}
         layers = {layer_of(node) for node in graph.nodes}
@@ -46,11 +68,16 @@ def extrapolated_seconds(captured: Captured, plan: Plan, seconds: Seconds) -> fl
             buffers={node: name for node, name in captured.buffers.items() if node in left},
             constants={node: value for node, value in captured.constants.items() if node in left},
         )
-        return seconds(short, replace(plan, recompute=tuple(layer for layer in plan.recompute if layer in layers)))
+        recompute = tuple(layer for layer in plan.recompute if layer in layers)
+        return Forecast.of(predict(short, replace(plan, recompute=recompute)))
 
-    least = timed([1] * len(runs))
-    longer = [timed([1 + (i == j) for j in range(len(runs))]) for i in range(len(runs))]
-    return least + sum((len(run) - 1) * (more - least) for run, more in zip(runs, longer, strict=True))
+    least = shortened([1] * len(runs))
+    seconds, memory = least.seconds, least.memory
+    for i, run in enumerate(runs):
+        more = shortened([1 + (i == j) for j in range(len(runs))])
+        seconds += (len(run) - 1) * (more.seconds - least.seconds)
+        memory += (len(run) - 1) * (more.memory - least.memory)
+    return Forecast(seconds, memory, False)
 
 
-__all__ = ["extrapolated_seconds"]
+__all__ = ["Forecast", "extrapolated"]

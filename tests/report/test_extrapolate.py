@@ -12,7 +12,8 @@ from autoparallel.capture import Captured
 from autoparallel.plan import Plan
 from autoparallel.planner.hardware import H100
 from autoparallel.planning import Planner, Request, call_of
-from autoparallel.report.extrapolate import extrapolated_seconds
+from autoparallel.report.extrapolate import extrapolated
+from autoparallel.report.predict import Prediction
 
 LAYERS, WIDTH, ROWS = 12, 512, 4096
 
@@ -55,10 +56,23 @@ def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int) -> N
     plan = replace(plan, recompute=layers)
     nodes: list[int] = []
 
-    def seconds(graph: Captured, plan: Plan) -> float:
+    def predict(graph: Captured, plan: Plan) -> Prediction:
         nodes.append(len(graph.graph.nodes))
-        return planner._predict_copy(graph, plan, call).seconds()
+        return planner._predict_copy(graph, plan, call)
 
-    found = extrapolated_seconds(captured, plan, seconds)
-    assert len(nodes) > 1 and max(nodes) < 0.8 * len(captured.graph.nodes)  # of shorter models indeed
-    assert found == pytest.approx(seconds(captured, plan), rel=0.02 if recompute else 1e-6)
+    found = extrapolated(captured, plan, predict)
+    assert not found.whole and len(nodes) > 1 and max(nodes) < 0.8 * len(captured.graph.nodes)
+    whole = predict(captured, plan)
+    assert found.seconds == pytest.approx(whole.seconds(), rel=0.02 if recompute else 1e-6)
+    assert found.memory == pytest.approx(whole.total_memory, rel=0.3)
+
+
+def test_the_whole_of_a_shallow_model_is_predicted() -> None:
+    request = Request((("dp", 2),), H100, "data_parallel", loss_fn=nn.functional.mse_loss)
+    planner = Planner(nn.Linear(8, 8), request)
+    x = torch.empty(8, 8, device="meta")
+    call = call_of((x, x), with_target=True)
+    captured = planner.capture(call)
+    plan = planner.search(captured, call)
+    found = extrapolated(captured, plan, lambda graph, plan: planner._predict_copy(graph, plan, call))
+    assert found.whole and found.seconds == planner._predict_copy(captured, plan, call).seconds()
