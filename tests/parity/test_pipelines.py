@@ -51,8 +51,8 @@ def fits(model: str, mesh: tuple[tuple[int, ...], tuple[str, ...]], schedule: tu
 
 
 GRID = [
-    recipe(model, mesh, schedule, times, accumulation=accumulation, steps=5)
-    for model, mesh, schedule, times, accumulation in itertools.product(MODELS, MESHES, SCHEDULES, (1, 2, 0), (1, 3))
+    recipe(model, mesh, schedule, times, accumulation=3, steps=5)
+    for model, mesh, schedule, times in itertools.product(MODELS, MESHES, SCHEDULES, (1, 2, 0))
     if fits(model, mesh, schedule, times)
 ]
 PP2, PP4, DP, TP = MESHES
