@@ -396,7 +396,8 @@ class _StagedCompiler(_Compiler):
         plan = super()._plan(captured, call, at_rest)
         if plan.pipeline is None or plan.pipeline.ranks != self.planner.ranks:
             raise PlanError(f"the plan is not for a pipeline over {self.planner.ranks} ranks: plan again")
-        self.planner.stages = self.planner.stages or plan.pipeline
+        if self.planner.stages is None:
+            self.planner.stages, self.planner.recompute = plan.pipeline, plan.recompute
         return plan
 
     def _build(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:

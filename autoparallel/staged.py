@@ -12,7 +12,9 @@ from torch import nn
 
 from autoparallel.capture import Captured, InputSpec
 from autoparallel.groups import axis_group
-from autoparallel.passes.cut_stages import CutError, cut_stages, staged_nodes
+from autoparallel.passes.cut_stages import CutError, cut_stages, staged_nodes, stages_of
+from autoparallel.passes.name_nodes import layer_of
+from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.passes.split_weight_gradients import split_weight_gradients
 from autoparallel.placements import Invariant
 from autoparallel.plan import ParameterPlan, Plan, PlanError
@@ -44,13 +46,15 @@ class StagedPlanner(Planner):
         pipeline: what is fixed of the pipeline.
 
     Attributes:
-        stages: the pipeline of the first kind of call; all others have the same, as far as they can.
+        stages, recompute: the pipeline of the first kind of call, and the layers that run again in its backward; all
+            others have the same, as far as they can.
     """
 
     def __init__(self, model: nn.Module, request: Request, ranks: int, pipeline: Pipeline) -> None:
         super().__init__(model, replace(request, memory_limit=None))
         self.memory_limit, self.ranks, self.pipeline = request.memory_limit, ranks, pipeline
         self.stages: PipelinePlan | None = None
+        self.recompute: tuple[str, ...] = ()
 
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
         """The plan that the search chooses (see ``Planner.search``)."""
@@ -69,28 +73,32 @@ class StagedPlanner(Planner):
                 f"the model fixes the batch size at {call.batch}, so that it cannot be cut into microbatches: use "
                 "x.shape[0] instead of a number"
             )
-        # Where the layouts of one microbatch do not fit, the stages say which of them does not.
-        limits = [self.memory_limit] * len(tries)
+        # Where the layouts of one microbatch do not fit, they may with all layers recomputed; or the stages say which of
+        # them does not fit.
+        attempts: list[tuple[list[int], float | None, list[str]]] = [(x, self.memory_limit, []) for x in tries]
         if self.memory_limit is not None:
-            tries, limits = [*tries, tries[-1]], [*limits, None]
+            layers = [] if self.request.hoist_all else find_layers(captured.graph)
+            attempts += [(tries[0], self.memory_limit, layers)] * bool(layers) + [(tries[-1], None, [])]
         best: tuple[Plan, Captured] | None = None
         problems: list[str] = []
-        for counts, limit in zip(tries, limits, strict=True):
-            if best is not None and limit is None:
+        for counts, limit, layers in attempts:
+            if best is not None and (layers or limit is None):
                 break
             graph = captured.copy()
             graph.actual = sizes_of(captured, micro_specs(call.specs, counts[0]))
             self.schedule = Schedule(counts[0], self.ranks)
             try:
-                plan = _of_a_step(self._search(graph, call, self.request.origin, at_rest, limit), counts[0])
+                plan = _of_a_step(self._search(graph, call, self.request.origin, at_rest, limit, layers), counts[0])
                 self.rewrite(graph, plan)
-                found = self._cut(graph, plan).choose(counts, pipeline, checked=known is None)
+                planner = self._cut(graph, plan)
+                found = planner.choose(counts, pipeline, checked=known is None)
             except PlanError as error:
                 problems.append(str(error))
                 continue
             if best is not None and best[0].pipeline is not None and found.seconds >= best[0].pipeline.seconds:
                 break
-            best = replace(plan, pipeline=found), graph
+            again = planner.recompute if known is None else self._recomputed(graph)
+            best = replace(plan, pipeline=found, recompute=again), graph
             if found.bubble < WORTHWHILE:
                 break
         if best is None:
@@ -101,15 +109,18 @@ class StagedPlanner(Planner):
     def _cut(self, captured: Captured, plan: Plan) -> StagePlanner:
         profile, limit = self.request.profile, self.memory_limit
         planner = StagePlanner(captured, plan, profile, self.redistributor, PIPELINE_AXIS, self.ranks, limit)
-        planner.may_split = not self.request.hoist_all
+        planner.may_split = planner.may_recompute = not self.request.hoist_all
         return planner
+
+    def _recomputed(self, captured: Captured) -> tuple[str, ...]:
+        """Those of the known layers that run again which a call has, too."""
+        layers = {*find_layers(captured.graph)} if self.recompute else set()
+        return tuple(layer for layer in self.recompute if layer in layers)
 
     def build_stages(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> StagedProgram:
         """The local program of every stage, the same on all ranks."""
         request = self.request
         assert plan.pipeline is not None
-        if plan.recompute:
-            raise PlanError("the plan recomputes layers in the backward, which a pipeline cannot: plan again")
         if plan.pipeline.schedule in SPLIT and request.hoist_all:
             raise PlanError(
                 f"the schedule {plan.pipeline.schedule!r} parts the backward of a stage, which backend='inductor' does "
@@ -224,6 +235,7 @@ def build_stages(
 
     _require_combinable(captured, kept, pipeline.microbatches)
     try:
+        layers = {(stage, layer_of(node)) for node, stage in stages_of(captured, pipeline.cuts).items()}
         graphs = cut_stages(captured, pipeline.cuts, kept, price)
     except CutError as error:
         raise PlanError(str(error)) from error
@@ -232,11 +244,11 @@ def build_stages(
     crossings = {c.number: c for graph in graphs for c in graph.sent}
     layouts = {c.name: boundary_layout(nodes[c.name], plan) for c in crossings.values()}
     programs: list[LocalProgram] = []
-    for graph in graphs:
+    for stage, graph in enumerate(graphs):
         count = len(graph.captured.mutated_buffers) + len(graph.results)
         program = build_program(
             graph.captured,
-            plan,
+            replace(plan, recompute=tuple(layer for layer in plan.recompute if (stage, layer) in layers)),
             prefix=prefix,
             redistributor=redistributor,
             outputs=[whole] * count + [layouts[c.name] for c in graph.sent],

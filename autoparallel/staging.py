@@ -49,6 +49,7 @@ class StageCost:
         forward, backward: seconds for one microbatch.
         memory: bytes at its worst moment, with the microbatches in flight.
         in_flight: the most microbatches whose activations it holds.
+        inputs: the share of the backward that the gradients of inputs take, where a schedule parts them.
     """
 
     first: str
@@ -57,6 +58,7 @@ class StageCost:
     backward: float
     memory: float
     in_flight: int
+    inputs: float = 0.5
 
 
 @dataclass(frozen=True)

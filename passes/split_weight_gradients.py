@@ -3,6 +3,9 @@
 A call that reads both a parameter and an activation becomes one that hands only the activation's gradient on, and
 leaves the parameter's for later: zero-bubble schedules (Qi et al. 2023) fill their gaps with those.
 
+A layer that runs again in the backward does so once, when the gradients of its inputs are asked for, and computes those
+of its parameters with them.
+
 Before:
     linear = aten.linear(x, w)
 After:
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -149,12 +152,15 @@ def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) ->
     """
     graph = module.graph
     named = set(parameters)
+    together = _read_by_regions(graph, named)
     alone: set[fx.Node] = set()  # what follows from trained parameters and nothing that is differentiated beside
     count = 0
     for node in list(graph.nodes):
         if node.op == "placeholder":
             if node.name in named and node.meta.get("differentiable"):
                 alone.add(node)
+            continue
+        if node.op == "call_module" and "region" in node.meta:
             continue
         if node.op == "call_module" or (node.op == "call_function" and node.meta.get("bucket") is not None):
             alone.add(node)  # gathered per use
@@ -165,7 +171,8 @@ def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) ->
         if not any(x in alone for x in read):
             continue
         if all(x in alone for x in read) and not _reads_activation(node, alone):
-            alone.add(node)
+            if node not in together:  # else its backward runs once only, for all of its readers
+                alone.add(node)
             continue
         weights = [i for i, x in enumerate(tensor_operands(node)) if x in alone]
         with graph.inserting_before(node):
@@ -177,6 +184,24 @@ def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) ->
     graph.lint()
     module.recompile()
     return count
+
+
+def _read_by_regions(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
+    """What follows from parameters alone and is read by layers that run again, or by what they read of it."""
+    follows: set[fx.Node] = set()
+    for node in graph.nodes:
+        gathered = node.op == "call_module" and "region" not in node.meta
+        computed = node.op == "call_function" and node.all_input_nodes and follows.issuperset(node.all_input_nodes)
+        if gathered or computed or node.op == "placeholder" and node.name in parameters:
+            follows.add(node)
+    found: set[fx.Node] = set()
+    pending = [x for n in graph.nodes if "region" in n.meta for x in n.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node in follows and node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def _reads_activation(node: fx.Node, alone: set[fx.Node]) -> bool:

@@ -5,6 +5,9 @@ are gone through in the model's order with what each costs under these layouts, 
 that make the slowest stage as fast as possible, within the memory of a device: a stage keeps its parameters with
 gradients and optimizer states, and the activations of as many microbatches as the schedule has in flight there.  Each
 schedule is then played through with the times of its stages, and the fastest is taken.
+
+Where no cut fits, layers run again in the backward: cuts are searched with every layer recomputed, then as few of the
+first layers of each rank are as its memory needs.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +25,8 @@ from torch import fx
 from autoparallel.capture import Captured
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
 from autoparallel.passes.insert_collectives import Sizes, typed_call
+from autoparallel.passes.name_nodes import layer_of
+from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, dual_layout, parse_layout
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds
@@ -62,6 +67,9 @@ class _Row:
 
     Attributes:
         activations: bytes that its backward needs.
+        outside: those of them that others than its layer read.
+        spared: those that are not kept, because it runs again in the backward.
+        again: whether it does.
         kept: bytes of the parameters that are read here first, with gradients and optimizer states.
         reads: the parameters that it reads: the bytes where they lie, and where they are borrowed.
     """
@@ -70,9 +78,29 @@ class _Row:
     forward: float
     backward: float
     activations: float
+    outside: float
     kept: float
     reads: Mapping[fx.Node, tuple[float, float]]
     result: Layout
+    spared: float = 0.0
+    again: bool = False
+
+    @property
+    def layer(self) -> str | None:
+        """The layer that it is part of."""
+        return layer_of(self.node)
+
+    @property
+    def inputs(self) -> float:
+        """How long the gradients of inputs alone take; what runs again computes all of its gradients with them."""
+        return self.backward if self.again else self.backward / 2
+
+    def recomputed(self, layers: Collection[str]) -> _Row:
+        """The same, run again in the backward where it is part of one of these layers."""
+        if self.again or self.layer not in layers:
+            return self
+        backward, spared = self.backward + self.forward, self.activations - self.outside
+        return replace(self, backward=backward, activations=self.outside, spared=spared, again=True)
 
 
 def microbatch_counts(batch: int, ranks: int, request: Pipeline) -> list[int]:
@@ -106,6 +134,9 @@ class StagePlanner:
         profile, redistributor: what things cost there.
         axis, ranks: the pipeline's axis.
         memory_limit: bytes per device.
+
+    Attributes:
+        recompute: the layers that run again in the backward of the pipeline that was chosen last.
     """
 
     def __init__(
@@ -125,6 +156,8 @@ class StagePlanner:
         self.forbidden = self._forbidden()
         self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
         self.may_split = True  # whether schedules may compute gradients of inputs and of parameters apart
+        self.may_recompute = True
+        self.recompute: tuple[str, ...] = ()
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
@@ -146,20 +179,25 @@ class StagePlanner:
             rows = self._rows(Sizes(self.captured.actual))
             per_rank = request.stages_per_rank or 1
             return self._plan(rows, request.schedule, per_rank, request.microbatches, request.cuts)
-        for count in counts:
-            rows = self._rows(Sizes({s: n * counts[0] // count for s, n in self.captured.actual.items()}))
-            for schedule, per_rank in self._choices(request):
-                try:
-                    require_schedule(schedule, self.ranks, per_rank, count)
-                    found = self._plan(rows, schedule, per_rank, count, request.cuts)
-                except (ValueError, CutError) as error:
-                    reasons.append(str(error))
-                    continue
-                if best is None or found.seconds < best.seconds * (1 - 1e-6):
-                    best = found
-        if best is None:
-            raise PlanError(f"no pipeline over {self.axis}={self.ranks} can be planned: {reasons[0]}")
-        return best
+        layers = find_layers(self.captured.graph) if self.memory_limit is not None and self.may_recompute else []
+        for again in ([], layers) if layers else ([],):
+            for count in counts:
+                rows = self._rows(Sizes({s: n * counts[0] // count for s, n in self.captured.actual.items()}))
+                for schedule, per_rank in self._choices(request):
+                    if again and schedule in SPLIT and request.schedule is None:
+                        continue  # what runs again does so with the gradients of inputs, for which others wait
+                    try:
+                        require_schedule(schedule, self.ranks, per_rank, count)
+                        found = self._plan(rows, schedule, per_rank, count, request.cuts, again)
+                    except (ValueError, CutError) as error:
+                        reasons.append(f"with every layer recomputed in the backward, {error}" if again else str(error))
+                        continue
+                    if best is None or found.seconds < best.seconds * (1 - 1e-6):
+                        best, self.recompute = found, self._chosen
+            if best is not None:
+                return best
+        why = dict.fromkeys([reasons[0], reasons[-1]])
+        raise PlanError(f"no pipeline over {self.axis}={self.ranks} can be planned: {'; '.join(why)}")
 
     def _choices(self, request: Pipeline) -> Iterator[tuple[str, int]]:
         if request.schedule is None:
@@ -175,17 +213,57 @@ class StagePlanner:
         yield request.schedule, request.stages_per_rank or usual
 
     def _plan(
-        self, rows: Sequence[_Row], schedule: str, per_rank: int, count: int, cuts: tuple[str, ...] | None
+        self,
+        rows: Sequence[_Row],
+        schedule: str,
+        per_rank: int,
+        count: int,
+        cuts: tuple[str, ...] | None,
+        layers: Sequence[str] = (),
     ) -> PipelinePlan:
+        """A pipeline of this kind; where there are ``layers``, some of them run again in the backward."""
         stages = per_rank * self.ranks
         if cuts is None:
-            found = self._cut(rows, schedule, stages, count)
+            found = self._cut([row.recomputed(layers) for row in rows], schedule, stages, count)
         else:
             if len(cuts) + 1 != stages:
                 raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the schedule needs {stages}")
             where = stages_of(self.captured, cuts)
             found = [sum(where[row.node] < s for row in rows) for s in range(1, stages)]
         bounds = [0, *found, len(rows)]
+        again = self._fewest_layers(rows, bounds, schedule, count, layers)
+        self._chosen = tuple(layer for layer in layers if layer in again)
+        costs, timeline = self._costs([row.recomputed(again) for row in rows], bounds, schedule, count)
+        self._require_fits(costs, schedule)
+        keys = tuple(rows[i].node.meta["key"] for i in found)
+        return PipelinePlan(
+            self.axis, self.ranks, schedule, count, keys, tuple(costs), timeline.seconds, timeline.bubble
+        )
+
+    def _fewest_layers(
+        self, rows: Sequence[_Row], bounds: Sequence[int], schedule: str, count: int, layers: Sequence[str]
+    ) -> set[str]:
+        """As few of the first of some layers of each rank's stages as must run again for its memory to suffice."""
+        again: set[str] = set()
+        for rank in range(self.ranks) if layers else ():
+            mine = [s for s in range(len(bounds) - 1) if rank_of_stage(schedule, self.ranks, s) == rank]
+            left = [row.layer for s in mine for row in rows[bounds[s] : bounds[s + 1]] if row.layer in layers]
+            for layer in dict.fromkeys(left):
+                costs, _ = self._costs([row.recomputed(again) for row in rows], bounds, schedule, count)
+                if sum(costs[s].memory for s in mine) <= (self.memory_limit or math.inf):
+                    break
+                assert layer is not None
+                again.add(layer)
+        return again
+
+    def _costs(
+        self, rows: Sequence[_Row], bounds: Sequence[int], schedule: str, count: int
+    ) -> tuple[list[StageCost], Timeline]:
+        """What every stage costs, and the schedule played through.
+
+        Args:
+            bounds: where each stage begins, and the last one ends.
+        """
         parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
         timeline = self.timeline(parts, schedule, count)
         costs = []
@@ -200,23 +278,24 @@ class StagePlanner:
             modules = [row.node.meta.get("module", "") for row in part]
             named = [m for m in modules if m] or [part[0].node.name]
             memory = kept + held * sum(row.activations for row in part)
+            if part[0].again and stage:
+                memory += held * self._entering[bounds[stage]]
+            memory += _largest_layer(part)
             forward, backward = sum(row.forward for row in part), sum(row.backward for row in part)
-            costs.append(StageCost(named[0], named[-1], forward, backward, memory, held))
-        self._require_fits(costs, schedule)
-        keys = tuple(rows[i].node.meta["key"] for i in found)
-        return PipelinePlan(
-            self.axis, self.ranks, schedule, count, keys, tuple(costs), timeline.seconds, timeline.bubble
-        )
+            inputs = sum(row.inputs for row in part) / backward if backward else 0.5
+            costs.append(StageCost(named[0], named[-1], forward, backward, memory, held, inputs))
+        return costs, timeline
 
     def timeline(self, parts: Sequence[Sequence[_Row]], schedule: str, count: int) -> Timeline:
         """The schedule played through with the times of its stages."""
         forward = [sum(row.forward for row in part) for part in parts]
         backward = [sum(row.backward for row in part) for part in parts]
+        inputs = [sum(row.inputs for row in part) for part in parts]
 
         def seconds(action: Action) -> float:
-            if action.kind == FORWARD:
-                return forward[action.stage]
-            return backward[action.stage] * {BACKWARD: 1.0, INPUT: 0.5, WEIGHT: 0.5}[action.kind]
+            stage = action.stage
+            kinds = {FORWARD: forward[stage], BACKWARD: backward[stage], INPUT: inputs[stage]}
+            return kinds[action.kind] if action.kind != WEIGHT else backward[stage] - inputs[stage]
 
         bounds = np.cumsum([len(part) for part in parts])[:-1]
         moving = [float(self._crossing[b]) for b in bounds]
@@ -253,12 +332,15 @@ class StagePlanner:
                 "ranks on the pipeline's axis, or fewer stages per rank"
             )
         n = len(rows)
-        places = [0, *self._places(n), n]
+        places = [0, *self._places(rows), n]
         seconds = np.concatenate([[0.0], np.cumsum([row.forward + row.backward for row in rows])])[places]
         kept = np.concatenate([[0.0], np.cumsum([row.kept for row in rows])])[places]
         activations = np.concatenate([[0.0], np.cumsum([row.activations for row in rows])])[places]
         used = np.concatenate([[0], np.cumsum([bool(row.reads) for row in rows])])[places]
         moved = np.array([self._crossing[p] if 0 < p < n else 0.0 for p in places])
+        again = [0 < p < n and rows[p].again for p in places]
+        entering = np.array([self._entering[p] if known else 0.0 for p, known in zip(places, again, strict=True)])
+        largest = _largest_layer(rows)
         span = seconds[None, :] - seconds[:, None]  # [begin, end]
         span = np.where(used[None, :] > used[:, None], span, np.inf)
         ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(stages)]
@@ -273,6 +355,7 @@ class StagePlanner:
                 cost = cost + 2 * moved[None, :]
             if self.memory_limit is not None:
                 memory = kept[None, :] - kept[:, None] + flight[stage] * (activations[None, :] - activations[:, None])
+                memory = memory + entering[:, None] * flight[stage] + largest
                 cost = np.where(memory * per_rank <= self.memory_limit, cost, np.inf)
             costs.append(cost)
         slowest, _ = _fewest(costs, np.maximum)
@@ -281,16 +364,17 @@ class StagePlanner:
                 unlimited = StagePlanner(
                     self.captured, self.plan, self.profile, self.redistributor, self.axis, self.ranks
                 )
-                unlimited._crossing = self._crossing
+                unlimited._crossing, unlimited._entering = self._crossing, self._entering
                 return unlimited._cut(rows, schedule, stages, count)  # of which the largest stage is then named
             raise PlanError(f"the model cannot be cut into {stages} stages that all have parameters")
         # Among those whose slowest stage is as fast, the most even: others wait less for each other.
         even = [np.where(cost <= slowest * (1 + 1e-9), cost**2, np.inf) for cost in costs]
         return [places[i] for i in _fewest(even, np.add)[1]]
 
-    def _places(self, n: int) -> list[int]:
-        """Where a stage may begin."""
-        allowed = [i for i in range(1, n) if i not in self.forbidden]
+    def _places(self, rows: Sequence[_Row]) -> list[int]:
+        """Where a stage may begin; not within a layer that runs again."""
+        inside = {i for i in range(1, len(rows)) if rows[i].again and rows[i].layer == rows[i - 1].layer}
+        allowed = [i for i in range(1, len(rows)) if i not in self.forbidden and i not in inside]
         if len(allowed) <= MAX_POSITIONS:
             return allowed
         groups = np.array_split(np.array(allowed), MAX_POSITIONS)
@@ -322,7 +406,7 @@ class StagePlanner:
 
     def _row(self, node: fx.Node, size: Sizes, made: dict[fx.Node, Layout], seen: set[fx.Node], whole: Layout) -> _Row:
         if not is_tensor(node) or node.meta["key"] not in self.plan.operators:
-            return _Row(node, 0.0, 0.0, 0.0, 0.0, {}, whole)
+            return _Row(node, 0.0, 0.0, 0.0, 0.0, 0.0, {}, whole)
         rule, modes, needs, result = self._call(node)
         operands, val = tensor_operands(node), node.meta["val"]
         result_bytes = local_numel(size.shape(node), result, self.sizes) * val.element_size()
@@ -347,7 +431,10 @@ class StagePlanner:
         reads = {x: self._kept(x, by, layouts.get(by), size) for x, by in self._parameters(node).items()}
         kept = sum(own for x, (own, _) in reads.items() if x not in seen)
         seen.update(reads)
-        return _Row(node, forward, backward, result_bytes if flows else 0.0, kept, reads, result)
+        activations = result_bytes if flows else 0.0
+        layer = layer_of(node)
+        outside = activations if any(layer_of(user) != layer for user in node.users) else 0.0
+        return _Row(node, forward, backward, activations, outside, kept, reads, result)
 
     def _call(self, node: fx.Node) -> tuple[Rule | None, Sequence[Mode], list[Layout], Layout]:
         """An operator's rule, how it runs, and the layouts that it needs and makes; the same for all sizes."""
@@ -387,9 +474,12 @@ class StagePlanner:
         return float(bytes_kept(at_rest, True) + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)
 
     def _crossing_seconds(self, rows: Sequence[_Row], size: Sizes) -> Array:
-        """How long the values travel that cross, forward, where a stage begins at each row; each is sent by itself."""
+        """How long the values travel that cross, forward, where a stage begins at each row; each is sent by itself.
+
+        Beside it notes their bytes.
+        """
         number = {row.node: i for i, row in enumerate(rows)}
-        change = np.zeros(len(rows) + 2)
+        change, entering = np.zeros(len(rows) + 2), np.zeros(len(rows) + 2)
         for i, row in enumerate(rows):
             if not is_tensor(row.node):
                 continue
@@ -400,7 +490,19 @@ class StagePlanner:
                 seconds = self.profile.latency + held / self.profile.bandwidth
                 change[i + 1] += seconds
                 change[max(uses) + 1] -= seconds
+                entering[i + 1] += held
+                entering[max(uses) + 1] -= held
+        self._entering = np.cumsum(entering)
         return np.cumsum(change)
+
+
+def _largest_layer(rows: Sequence[_Row]) -> float:
+    """The most bytes that a layer's activations take while it runs again, beside what is kept of it."""
+    layers: dict[str | None, float] = {}
+    for row in rows:
+        if row.again:
+            layers[row.layer] = layers.get(row.layer, 0.0) + row.spared
+    return max(layers.values(), default=0.0)
 
 
 def _fewest(costs: Sequence[Array], combine: np.ufunc) -> tuple[float, list[int]]:

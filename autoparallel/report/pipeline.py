@@ -136,7 +136,7 @@ def played(plan: PipelinePlan) -> Timeline:
 
     def seconds(action: Action) -> float:
         stage = plan.stages[action.stage]
-        share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT: 0.5, WEIGHT: 0.5}[action.kind]
+        share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT: stage.inputs, WEIGHT: 1 - stage.inputs}[action.kind]
         return max(share * (stage.forward if action.kind == FORWARD else stage.backward), 1e-9)
 
     passings = [Passing(i, i, i + 1, True) for i in range(plan.count - 1)]

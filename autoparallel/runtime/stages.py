@@ -166,7 +166,7 @@ class Stage:
         self.runner = Runner(program, gradients, plain, body)
         self._kept: dict[int, _Microbatch] = {}
         self._held: dict[str, torch.Tensor] = {}
-        modules = [n.meta.get("module", "") for n in program.body.graph.nodes if n.op == "call_function"]
+        modules = [n.meta.get("module", "") for n in program.calls() if n.op == "call_function"]
         named = [m for m in modules if m]
         self.name = f"stage {index} ({named[0]} to {named[-1]})" if named else f"stage {index}"
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoparallel
 from autoparallel.plan import Plan, PlanError
 from autoparallel.report.meter import Clock, Ledger
+from autoparallel.report.predict_stages import memory_by_rank
 from tests.distributed import run_distributed
 from tests.models import build
 from tests.runtime.support import off
@@ -140,3 +141,85 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
     for unknown, compiled in run_distributed(_refusals, world_size=2):
         assert "'blocks.9'" in unknown and "blocks.0, blocks.1" in unknown
         assert "backend='inductor'" in compiled
+
+
+# ---------------------------------------------------------------------------------------------------------- in stages
+
+
+def _train_stages(shape: tuple[int, ...], schedule: str, per_rank: int, layers: list[str] | None) -> dict[str, Any]:
+    """Trains a pipeline with layers that run again (those given, or that a limit asks for), and without."""
+    case = build("gpt_dropout")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp")[: len(shape)])
+    batches = [case.make_batch(step, 16) for step in range(2)]
+    pipeline = autoparallel.Pipeline(schedule, 4, per_rank)
+    options: dict[str, Any] = {"loss_fn": case.loss_fn, "plan": "data_parallel", "pipeline": pipeline}
+
+    def compiled(**changed: Any) -> Any:
+        torch.manual_seed(3)
+        return autoparallel.compile(copy.deepcopy(case.model), mesh, **{**options, **changed})
+
+    plain = compiled(example_inputs=batches[0][0])
+    data = json.loads(plain.plan.to_json())
+    if layers is None:
+        limit = 0.8 * max(memory_by_rank(plain.plan))
+        ours = compiled(memory_limit=limit, example_inputs=batches[0][0])
+        data["pipeline"]["cuts"] = ours.plan.pipeline.cuts
+        plain = compiled(plan=Plan.from_json(json.dumps(data)), pipeline=None)
+    else:
+        limit = 0.0
+        ours = compiled(plan=Plan.from_json(json.dumps({**data, "recompute": layers})), pipeline=None)
+    for model in (ours, plain):
+        model.prepare(*batches[0][0])
+    worst, peaks = 0.0, []
+    for step in range(2):
+        args, _ = batches[step]
+        losses = []
+        for model in (ours, plain):
+            alive = _Alive()
+            with autoparallel.count_traffic() as traffic, alive:
+                losses.append(model(*args))
+            losses[-1].backward()
+            peaks.append((sum(alive.ledger.peak.values()), traffic.result()))
+        worst = max(worst, off(*losses))
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            if b.grad is not None:
+                worst = max(worst, off(a.grad, b.grad))
+        worst = max(worst, off(ours.clip_grad_norm_(0.1), plain.clip_grad_norm_(0.1)))
+        for model in (ours, plain):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    rank = mesh.get_local_rank("pp")
+    return {
+        "worst": worst,
+        "peaks": [peak for peak, _ in peaks[2:]],
+        "as predicted": peaks[2][1] == ours.plan.pipeline.traffic.calls[rank],
+        "layers": ours.plan.recompute,
+        "kept in the file": Plan.from_json(ours.plan.to_json()).recompute == ours.plan.recompute,
+        "memory": max(memory_by_rank(ours.plan)),
+        "limit": limit,
+        "explained": ours.plan.explain(),
+    }
+
+
+STAGES = [
+    ((2,), "1f1b", 1, None),
+    ((2, 2), "zero_bubble", 1, ["blocks.0", "blocks.1"]),
+    pytest.param((2, 2), "1f1b", 1, None, marks=pytest.mark.slow),
+    pytest.param((2,), "interleaved_1f1b", 2, ["blocks.0"], marks=pytest.mark.slow),
+    pytest.param((2,), "zero_bubble_v", 2, ["blocks.0", "blocks.1"], marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("shape", "schedule", "per_rank", "layers"), STAGES, ids=str)
+def test_stages_recompute_layers(
+    shape: tuple[int, ...], schedule: str, per_rank: int, layers: list[str] | None
+) -> None:
+    ranks = run_distributed(_train_stages, shape, schedule, per_rank, layers, world_size=torch.Size(shape).numel())
+    for found in ranks:
+        assert found["worst"] < 1e-12
+        assert found["as predicted"] and found["kept in the file"]
+        assert "Recomputed in the backward" in found["explained"]
+        if layers is None:
+            assert found["layers"] and found["memory"] <= found["limit"]
+    ours, plain = ranks[0]["peaks"]  # of the rank that holds most microbatches
+    assert ours < 0.8 * plain, (ours, plain)
