@@ -73,8 +73,8 @@ class StagedPlanner(Planner):
                 f"the model fixes the batch size at {call.batch}, so that it cannot be cut into microbatches: use "
                 "x.shape[0] instead of a number"
             )
-        # Where the layouts of one microbatch do not fit, they may with all layers recomputed; or the stages say which of
-        # them does not fit.
+        # Where the layouts of one microbatch do not fit, they may with every layer recomputed, or
+        # the stages say which of them does not.
         attempts: list[tuple[list[int], float | None, list[str]]] = [(x, self.memory_limit, []) for x in tries]
         if self.memory_limit is not None:
             layers = [] if self.request.hoist_all else find_layers(captured.graph)

@@ -15,8 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +30,7 @@ from autoparallel.placements import Invariant, Layout, dual_layout, parse_layout
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds
 from autoparallel.planner.hardware import Profile
+from autoparallel.planner.stage_rows import Row, largest_layer
 from autoparallel.redistribution import Redistributor, local_numel
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -59,48 +59,6 @@ MAX_POSITIONS = 400
 
 CHOICES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble_v", 2))
 """The schedules tried, with their stages per rank, where none is asked for."""
-
-
-@dataclass(frozen=True)
-class _Row:
-    """What one operator costs one rank for one microbatch.
-
-    Attributes:
-        activations: bytes that its backward needs.
-        outside: those of them that others than its layer read.
-        spared: those that are not kept, because it runs again in the backward.
-        again: whether it does.
-        kept: bytes of the parameters that are read here first, with gradients and optimizer states.
-        reads: the parameters that it reads: the bytes where they lie, and where they are borrowed.
-    """
-
-    node: fx.Node
-    forward: float
-    backward: float
-    activations: float
-    outside: float
-    kept: float
-    reads: Mapping[fx.Node, tuple[float, float]]
-    result: Layout
-    spared: float = 0.0
-    again: bool = False
-
-    @property
-    def layer(self) -> str | None:
-        """The layer that it is part of."""
-        return layer_of(self.node)
-
-    @property
-    def inputs(self) -> float:
-        """How long the gradients of inputs alone take; what runs again computes all of its gradients with them."""
-        return self.backward if self.again else self.backward / 2
-
-    def recomputed(self, layers: Collection[str]) -> _Row:
-        """The same, run again in the backward where it is part of one of these layers."""
-        if self.again or self.layer not in layers:
-            return self
-        backward, spared = self.backward + self.forward, self.activations - self.outside
-        return replace(self, backward=backward, activations=self.outside, spared=spared, again=True)
 
 
 def microbatch_counts(batch: int, ranks: int, request: Pipeline) -> list[int]:
@@ -214,7 +172,7 @@ class StagePlanner:
 
     def _plan(
         self,
-        rows: Sequence[_Row],
+        rows: Sequence[Row],
         schedule: str,
         per_rank: int,
         count: int,
@@ -241,7 +199,7 @@ class StagePlanner:
         )
 
     def _fewest_layers(
-        self, rows: Sequence[_Row], bounds: Sequence[int], schedule: str, count: int, layers: Sequence[str]
+        self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int, layers: Sequence[str]
     ) -> set[str]:
         """As few of the first of some layers of each rank's stages as must run again for its memory to suffice."""
         again: set[str] = set()
@@ -257,7 +215,7 @@ class StagePlanner:
         return again
 
     def _costs(
-        self, rows: Sequence[_Row], bounds: Sequence[int], schedule: str, count: int
+        self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int
     ) -> tuple[list[StageCost], Timeline]:
         """What every stage costs, and the schedule played through.
 
@@ -280,13 +238,13 @@ class StagePlanner:
             memory = kept + held * sum(row.activations for row in part)
             if part[0].again and stage:
                 memory += held * self._entering[bounds[stage]]
-            memory += _largest_layer(part)
+            memory += largest_layer(part)
             forward, backward = sum(row.forward for row in part), sum(row.backward for row in part)
             inputs = sum(row.inputs for row in part) / backward if backward else 0.5
             costs.append(StageCost(named[0], named[-1], forward, backward, memory, held, inputs))
         return costs, timeline
 
-    def timeline(self, parts: Sequence[Sequence[_Row]], schedule: str, count: int) -> Timeline:
+    def timeline(self, parts: Sequence[Sequence[Row]], schedule: str, count: int) -> Timeline:
         """The schedule played through with the times of its stages."""
         forward = [sum(row.forward for row in part) for part in parts]
         backward = [sum(row.backward for row in part) for part in parts]
@@ -323,7 +281,7 @@ class StagePlanner:
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 
-    def _cut(self, rows: Sequence[_Row], schedule: str, stages: int, count: int) -> list[int]:
+    def _cut(self, rows: Sequence[Row], schedule: str, stages: int, count: int) -> list[int]:
         """The numbers of the rows with which the stages but the first begin."""
         layers = sum(bool(row.reads) for row in rows)
         if layers < stages:
@@ -340,7 +298,7 @@ class StagePlanner:
         moved = np.array([self._crossing[p] if 0 < p < n else 0.0 for p in places])
         again = [0 < p < n and rows[p].again for p in places]
         entering = np.array([self._entering[p] if known else 0.0 for p, known in zip(places, again, strict=True)])
-        largest = _largest_layer(rows)
+        largest = largest_layer(rows)
         span = seconds[None, :] - seconds[:, None]  # [begin, end]
         span = np.where(used[None, :] > used[:, None], span, np.inf)
         ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(stages)]
@@ -371,7 +329,7 @@ class StagePlanner:
         even = [np.where(cost <= slowest * (1 + 1e-9), cost**2, np.inf) for cost in costs]
         return [places[i] for i in _fewest(even, np.add)[1]]
 
-    def _places(self, rows: Sequence[_Row]) -> list[int]:
+    def _places(self, rows: Sequence[Row]) -> list[int]:
         """Where a stage may begin; not within a layer that runs again."""
         inside = {i for i in range(1, len(rows)) if rows[i].again and rows[i].layer == rows[i - 1].layer}
         allowed = [i for i in range(1, len(rows)) if i not in self.forbidden and i not in inside]
@@ -393,7 +351,7 @@ class StagePlanner:
 
     # -- prices -----------------------------------------------------------------------------------------------------
 
-    def _rows(self, size: Sizes) -> list[_Row]:
+    def _rows(self, size: Sizes) -> list[Row]:
         whole = (Invariant,) * len(self.sizes)
         made: dict[fx.Node, Layout] = {}
         seen: set[fx.Node] = set()
@@ -404,9 +362,9 @@ class StagePlanner:
         self._crossing = self._crossing_seconds(rows, size)
         return rows
 
-    def _row(self, node: fx.Node, size: Sizes, made: dict[fx.Node, Layout], seen: set[fx.Node], whole: Layout) -> _Row:
+    def _row(self, node: fx.Node, size: Sizes, made: dict[fx.Node, Layout], seen: set[fx.Node], whole: Layout) -> Row:
         if not is_tensor(node) or node.meta["key"] not in self.plan.operators:
-            return _Row(node, 0.0, 0.0, 0.0, 0.0, 0.0, {}, whole)
+            return Row(node, 0.0, 0.0, 0.0, 0.0, 0.0, {}, whole)
         rule, modes, needs, result = self._call(node)
         operands, val = tensor_operands(node), node.meta["val"]
         result_bytes = local_numel(size.shape(node), result, self.sizes) * val.element_size()
@@ -434,7 +392,7 @@ class StagePlanner:
         activations = result_bytes if flows else 0.0
         layer = layer_of(node)
         outside = activations if any(layer_of(user) != layer for user in node.users) else 0.0
-        return _Row(node, forward, backward, activations, outside, kept, reads, result)
+        return Row(node, forward, backward, activations, outside, kept, reads, result)
 
     def _call(self, node: fx.Node) -> tuple[Rule | None, Sequence[Mode], list[Layout], Layout]:
         """An operator's rule, how it runs, and the layouts that it needs and makes; the same for all sizes."""
@@ -473,7 +431,7 @@ class StagePlanner:
             gathered = held if held > at_rest and self.plan.parameters[name].gather != "per_use" else 0
         return float(bytes_kept(at_rest, True) + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)
 
-    def _crossing_seconds(self, rows: Sequence[_Row], size: Sizes) -> Array:
+    def _crossing_seconds(self, rows: Sequence[Row], size: Sizes) -> Array:
         """How long the values travel that cross, forward, where a stage begins at each row; each is sent by itself.
 
         Beside it notes their bytes.
@@ -494,15 +452,6 @@ class StagePlanner:
                 entering[max(uses) + 1] -= held
         self._entering = np.cumsum(entering)
         return np.cumsum(change)
-
-
-def _largest_layer(rows: Sequence[_Row]) -> float:
-    """The most bytes that a layer's activations take while it runs again, beside what is kept of it."""
-    layers: dict[str | None, float] = {}
-    for row in rows:
-        if row.again:
-            layers[row.layer] = layers.get(row.layer, 0.0) + row.spared
-    return max(layers.values(), default=0.0)
 
 
 def _fewest(costs: Sequence[Array], combine: np.ufunc) -> tuple[float, list[int]]:

@@ -1,0 +1,65 @@
+"""What single operators cost a stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autoparallel.passes.name_nodes import layer_of
+from autoparallel.placements import Layout
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one operator costs one rank for one microbatch.
+
+    Attributes:
+        activations: bytes that its backward needs.
+        outside: those of them that others than its layer read.
+        spared: those that are not kept, because it runs again in the backward.
+        again: whether it does.
+        kept: bytes of the parameters that are read here first, with gradients and optimizer states.
+        reads: the parameters that it reads: the bytes where they lie, and where they are borrowed.
+    """
+
+    node: fx.Node
+    forward: float
+    backward: float
+    activations: float
+    outside: float
+    kept: float
+    reads: Mapping[fx.Node, tuple[float, float]]
+    result: Layout
+    spared: float = 0.0
+    again: bool = False
+
+    @property
+    def layer(self) -> str | None:
+        """The layer that it is part of."""
+        return layer_of(self.node)
+
+    @property
+    def inputs(self) -> float:
+        """How long the gradients of inputs alone take; what runs again computes all of its gradients with them."""
+        return self.backward if self.again else self.backward / 2
+
+    def recomputed(self, layers: Collection[str]) -> Row:
+        """The same, run again in the backward where it is part of one of these layers."""
+        if self.again or self.layer not in layers:
+            return self
+        backward, spared = self.backward + self.forward, self.activations - self.outside
+        return replace(self, backward=backward, activations=self.outside, spared=spared, again=True)
+
+
+def largest_layer(rows: Sequence[Row]) -> float:
+    """The most bytes that a layer's activations take while it runs again, beside what is kept of it."""
+    layers: dict[str | None, float] = {}
+    for row in rows:
+        if row.again:
+            layers[row.layer] = layers.get(row.layer, 0.0) + row.spared
+    return max(layers.values(), default=0.0)
+
+
+__all__ = ["Row", "largest_layer"]
