@@ -18,7 +18,7 @@ from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner, microbatch_counts
 from autoparallel.program import wanted_outputs
-from autoparallel.schedules import require_schedule
+from autoparallel.schedules import SPLIT, require_schedule
 from autoparallel.staging import Pipeline, PipelinePlan
 from tests.passes.support import captured, redistributor
 
@@ -164,6 +164,42 @@ def test_a_limit_changes_the_schedule_not_only_the_cuts() -> None:
     limit = 1.01 * rank_memory(lean)
     tight = planner(model, 64, 2, limit, rows=512).choose(counts, Pipeline())
     assert tight.schedule == "1f1b" and rank_memory(tight) <= limit
+
+
+class Wide(nn.Module):
+    """A layer that saves much more than enters it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 128), nn.Linear(128, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def test_where_no_cut_fits_as_few_layers_as_needed_run_again() -> None:
+    def choose(limit: float | None, schedule: str | None = "1f1b") -> tuple[PipelinePlan, tuple[str, ...]]:
+        found = planner(nn.Sequential(*(Wide() for _ in range(6))), 16, 2, limit, rows=1024)
+        return found.choose([4], Pipeline(schedule)), found.recompute
+
+    free, none = choose(None)
+    assert none == ()
+    needs = rank_memory(free)
+    assert choose(1.01 * needs) == (free, ())
+    (some, few), (least, many) = choose(0.6 * needs), choose(0.4 * needs)
+    assert rank_memory(some) <= 0.6 * needs and rank_memory(least) <= 0.4 * needs
+    assert 0 < len(few) < len(many) and few[0] == many[0] == "0"  # the first rank holds most microbatches
+    assert free.seconds < some.seconds < least.seconds
+    again = sum(stage.forward + stage.backward for stage in some.stages)
+    forwards = sum(stage.forward for stage in free.stages)
+    once = sum(stage.forward + stage.backward for stage in free.stages)
+    assert again == pytest.approx(once + forwards * len(few) / 6, rel=1e-2)  # the loss is no layer
+    assert all(stage.inputs == 0.5 for stage in free.stages) and some.stages[0].inputs > 0.5
+    with pytest.raises(PlanError, match=r"stage 0 .*with every layer recomputed in the backward, stage"):
+        choose(0.1 * needs)
+    assert choose(0.4 * needs, None)[0].schedule not in SPLIT  # there what runs again would keep others waiting
+    parted, _ = choose(0.6 * needs, "zero_bubble")
+    assert parted.schedule == "zero_bubble" and rank_memory(parted) <= 0.6 * needs
 
 
 def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() -> None:
