@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autoparallel.passes.name_nodes import layer_of
 from autoparallel.placements import Layout
 
 
@@ -16,6 +15,7 @@ class Row:
     """What one operator costs one rank for one microbatch.
 
     Attributes:
+        layer: what it is part of, if anything.
         activations: bytes that its backward needs.
         outside: those of them that others than its layer read.
         spared: those that are not kept, because it runs again in the backward.
@@ -25,6 +25,7 @@ class Row:
     """
 
     node: fx.Node
+    layer: str | None
     forward: float
     backward: float
     activations: float
@@ -34,11 +35,6 @@ class Row:
     result: Layout
     spared: float = 0.0
     again: bool = False
-
-    @property
-    def layer(self) -> str | None:
-        """The layer that it is part of."""
-        return layer_of(self.node)
 
     @property
     def inputs(self) -> float:

@@ -12,10 +12,12 @@ first layers of each rank are as its memory needs.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +118,7 @@ class StagePlanner:
         self.may_split = True  # whether schedules may compute gradients of inputs and of parameters apart
         self.may_recompute = True
         self.recompute: tuple[str, ...] = ()
+        self._chosen: tuple[str, ...] = ()
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
@@ -132,12 +135,12 @@ class StagePlanner:
         """
         best: PipelinePlan | None = None
         reasons: list[str] = []
+        layers = find_layers(self.captured.graph) if self.memory_limit is not None and self.may_recompute else []
         if not checked:
             assert request.schedule is not None and request.microbatches is not None
             rows = self._rows(Sizes(self.captured.actual))
             per_rank = request.stages_per_rank or 1
-            return self._plan(rows, request.schedule, per_rank, request.microbatches, request.cuts)
-        layers = find_layers(self.captured.graph) if self.memory_limit is not None and self.may_recompute else []
+            return self._plan(rows, request.schedule, per_rank, request.microbatches, request.cuts, layers)
         for again in ([], layers) if layers else ([],):
             for count in counts:
                 rows = self._rows(Sizes({s: n * counts[0] // count for s, n in self.captured.actual.items()}))
@@ -203,15 +206,24 @@ class StagePlanner:
     ) -> set[str]:
         """As few of the first of some layers of each rank's stages as must run again for its memory to suffice."""
         again: set[str] = set()
-        for rank in range(self.ranks) if layers else ():
-            mine = [s for s in range(len(bounds) - 1) if rank_of_stage(schedule, self.ranks, s) == rank]
-            left = [row.layer for s in mine for row in rows[bounds[s] : bounds[s + 1]] if row.layer in layers]
-            for layer in dict.fromkeys(left):
-                costs, _ = self._costs([row.recomputed(again) for row in rows], bounds, schedule, count)
-                if sum(costs[s].memory for s in mine) <= (self.memory_limit or math.inf):
-                    break
-                assert layer is not None
-                again.add(layer)
+        if not layers or self.memory_limit is None:
+            return again
+        parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
+        kept = self._kept_bytes(parts, schedule)
+        timeline = self.timeline([[row.recomputed(layers) for row in part] for part in parts], schedule, count)
+        for rank in range(self.ranks):
+            held = timeline.in_flight(rank)
+            mine = [s for s in range(len(parts)) if rank_of_stage(schedule, self.ranks, s) == rank]
+            own = [row.layer for s in mine for row in parts[s] if row.layer in layers]
+            first = [layer for layer in dict.fromkeys(own) if layer is not None]
+
+            def needs(number: int, mine: Sequence[int] = mine, first: list[str] = first, held: Any = held) -> float:
+                some = again.union(first[:number])
+                chosen = {s: [row.recomputed(some) for row in parts[s]] for s in mine}
+                return sum(self._memory(chosen[s], bounds[s], kept[s], held.get(s, count)) for s in mine)
+
+            limit = self.memory_limit
+            again.update(first[: bisect.bisect_left(range(len(first)), True, key=lambda n: needs(n) <= limit)])
         return again
 
     def _costs(
@@ -224,25 +236,34 @@ class StagePlanner:
         """
         parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
         timeline = self.timeline(parts, schedule, count)
+        kept = self._kept_bytes(parts, schedule)
         costs = []
-        homes: dict[fx.Node, int] = {}  # parameter to the rank that holds it
         for stage, part in enumerate(parts):
-            rank = rank_of_stage(schedule, self.ranks, stage)
-            kept = 0.0
-            for x, (own, borrowed) in {x: found for row in part for x, found in row.reads.items()}.items():
-                kept += own if x not in homes else borrowed if homes[x] != rank else 0.0
-                homes.setdefault(x, rank)
-            held = timeline.in_flight(rank).get(stage, count)
+            held = timeline.in_flight(rank_of_stage(schedule, self.ranks, stage)).get(stage, count)
             modules = [row.node.meta.get("module", "") for row in part]
             named = [m for m in modules if m] or [part[0].node.name]
-            memory = kept + held * sum(row.activations for row in part)
-            if part[0].again and stage:
-                memory += held * self._entering[bounds[stage]]
-            memory += largest_layer(part)
+            memory = self._memory(part, bounds[stage], kept[stage], held)
             forward, backward = sum(row.forward for row in part), sum(row.backward for row in part)
             inputs = sum(row.inputs for row in part) / backward if backward else 0.5
             costs.append(StageCost(named[0], named[-1], forward, backward, memory, held, inputs))
         return costs, timeline
+
+    def _kept_bytes(self, parts: Sequence[Sequence[Row]], schedule: str) -> list[float]:
+        """What each stage keeps of parameters, gradients and optimizer states."""
+        homes: dict[fx.Node, int] = {}  # parameter to the rank that holds it
+        kept = []
+        for stage, part in enumerate(parts):
+            rank, total = rank_of_stage(schedule, self.ranks, stage), 0.0
+            for x, (own, borrowed) in {x: found for row in part for x, found in row.reads.items()}.items():
+                total += own if x not in homes else borrowed if homes[x] != rank else 0.0
+                homes.setdefault(x, rank)
+            kept.append(total)
+        return kept
+
+    def _memory(self, part: Sequence[Row], begin: int, kept: float, held: int) -> float:
+        """The bytes of a stage that begins at a row and holds the activations of so many microbatches."""
+        entering = float(self._entering[begin]) if begin and part[0].again else 0.0
+        return kept + held * (sum(row.activations for row in part) + entering) + largest_layer(part)
 
     def timeline(self, parts: Sequence[Sequence[Row]], schedule: str, count: int) -> Timeline:
         """The schedule played through with the times of its stages."""
@@ -364,7 +385,7 @@ class StagePlanner:
 
     def _row(self, node: fx.Node, size: Sizes, made: dict[fx.Node, Layout], seen: set[fx.Node], whole: Layout) -> Row:
         if not is_tensor(node) or node.meta["key"] not in self.plan.operators:
-            return Row(node, 0.0, 0.0, 0.0, 0.0, 0.0, {}, whole)
+            return Row(node, layer_of(node), 0.0, 0.0, 0.0, 0.0, 0.0, {}, whole)
         rule, modes, needs, result = self._call(node)
         operands, val = tensor_operands(node), node.meta["val"]
         result_bytes = local_numel(size.shape(node), result, self.sizes) * val.element_size()
@@ -392,7 +413,7 @@ class StagePlanner:
         activations = result_bytes if flows else 0.0
         layer = layer_of(node)
         outside = activations if any(layer_of(user) != layer for user in node.users) else 0.0
-        return Row(node, forward, backward, activations, outside, kept, reads, result)
+        return Row(node, layer, forward, backward, activations, outside, kept, reads, result)
 
     def _call(self, node: fx.Node) -> tuple[Rule | None, Sequence[Mode], list[Layout], Layout]:
         """An operator's rule, how it runs, and the layouts that it needs and makes; the same for all sizes."""
