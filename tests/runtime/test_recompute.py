@@ -164,7 +164,9 @@ def _train_stages(shape: tuple[int, ...], schedule: str, per_rank: int, layers: 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp")[: len(shape)])
     generator = torch.Generator().manual_seed(0)
     batches = torch.randn(2, 2, 256, 8, generator=generator, dtype=torch.float64)
-    pipeline = autoparallel.Pipeline(schedule, 4, per_rank)
+    stages = shape[0] * per_rank
+    cuts = tuple(f"{4 * i // stages}.norm/aten.layer_norm#0" for i in range(1, stages))
+    pipeline = autoparallel.Pipeline(schedule, 4, per_rank, None if layers is None else cuts)
     options: dict[str, Any] = {"loss_fn": F.mse_loss, "plan": "data_parallel", "pipeline": pipeline}
 
     def compiled(**changed: Any) -> Any:
