@@ -215,7 +215,10 @@ class Order:
 def elimination_order(
     sizes: Sequence[int], scopes: Iterable[Scope], max_table: int, kept: Collection[int] = ()
 ) -> Order:
-    """Smallest next table first; where that is costly, also least new adjacency first, and the better of both.
+    """Smallest next table first; where that is costly, also three others, and the best of them.
+
+    They are least new adjacency first, and along the graph from either end: each variable once its furthest neighbour
+    is reached, as suits a long chain whose parts all meet the same variable.
 
     Variables that are ``kept`` are not in the order.
     """
@@ -226,22 +229,30 @@ def elimination_order(
             neighbours[v].update(free)
     for v, near in enumerate(neighbours):
         near.discard(v)
-    order = _greedy_order(sizes, neighbours, kept, fill=False)
+    order = _greedy_order(sizes, neighbours, kept)
     if order.largest > max_table or order.work > _EASY_WORK:
-        other = _greedy_order(sizes, neighbours, kept, fill=True)
-        order = min(order, other, key=lambda o: (o.largest > max_table, o.work))
+        last = [max(near, default=0) for near in neighbours]
+        first = [-min(near, default=0) for near in neighbours]
+        along = [_greedy_order(sizes, neighbours, kept, rank) for rank in (last, first)]
+        filling = _greedy_order(sizes, neighbours, kept, fill=True)
+        order = min(order, filling, *along, key=lambda o: (o.largest > max_table, o.work))
     return order
 
 
 def _greedy_order(
-    sizes: Sequence[int], adjacency: list[set[int]], kept: Collection[int], *, fill: bool
+    sizes: Sequence[int],
+    adjacency: list[set[int]],
+    kept: Collection[int],
+    rank: Sequence[int] | None = None,
+    fill: bool = False,
 ) -> Order:
+    """The order that takes the least first: by rank or new adjacency, where asked for, and by the next table."""
     near = [set(others) for others in adjacency]
 
     def score(v: int) -> tuple[int, int]:
         table = math.prod([sizes[u] for u in near[v]])
         if not fill:
-            return 0, table
+            return rank[v] if rank is not None else 0, table
         return sum([sizes[a] * sizes[b] for a in near[v] for b in near[v] if a < b and b not in near[a]]), table
 
     scores = {v: score(v) for v in range(len(sizes)) if sizes[v] > 1 and v not in kept}

@@ -107,8 +107,9 @@ def _solve(
         except TooWide:
             if len(space.axis_sizes) < 2:
                 raise
-        choices = minimise_by_pairs(problem, len(space.axis_sizes), lambda *parts: solve(*parts)[0])
-        return prove(problem.sizes, problem.factors, choices, exact=memory_limit is None)
+        limited = memory_limit is not None
+        choices = minimise_by_pairs(problem, space.axis_sizes, lambda *parts: solve(*parts)[0], limited)
+        return prove(problem.sizes, problem.factors, choices, exact=not limited)
     except TooWide as error:
         message = "the model's tensors depend on each other in too many ways to be planned on this mesh: use fewer axes"
         raise PlanError(f"{message}, or pin some parameters ({error})") from error

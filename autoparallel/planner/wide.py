@@ -7,15 +7,17 @@ large, what is added up in it is minimised in several parts, each by itself (min
 the ACM 50, 2003), which can only be too low; costs are moved between the parts first, so that they agree as far as they
 can.
 
-[Note: far ends] A graph is mostly wide because some tensors are read at both its ends: a tied embedding, the encoder's
-output, a bias that all layers share.  Such a variable is eliminated last, which gives a bound for each of its states.
-States whose bound is above the cost of the plan that is known are in no better plan and are dropped, which narrows the
-graph; where that is enough, the rest is minimised exactly.  So nothing is dropped that could be in an optimal plan.
+[Note: hubs] A graph is mostly wide because all layers read the same few tensors: the encoder's output, a bias, a tied
+embedding.  Such a hub is eliminated last, which gives a bound for each of its states.  States whose bound is above the
+cost of the plan that is known are in no better plan and are dropped, which narrows the graph, so that the next hub's
+bounds come closer; in the end the plan is proved, or the rest is minimised exactly.  Nothing is dropped that could be
+in an optimal plan.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
@@ -34,44 +36,53 @@ Solve = Callable[[Sequence[int], Factors, Factors, bool], Sequence[int]]
 States = np.ndarray
 
 BOUND_TABLE = 50_000_000
-"""Entries of the largest sum of tables for a bound; these are never all in memory."""
+"""Entries of the largest sum of tables for a first bound; these are never all in memory."""
+
+NARROWED_TABLE = 8 * BOUND_TABLE
+"""The same once a hub has lost states: what is left is smaller, and worth a closer look."""
 
 CLOSE = 0.01
 """The gap below which a plan is near enough to the bound not to be looked at further."""
 
 _ROUNDING = 1e-9  # relative difference of costs below which they count as equal
 
-FAR_ENDS = 3
-"""How many variables are looked at for a bound."""
+LOOKS = 4
+"""How often a hub is looked at."""
 
 
-def minimise_by_pairs(problem: Problem, axes: int, solve: Solve) -> list[int]:
-    """The best assignment found by minimising over two mesh axes at a time (see [Note: wide graphs])."""
+def minimise_by_pairs(problem: Problem, axis_sizes: Sequence[int], solve: Solve, limited: bool) -> list[int]:
+    """The best assignment found by minimising over two mesh axes at a time (see [Note: wide graphs]).
+
+    The largest axes come first.  With a limit, one round without it says where to start.
+    """
+    axes = range(len(axis_sizes))
+    pairs = list(itertools.combinations(axes, min(2, len(axes) - 1)))
+    pairs.sort(key=lambda free: -math.prod([axis_sizes[axis] for axis in free]))
     best: list[int] = []
-    least = float("inf")
     held: dict[fx.Node, Option] = {}
-    limited = False
-    while True:
-        before = least
-        for free in itertools.combinations(range(axes), min(2, axes - 1)):
-            kept = _kept(problem, held, [axis for axis in range(axes) if axis not in free])
+    for within in (False, True) if limited else (False,):
+        least, idle = float("inf"), 0
+        last = within == limited
+        for turn, free in enumerate(itertools.cycle(pairs)):
+            if idle == len(pairs) - 1 if last else turn == len(pairs):
+                break
+            kept = _kept(problem, held, [axis for axis in axes if axis not in free])
             sizes = [len(states) for states in kept]
-            found = solve(sizes, _sliced(problem.factors, kept), _sliced(problem.usage, kept), limited)
+            found = solve(sizes, _sliced(problem.factors, kept), _sliced(problem.usage, kept), within)
             choices = [int(states[choice]) for states, choice in zip(kept, found, strict=True)]
             cost = evaluate(problem.factors, choices)
-            if cost < least or not best:
+            idle += 1
+            if cost < least:
+                idle = 0 if cost < least * (1 - _ROUNDING) else idle
                 best, least = choices, cost
                 held = {n: v.options[choices[v.number]] for n, v in problem.variables.items()}
-        if limited and least >= before * (1 - 1e-9):
-            return best
-        if not limited:
-            limited, least = True, float("inf")  # what came before may be over the limit
+    return best
 
 
 def prove(
     sizes: Sequence[int], factors: Iterable[Factor], choices: Sequence[int], exact: bool = True
 ) -> tuple[Sequence[int], float]:
-    """The best assignment known, and what none costs less than (see [Note: far ends]).
+    """The best assignment known, and what none costs less than (see [Note: hubs]).
 
     Args:
         choices: an assignment.
@@ -82,20 +93,21 @@ def prove(
     whole = {size: np.arange(size) for size in set(sizes)}  # alike stays alike, so that it folds
     kept: list[States] = [whole[size] for size in sizes]
     left, bound = factors, -np.inf
-    for variable in _far_ends(sizes, factors):
+    last: int | None = None
+    for look in range(LOOKS):
         counts = [len(states) for states in kept]
-        folded = FoldedNetwork(counts, left, max_table=BOUND_TABLE, relax=True, kept=variable)
-        if folded.kept is None:
-            continue
+        last = _hub(counts, left, last)
+        most = NARROWED_TABLE if look else BOUND_TABLE
+        folded = FoldedNetwork(counts, left, max_table=most, relax=True, kept=last)
+        if last is None or folded.kept is None:
+            bound = max(bound, folded.bound())
+            break
         bounds = folded.bounds()
         bound = max(bound, float(bounds.min()))
         if bound >= cost * (1 - CLOSE):
             return choices, min(bound, cost)
-        states = np.flatnonzero(bounds <= cost * (1 + _ROUNDING))
-        kept[variable] = kept[variable][states]
+        kept[last] = kept[last][np.flatnonzero(bounds <= cost * (1 + _ROUNDING))]
         left = _sliced(factors, kept)
-    if bound == -np.inf:
-        bound = FoldedNetwork(sizes, factors, max_table=BOUND_TABLE, relax=True).bound()
     if exact and bound < cost * (1 - CLOSE):
         try:
             found = minimise([len(states) for states in kept], left)
@@ -106,15 +118,15 @@ def prove(
     return choices, min(bound, cost)
 
 
-def _far_ends(sizes: Sequence[int], factors: Factors) -> list[int]:
-    """The variables with most states whose neighbours lie furthest apart in the order of the graph."""
-    first, last = np.arange(len(sizes)), np.arange(len(sizes))
-    for _, scopes in factors.everywhere():
-        for axis in range(scopes.shape[1]):
-            np.minimum.at(first, scopes[:, axis], scopes.min(axis=1))
-            np.maximum.at(last, scopes[:, axis], scopes.max(axis=1))
-    reach = (last - first) * np.log(np.array(sizes, dtype=np.float64))
-    return sorted(range(len(sizes)), key=lambda v: (-float(reach[v]), v))[:FAR_ENDS]
+def _hub(sizes: Sequence[int], factors: Factors, before: int | None) -> int | None:
+    """The variable, other than the one before, that has many neighbours and many states."""
+    near: list[set[int]] = [set() for _ in sizes]
+    for places in factors.places:
+        for scope in places:
+            for v in scope:
+                near[v].update([u for u in scope if sizes[u] > 1])
+    free = [v for v, size in enumerate(sizes) if size > 1 and v != before]
+    return min(free, key=lambda v: (-len(near[v]) * math.log(sizes[v]), v), default=None)
 
 
 def _kept(problem: Problem, held: dict[fx.Node, Option], axes: Sequence[int]) -> list[States]:

@@ -154,6 +154,7 @@ class TestWideGraphs:
         monkeypatch.setattr(search_module, "minimise", once_too_wide)
         monkeypatch.setattr(wide_module, "minimise", always_too_wide)
         monkeypatch.setattr(wide_module, "BOUND_TABLE", 500)
+        monkeypatch.setattr(wide_module, "NARROWED_TABLE", 500)
         pairs = search(space, "auto")
         assert len(calls) > 3
         assert pairs.cost is not None and exact.cost is not None and pairs.lower_bound is not None
@@ -192,6 +193,7 @@ class TestWideGraphs:
         factors = [Factor(scope, generator.random((3, 3))) for scope in scopes]
         exact = minimise(sizes, factors).cost
         monkeypatch.setattr(wide_module, "BOUND_TABLE", 27)
+        monkeypatch.setattr(wide_module, "NARROWED_TABLE", 27)
         start = [0] * 8
         choices, bound = prove(sizes, factors, start)
         assert evaluate(factors, choices) == pytest.approx(exact, rel=1e-12) == bound
