@@ -39,7 +39,7 @@ BOUND_TABLE = 50_000_000
 """Entries of the largest sum of tables for a first bound; these are never all in memory."""
 
 NARROWED_TABLE = 8 * BOUND_TABLE
-"""The same once a hub has lost states: what is left is smaller, and worth a closer look."""
+"""The same once two hubs have lost states: what is left is smaller, and worth a closer look."""
 
 CLOSE = 0.01
 """The gap below which a plan is near enough to the bound not to be looked at further."""
@@ -97,7 +97,7 @@ def prove(
     for look in range(LOOKS):
         counts = [len(states) for states in kept]
         last = _hub(counts, left, last)
-        most = NARROWED_TABLE if look else BOUND_TABLE
+        most = BOUND_TABLE if look < 2 else NARROWED_TABLE
         folded = FoldedNetwork(counts, left, max_table=most, relax=True, kept=last)
         if last is None or folded.kept is None:
             bound = max(bound, folded.bound())
@@ -119,14 +119,14 @@ def prove(
 
 
 def _hub(sizes: Sequence[int], factors: Factors, before: int | None) -> int | None:
-    """The variable, other than the one before, that has many neighbours and many states."""
+    """The variable, other than the one before, with most neighbours and states; of equal ones the last."""
     near: list[set[int]] = [set() for _ in sizes]
     for places in factors.places:
         for scope in places:
             for v in scope:
                 near[v].update([u for u in scope if sizes[u] > 1])
     free = [v for v, size in enumerate(sizes) if size > 1 and v != before]
-    return min(free, key=lambda v: (-len(near[v]) * math.log(sizes[v]), v), default=None)
+    return min(free, key=lambda v: (-len(near[v]) * math.log(sizes[v]), -v), default=None)
 
 
 def _kept(problem: Problem, held: dict[fx.Node, Option], axes: Sequence[int]) -> list[States]:
