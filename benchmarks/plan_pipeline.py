@@ -1,0 +1,76 @@
+"""How long a pipeline takes to plan: Llama-3-70B on 64 H100s of 80 GB, with stages and without, side by side.
+
+    python benchmarks/plan_pipeline.py              # 80 layers
+    python benchmarks/plan_pipeline.py --layers 8   # fewer, with a limit that is as much smaller
+
+A global batch of 256 sequences of 2048 tokens in bfloat16.  Seconds of planning are those of one thread, capture apart.
+Nothing is computed and no weight exists: the model is on the meta device.  No process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from plan import llama
+from rich.console import Console
+from rich.table import Table
+
+from autoparallel.plan import PlanError
+from autoparallel.planner.hardware import H100
+from autoparallel.planning import Planner, Request, call_of, draft_captured
+from autoparallel.report.text import duration
+from autoparallel.staged import StagedPlanner, draft_stages
+from autoparallel.staging import Pipeline
+
+LAYERS = 80
+MESHES: tuple[tuple[tuple[str, int], ...], ...] = (
+    (("pp", 4), ("dp", 2), ("tp", 8)),
+    (("pp", 2), ("dp", 4), ("tp", 8)),
+    (("dp", 8), ("tp", 8)),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--limit", type=float, default=80.0, help="gigabytes per device of the 80 layers")
+    arguments = parser.parse_args()
+    limit = arguments.limit * 1e9 * arguments.layers / LAYERS
+    model, (args, kwargs) = llama(arguments.layers, 8192, 28672, 64, 8, 256, 2048)
+    call = call_of(args, kwargs)
+    begin = time.process_time()
+    captured = Planner(model, Request((("dp", 64),), H100)).capture(call)
+    table = Table("mesh", "plan", "search CPU s", "predict CPU s", "step", "GB per device")
+    spent = time.process_time() - begin
+    table.title = f"Llama-3-70B, {arguments.layers} layers, {limit / 1e9:.0f} GB; capture {spent:.1f} s"
+    for axes in MESHES:
+        staged = axes[0][0] == "pp"
+        request = Request(axes[1:] if staged else axes, H100, memory_limit=limit)
+        mesh = " x ".join(f"{name} {size}" for name, size in axes)
+        begin, phases = time.process_time(), {}
+        graph = captured.copy()
+
+        def told(phase: str, phases: dict[str, float] = phases) -> None:
+            phases[phase] = time.process_time()
+
+        try:
+            if staged:
+                drafted = draft_stages(StagedPlanner(model, request, axes[0][1], Pipeline()), graph, call, told)
+            else:
+                drafted = draft_captured(Planner(model, request), graph, call, told)
+        except PlanError as error:
+            table.add_row(mesh, str(error), f"{time.process_time() - begin:.1f}")
+            continue
+        end, predicted, pipeline = time.process_time(), drafted.prediction, drafted.plan.pipeline
+        what = f"{len(drafted.plan.recompute)} layers recomputed" if drafted.plan.recompute else ""
+        if pipeline is not None:
+            what = f"{pipeline.schedule}, {pipeline.microbatches} microbatches, bubble {pipeline.bubble:.0%} {what}"
+        took = f"{phases['predict'] - phases['search']:.1f}", f"{end - phases['predict']:.1f}"
+        step, memory = duration(predicted.seconds()), f"{predicted.total_memory / 1e9:.1f}"
+        table.add_row(mesh, what, *took, step, memory)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
