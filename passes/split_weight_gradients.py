@@ -181,7 +181,6 @@ def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) ->
         node.replace_all_uses_with(new)
         graph.erase_node(node)
         count += 1
-    graph.lint()
     module.recompile()
     return count
 

@@ -81,6 +81,7 @@ MORE = [
     recipe("gpt", PP2, ("dualpipe_v", 2), 2),
     recipe("gpt", DP, ("zero_bubble", 2), 2, accumulation=3),
     recipe("gpt", DP, ONE_F_ONE_B, 2, plan="fsdp"),
+    recipe("gpt", DP, ZERO_BUBBLE, 2, plan="fsdp"),
 ]
 
 
