@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autoparallel.planning import Draft, Planner, Request, Told
 from autoparallel.program import LocalProgram, build_program
 from autoparallel.redistribution import Redistributor
 from autoparallel.report.pipeline_traffic import pipeline_traffic
-from autoparallel.report.predict_stages import predict_stages
+from autoparallel.report.predict_stages import parameter_seconds, predict_stages
 from autoparallel.runtime.calls import Call, sizes_of
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.microbatches import batch_dim, micro_specs
@@ -36,6 +37,28 @@ from autoparallel.staging import PIPELINE_AXIS, Pipeline, PipelinePlan
 
 WORTHWHILE = 0.1
 """The part of a schedule in which ranks wait from which on more microbatches are tried, beyond the usual."""
+
+
+HOPELESS = 2.0
+"""How many times the limit the search may add up for layouts that are cut into stages all the same."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A pipeline that fits, how long its step takes, and the graph that it is about."""
+
+    seconds: float
+    plan: Plan
+    cut: PipelinePlan
+    captured: Captured
+
+
+def _or_none(attempt: Callable[[], _Attempt], problems: list[str]) -> _Attempt | None:
+    try:
+        return attempt()
+    except PlanError as error:
+        problems.append(str(error))
+        return None
 
 
 class StagedPlanner(Planner):
@@ -73,38 +96,69 @@ class StagedPlanner(Planner):
                 f"the model fixes the batch size at {call.batch}, so that it cannot be cut into microbatches: use "
                 "x.shape[0] instead of a number"
             )
-        # Where the layouts of one microbatch do not fit, they may with every layer recomputed, or
-        # the stages say which of them does not.
-        attempts: list[tuple[list[int], float | None, list[str]]] = [(x, self.memory_limit, []) for x in tries]
-        if self.memory_limit is not None:
-            layers = [] if self.request.hoist_all else find_layers(captured.graph)
-            attempts += [(tries[0], self.memory_limit, layers)] * bool(layers) + [(tries[-1], None, [])]
-        best: tuple[Plan, Captured] | None = None
+        attempt = partial(self._attempt, captured, call, at_rest, pipeline)
+        best: _Attempt | None = None
         problems: list[str] = []
-        for counts, limit, layers in attempts:
-            if best is not None and (layers or limit is None):
-                break
-            graph = captured.copy()
-            graph.actual = sizes_of(captured, micro_specs(call.specs, counts[0]))
-            self.schedule = Schedule(counts[0], self.ranks)
-            try:
-                plan = _of_a_step(self._search(graph, call, self.request.origin, at_rest, limit, layers), counts[0])
-                self.rewrite(graph, plan)
-                planner = self._cut(graph, plan)
-                found = planner.choose(counts, pipeline, checked=known is None)
-            except PlanError as error:
-                problems.append(str(error))
+        for counts in tries:
+            found: _Attempt | None = None
+            # The fastest layouts where stages of them fit: what the search adds up for a stage is more than it takes.
+            for limit in dict.fromkeys([None, self.memory_limit]):
+                if found is None:
+                    found = _or_none(partial(attempt, counts, limit), problems)
+            if found is None:
                 continue
-            if best is not None and best[0].pipeline is not None and found.seconds >= best[0].pipeline.seconds:
+            if best is not None and found.seconds >= best.seconds:
                 break
-            again = planner.recompute if known is None else self._recomputed(graph)
-            best = replace(plan, pipeline=found, recompute=again), graph
-            if found.bubble < WORTHWHILE:
+            best = found
+            if found.cut.bubble < WORTHWHILE and not found.plan.recompute:
                 break
+        if best is None and self.memory_limit is not None:
+            # With every layer recomputed something may fit; else the stages say which of them does not.
+            if layers := [] if self.request.hoist_all else find_layers(captured.graph):
+                best = _or_none(partial(attempt, tries[0], self.memory_limit, layers), problems)
+            if best is None:
+                best = _or_none(partial(attempt, tries[-1], None, named=True), problems)
         if best is None:
             raise PlanError("; ".join(dict.fromkeys([problems[-1], problems[0]])))
-        captured.module, captured.actual = best[1].module, best[1].actual
-        return best[0]
+        captured.module, captured.actual = best.captured.module, best.captured.actual
+        return best.plan
+
+    def _attempt(
+        self,
+        captured: Captured,
+        call: Call,
+        at_rest: Mapping[str, ParameterPlan] | None,
+        pipeline: Pipeline,
+        counts: Sequence[int],
+        limit: float | None,
+        layers: Sequence[str] = (),
+        *,
+        named: bool = False,
+    ) -> _Attempt:
+        """The best pipeline of so many microbatches, of layouts that are searched within a limit.
+
+        Args:
+            layers: are recomputed.
+            named: whether stages are cut whatever they need, so that an error names the one that needs too much.
+
+        Raises:
+            PlanError: where nothing fits.
+        """
+        graph = captured.copy()
+        graph.actual = sizes_of(captured, micro_specs(call.specs, counts[0]))
+        self.schedule = Schedule(counts[0], self.ranks)
+        plan = self._search(graph, call, self.request.origin, at_rest, limit, layers)
+        free = limit is None and self.memory_limit is not None and not named
+        if free and plan.estimate is not None and plan.estimate.memory > HOPELESS * self.memory_limit:  # type: ignore[operator]
+            raise PlanError(f"the fastest layouts need {plan.estimate.memory / 1e6:.1f} MB per device")
+        plan = _of_a_step(plan, counts[0])
+        self.rewrite(graph, plan)
+        planner = self._cut(graph, plan)
+        planner.may_recompute = planner.may_recompute and not free
+        cut = planner.choose(counts, pipeline, checked=self.stages is None)
+        again = planner.recompute if self.stages is None else self._recomputed(graph)
+        plan = replace(plan, pipeline=cut, recompute=again)
+        return _Attempt(cut.seconds + max(parameter_seconds(graph, plan)), plan, cut, graph)
 
     def _cut(self, captured: Captured, plan: Plan) -> StagePlanner:
         profile, limit = self.request.profile, self.memory_limit
