@@ -104,7 +104,7 @@ class StagedPlanner(Planner):
             # The fastest layouts where stages of them fit: what the search adds up for a stage is more than it takes.
             for limit in dict.fromkeys([None, self.memory_limit]):
                 if found is None:
-                    found = _or_none(partial(attempt, counts, limit), problems)
+                    found = _or_none(partial(attempt, counts, limit), problems if limit == self.memory_limit else [])
             if found is None:
                 continue
             if best is not None and found.seconds >= best.seconds:
