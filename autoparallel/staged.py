@@ -39,15 +39,22 @@ WORTHWHILE = 0.1
 """The part of a schedule in which ranks wait from which on more microbatches are tried, beyond the usual."""
 
 
+STAGE_PRESETS = ("data_parallel", "fsdp", "tensor_parallel")
+"""The presets that "auto" looks at, too."""
+
+FAR = 1.25
+"""How much more than a known step takes its ranks may have to do, in the largest number of microbatches, to be cut."""
+
 HOPELESS = 2.0
 """How many times the limit the search may add up for layouts that are cut into stages all the same."""
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A pipeline that fits, how long its step takes, and the graph that it is about."""
+    """A pipeline that fits, how long its step takes, the numbers of microbatches tried, and the graph it is about."""
 
     seconds: float
+    counts: Sequence[int]
     plan: Plan
     cut: PipelinePlan
     captured: Captured
@@ -120,6 +127,13 @@ class StagedPlanner(Planner):
                 best = _or_none(partial(attempt, tries[-1], None, named=True), problems)
         if best is None:
             raise PlanError("; ".join(dict.fromkeys([problems[-1], problems[0]])))
+        if self.request.plan == "auto" and at_rest is None and known is None:
+            # The search minimises what all ranks do; the slowest of them may have less to do under a preset.
+            for preset in STAGE_PRESETS:
+                free = partial(attempt, best.counts, None, origin=preset, below=best.seconds)
+                found = _or_none(free, [])
+                if found is not None and found.seconds < best.seconds:
+                    best = replace(found, plan=replace(found.plan, origin="auto"))
         captured.module, captured.actual = best.captured.module, best.captured.actual
         return best.plan
 
@@ -134,12 +148,16 @@ class StagedPlanner(Planner):
         layers: Sequence[str] = (),
         *,
         named: bool = False,
+        origin: str | None = None,
+        below: float = math.inf,
     ) -> _Attempt:
         """The best pipeline of so many microbatches, of layouts that are searched within a limit.
 
         Args:
             layers: are recomputed.
             named: whether stages are cut whatever they need, so that an error names the one that needs too much.
+            origin: the preset; that which is asked for unless told.
+            below: a step of this many seconds is known, slower ones are of no use.
 
         Raises:
             PlanError: where nothing fits.
@@ -147,18 +165,20 @@ class StagedPlanner(Planner):
         graph = captured.copy()
         graph.actual = sizes_of(captured, micro_specs(call.specs, counts[0]))
         self.schedule = Schedule(counts[0], self.ranks)
-        plan = self._search(graph, call, self.request.origin, at_rest, limit, layers)
+        plan = self._search(graph, call, origin or self.request.origin, at_rest, limit, layers)
         free = limit is None and self.memory_limit is not None and not named
         if free and plan.estimate is not None and plan.estimate.memory > HOPELESS * self.memory_limit:  # type: ignore[operator]
             raise PlanError(f"the fastest layouts need {plan.estimate.memory / 1e6:.1f} MB per device")
         plan = _of_a_step(plan, counts[0])
+        if plan.cost is not None and plan.cost / self.ranks >= FAR * below:
+            raise PlanError("the ranks have far more to do than those of the pipeline that is known")
         self.rewrite(graph, plan)
         planner = self._cut(graph, plan)
         planner.may_recompute = planner.may_recompute and not free
         cut = planner.choose(counts, pipeline, checked=self.stages is None)
         again = planner.recompute if self.stages is None else self._recomputed(graph)
         plan = replace(plan, pipeline=cut, recompute=again)
-        return _Attempt(cut.seconds + max(parameter_seconds(graph, plan)), plan, cut, graph)
+        return _Attempt(cut.seconds + max(parameter_seconds(graph, plan)), counts, plan, cut, graph)
 
     def _cut(self, captured: Captured, plan: Plan) -> StagePlanner:
         profile, limit = self.request.profile, self.memory_limit

@@ -30,6 +30,7 @@ from autoparallel.passes.name_nodes import layer_of
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, dual_layout, parse_layout
 from autoparallel.plan import Plan, PlanError
+from autoparallel.planner.balance import most_even
 from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.stage_rows import Row, largest_layer
@@ -326,29 +327,30 @@ class StagePlanner:
         per_rank = stages // self.ranks
         flight = in_flight(schedule, self.ranks, stages, count)
         costs: list[Array] = []
+        memory: list[Array] = []
         for stage in range(stages):
             cost = span
             if stage and ranks[stage - 1] != ranks[stage]:
                 cost = cost + 2 * moved[:, None]
             if stage < stages - 1 and ranks[stage + 1] != ranks[stage]:
                 cost = cost + 2 * moved[None, :]
-            if self.memory_limit is not None:
-                memory = kept[None, :] - kept[:, None] + flight[stage] * (activations[None, :] - activations[:, None])
-                memory = memory + entering[:, None] * flight[stage] + largest
-                cost = np.where(memory * per_rank <= self.memory_limit, cost, np.inf)
             costs.append(cost)
-        slowest, _ = _fewest(costs, np.maximum)
-        if not np.isfinite(slowest):
-            if self.memory_limit is not None:
-                unlimited = StagePlanner(
-                    self.captured, self.plan, self.profile, self.redistributor, self.axis, self.ranks
-                )
-                unlimited._crossing, unlimited._entering = self._crossing, self._entering
-                return unlimited._cut(rows, schedule, stages, count)  # of which the largest stage is then named
+            held = flight[stage] * (activations[None, :] - activations[:, None] + entering[:, None])
+            memory.append(kept[None, :] - kept[:, None] + held + largest)
+        free = most_even(costs)
+        if free is None:
             raise PlanError(f"the model cannot be cut into {stages} stages that all have parameters")
-        # Among those whose slowest stage is as fast, the most even: others wait less for each other.
-        even = [np.where(cost <= slowest * (1 + 1e-9), cost**2, np.inf) for cost in costs]
-        return [places[i] for i in _fewest(even, np.add)[1]]
+        found = free
+        if self.memory_limit is not None:
+            needs = [0.0] * self.ranks
+            for stage, (i, j) in enumerate(itertools.pairwise([0, *free, len(places) - 1])):
+                needs[ranks[stage]] += memory[stage][i, j]
+            if max(needs) > self.memory_limit:
+                # Each stage within its part; where none is, the largest stage of the free cuts is named.
+                limit = self.memory_limit / per_rank
+                limited = [np.where(m <= limit, cost, np.inf) for cost, m in zip(costs, memory, strict=True)]
+                found = most_even(limited) or free
+        return [places[i] for i in found]
 
     def _places(self, rows: Sequence[Row]) -> list[int]:
         """Where a stage may begin; not within a layer that runs again."""
@@ -473,26 +475,6 @@ class StagePlanner:
                 entering[max(uses) + 1] -= held
         self._entering = np.cumsum(entering)
         return np.cumsum(change)
-
-
-def _fewest(costs: Sequence[Array], combine: np.ufunc) -> tuple[float, list[int]]:
-    """The least combined cost of stages one behind the other, and where all but the first of them begin.
-
-    Args:
-        costs: for each stage, what it costs from each place to each.
-    """
-    best: Array = np.where(np.arange(len(costs[0])) == 0, 0.0, np.inf)
-    history: list[npt.NDArray[np.intp]] = []
-    for cost in costs:
-        table = combine(best[:, None], cost)
-        history.append(table.argmin(0))
-        best = table.min(0)
-    found: list[int] = []
-    end = len(best) - 1
-    for choices in reversed(history[1:]):
-        end = int(choices[end])
-        found.append(end)
-    return float(best[-1]), found[::-1]
 
 
 def boundary_layout(node: fx.Node, plan: Plan) -> Layout:
