@@ -34,6 +34,7 @@ MESHES: tuple[tuple[tuple[str, int], ...], ...] = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--only", type=int, choices=range(len(MESHES)), help="the number of one mesh")
     parser.add_argument("--limit", type=float, default=80.0, help="gigabytes per device of the 80 layers")
     arguments = parser.parse_args()
     limit = arguments.limit * 1e9 * arguments.layers / LAYERS
@@ -44,7 +45,7 @@ def main() -> None:
     table = Table("mesh", "plan", "search CPU s", "predict CPU s", "step", "GB per device")
     spent = time.process_time() - begin
     table.title = f"Llama-3-70B, {arguments.layers} layers, {limit / 1e9:.0f} GB; capture {spent:.1f} s"
-    for axes in MESHES:
+    for axes in MESHES if arguments.only is None else [MESHES[arguments.only]]:
         staged = axes[0][0] == "pp"
         request = Request(axes[1:] if staged else axes, H100, memory_limit=limit)
         mesh = " x ".join(f"{name} {size}" for name, size in axes)
