@@ -53,6 +53,8 @@ def fit(
         try:
             plan, found = Fitting(search, roughly, left, layers).choose()
         except PlanError:
+            if left == limit:  # the maximum of what grows with the layers is convex: the whole needs more, not less
+                raise
             break
         if not found.whole:
             found = exactly(plan)

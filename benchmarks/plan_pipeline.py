@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 from plan import llama
 from rich.console import Console
@@ -62,7 +63,11 @@ def main() -> None:
                 drafted = draft_captured(Planner(model, request), graph, call, told)
         except PlanError as error:
             table.add_row(mesh, str(error), f"{time.process_time() - begin:.1f}")
-            continue
+            if staged:
+                continue
+            graph = captured.copy()
+            drafted = draft_captured(Planner(model, replace(request, memory_limit=None)), graph, call, told)
+            mesh = f"{mesh}, no limit"
         end, predicted, pipeline = time.process_time(), drafted.prediction, drafted.plan.pipeline
         what = f"{len(drafted.plan.recompute)} layers recomputed" if drafted.plan.recompute else ""
         if pipeline is not None:
