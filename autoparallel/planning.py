@@ -137,8 +137,8 @@ class Planner:
         """The plan that the search chooses.
 
         [Note: what overlaps] The search adds up prices, and what hides behind what is no sum.  So where the hardware
-        overlaps, "auto" is the best of what the search chooses freely and of the presets, as the whole program of each
-        is predicted.
+        overlaps, "auto" is the best of what the search chooses freely and of the presets, as the program of each is
+        predicted (see ``report.extrapolate``).
 
         Args:
             at_rest: how the parameters lie already; None where that is open.

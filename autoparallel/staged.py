@@ -127,7 +127,7 @@ class StagedPlanner(Planner):
                 best = _or_none(partial(attempt, tries[-1], None, named=True), problems)
         if best is None:
             raise PlanError("; ".join(dict.fromkeys([problems[-1], problems[0]])))
-        if self.request.plan == "auto" and at_rest is None and known is None:
+        if self.thorough and self.request.plan == "auto" and at_rest is None and known is None:
             # The search minimises what all ranks do; the slowest of them may have less to do under a preset.
             for preset in STAGE_PRESETS:
                 free = partial(attempt, best.counts, None, origin=preset, below=best.seconds)

@@ -12,35 +12,27 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel.passes.insert_collectives import Sizes
+
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
-class Signatures:
-    """Numbers the kinds of nodes of one graph; two nodes with the same number differ in their names alone."""
+class Signatures(Sizes):
+    """Sizes, and numbers for the kinds of nodes of one graph; two nodes of the same number differ in name alone."""
 
     def __init__(self, actual: Mapping[Any, int]) -> None:
-        self.actual = actual
-        self._sizes: dict[Any, int] = {}
+        super().__init__(actual)
         self._tensors: dict[Hashable, int] = {}
         self._tensor_of: dict[tuple[int, Any, Any], int] = {}
         self._calls: dict[Hashable, int] = {}
         self._reads: dict[fx.Node, tuple[int, list[fx.Node]]] = {}
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
 
-    def __call__(self, value: Any) -> int:
-        """A traced size, as it is in the call that is planned for."""
-        if isinstance(value, int):
-            return value
-        expression = value.node.expr
-        if expression not in self._sizes:
-            self._sizes[expression] = int(expression.subs(self.actual))
-        return self._sizes[expression]
-
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """The node's global shape in that call."""
         known = self._shapes.get(node)
         if known is None:
-            known = self._shapes[node] = tuple([self(s) for s in node.meta["val"].shape])
+            known = self._shapes[node] = super().shape(node)
         return known
 
     def tensor(self, node: fx.Node) -> int:

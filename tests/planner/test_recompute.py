@@ -10,34 +10,15 @@ from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.hardware import CPU
 from autoparallel.planning import Draft, Request, call_of, draft
 from autoparallel.report.diff import diff
+from tests.planner.blocks import Blocks
 
 LAYERS, WIDTH, ROWS = 4, 16, 512
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def _draft(limit: float | None, plan: str | Plan = "auto") -> Draft:
     request = Request((("dp", 2),), CPU, plan, loss_fn=nn.functional.mse_loss, memory_limit=limit)
     x = torch.empty(ROWS, WIDTH, device="meta")
-    return draft(Model(), call_of((x, x), with_target=True), request)
+    return draft(Blocks(LAYERS, WIDTH, 8 * WIDTH), call_of((x, x), with_target=True), request)
 
 
 def test_as_few_layers_as_the_limit_asks_for_are_recomputed() -> None:

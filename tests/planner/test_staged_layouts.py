@@ -13,34 +13,15 @@ from autoparallel.planner.hardware import CPU
 from autoparallel.planning import Request, call_of
 from autoparallel.staged import StagedPlanner
 from autoparallel.staging import Pipeline
+from tests.planner.blocks import Blocks
 
 WIDTH, LAYERS = 256, 8
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def _plan(rows: int, pipeline: Pipeline, limit: float | None = None, latency: float = 0.0) -> Plan:
-    profile = replace(CPU, launch=1e-9, latency=latency)
+def _plan(rows: int, pipeline: Pipeline, limit: float | None = None) -> Plan:
+    profile = replace(CPU, launch=1e-9, latency=0.0)
     request = Request((("dp", 2),), profile, loss_fn=nn.functional.mse_loss, memory_limit=limit)
-    planner = StagedPlanner(Model(), request, 2, pipeline)
+    planner = StagedPlanner(Blocks(LAYERS, WIDTH, 4 * WIDTH), request, 2, pipeline)
     x = torch.empty(rows, WIDTH, device="meta")
     call = call_of((x, x), with_target=True)
     return planner.search(planner.capture(call), call)
