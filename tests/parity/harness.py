@@ -18,15 +18,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autoparallel import planning
+from autoparallel.capture import Captured, capture
 from tests.distributed import run_distributed
 from tests.models import Case, build
 
@@ -52,6 +56,7 @@ class Recipe:
     schedule: str = ""  # of a pipeline over an axis "pp"
     microbatches: int = 0
     stages_per_rank: int = 1
+    share_captures: bool = False  # trace the model once for all recipes of a grid, as tracing takes most of the time
 
     @property
     def world_size(self) -> int:
@@ -99,7 +104,8 @@ def reference(recipe: Recipe) -> Trace:
     """Train the plain model in this process. Mesh and plan make no difference, so results are shared."""
     case = build(recipe.model, recipe.dtype)
     parts = recipe.microbatches if case.buffers else 0  # batch norm sees one microbatch at a time
-    return _reference(replace(recipe, mesh=(1,), plan="auto", axes=(), schedule="", microbatches=parts))
+    same = replace(recipe, mesh=(1,), plan="auto", axes=(), schedule="", stages_per_rank=1, share_captures=False)
+    return _reference(replace(same, microbatches=parts))
 
 
 @functools.lru_cache(maxsize=32)
@@ -123,8 +129,9 @@ def _train_on_rank(recipe: Recipe) -> RankTrace:
     if recipe.schedule:
         pipeline = autoparallel.Pipeline(recipe.schedule, recipe.microbatches, recipe.stages_per_rank)
         options = {"pipeline": pipeline, "outputs": "gather"}
-    model = autoparallel.compile(case.model, mesh, loss_fn=case.loss_fn, plan=recipe.plan, **options)
-    trace = _train(model, case, recipe, compiled=True)
+    with patch.object(planning, "capture", _shared_capture(recipe)) if recipe.share_captures else nullcontext():
+        model = autoparallel.compile(case.model, mesh, loss_fn=case.loss_fn, plan=recipe.plan, **options)
+        trace = _train(model, case, recipe, compiled=True)
     layouts = {name: _layout(parameter) for name, parameter in model.named_parameters() if _is_here(parameter)}
     shown = rank == 0 or bool(recipe.schedule) and not any((mesh.get_coordinate() or ())[1:])
     return RankTrace(
@@ -133,6 +140,22 @@ def _train_on_rank(recipe: Recipe) -> RankTrace:
         layouts=layouts,
         trace=trace if shown else None,
     )
+
+
+_captured: dict[str, Captured] = {}
+
+
+def _shared_capture(recipe: Recipe) -> Callable[..., Captured]:
+    """``capture``, but what it captured for a recipe of the same model serves again where its arguments are equal."""
+
+    def shared(model: nn.Module, specs: Any, in_spec: Any, *, loss_fn: Any, training: Any, **sizes: Any) -> Captured:
+        mode = model.training if training is None else training
+        key = repr((recipe.model, recipe.dtype, mode, loss_fn is None, specs, in_spec, sizes))
+        if key not in _captured:
+            _captured[key] = capture(model, specs, in_spec, loss_fn=loss_fn, training=training, **sizes)
+        return _captured[key].copy()
+
+    return shared
 
 
 @functools.cache

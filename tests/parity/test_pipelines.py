@@ -51,7 +51,7 @@ def fits(model: str, mesh: tuple[tuple[int, ...], tuple[str, ...]], schedule: tu
 
 
 GRID = [
-    recipe(model, mesh, schedule, times, accumulation=3, steps=5)
+    recipe(model, mesh, schedule, times, accumulation=3, steps=5, share_captures=True)
     for model, mesh, schedule, times in itertools.product(MODELS, MESHES, SCHEDULES, (1, 2, 0))
     if fits(model, mesh, schedule, times)
 ]
