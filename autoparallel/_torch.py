@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import fx
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._guards import tracing
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 # Renamed in 2.13; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -97,16 +98,6 @@ def is_compiled_call(filename: str, function: str) -> bool:
     return filename.endswith("eval_frame.py") and function in ("compile_wrapper", "_fn")
 
 
-def device_of_fake(value: FakeTensor) -> torch.device:
-    """The device that a fake tensor stands for; asked of the tensor itself, every mode would be asked, too."""
-    return value.fake_device
-
-
-def is_fake(value: object) -> bool:
-    """Whether a value is a fake tensor, which has a shape but no data."""
-    return isinstance(value, FakeTensor)
-
-
 def process_group(argument: Any) -> dist.ProcessGroup:
     """The process group that an operator was given: itself, boxed for TorchScript, or by name."""
     if isinstance(argument, str):
@@ -138,8 +129,8 @@ def _accumulates(node: Any) -> bool:
 
 
 __all__ = [
-    "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "device_of_fake", "free_unbacked_symbols",
-    "graph_break_of", "is_compiled_call", "is_fake", "leave_open", "local_of", "make_fake_mode", "make_spec",
+    "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "free_unbacked_symbols",
+    "graph_break_of", "is_compiled_call", "leave_open", "local_of", "make_fake_mode", "make_spec",
     "mesh_without_groups", "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of", "spec_of",
-    "wrap_local",
+    "without_modes", "wrap_local",
 ]  # fmt: skip

@@ -355,7 +355,7 @@ def _apply(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    return type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter)
+    return x.is_meta or type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter)
 
 
 def redistribute(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:

@@ -166,7 +166,7 @@ class Planner:
             found = found or self._roughly(captured, call, plan)
             if best is not None and found.seconds >= best[0]:
                 continue
-            if limit is not None and preset != "auto" and not found.whole:
+            if limit is not None and preset != "auto" and not found.whole and found.memory <= limit:
                 found = self._exactly(captured, call, plan)
             if limit is None or preset == "auto" or found.memory <= limit:
                 best = found.seconds, replace(plan, origin="auto")

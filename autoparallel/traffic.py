@@ -195,21 +195,21 @@ class CountingMode(TorchDispatchMode):
     Args:
         add: called with these.
         names: process group name to axis, before what is known of bound meshes.
-        fake: reports what a dry run does with fake tensors, instead of what is sent.
+        dry: reports what a dry run does with meta tensors, instead of what is sent.
     """
 
     def __init__(
-        self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None, *, fake: bool = False
+        self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None, *, dry: bool = False
     ) -> None:
         super().__init__()
         self._add = add
         self._names = names or {}
-        self._fake = fake
+        self._dry = dry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as operators on local tensors and as collectives
-        if func.namespace in _NAMESPACES and self._fake == any(map(_torch.is_fake, pytree.tree_leaves(args))):
+        if func.namespace in _NAMESPACES and self._dry == any(map(_is_meta, pytree.tree_leaves(args))):
             self._count(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -318,6 +318,10 @@ _OPERATORS: dict[str, tuple[str, str, bool]] = {
     "monitored_barrier_": ("barrier", "", False),
 }
 """Operator to the kind of collective, the argument that has its bytes, and whether that is one rank's part of them."""
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _bytes(values: Any) -> int:

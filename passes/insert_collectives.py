@@ -72,7 +72,11 @@ def typed_call(node: fx.Node, modes: Sequence[Mode]) -> tuple[list[Layout], Layo
     Raises:
         ValueError: when the operator cannot run so.
     """
-    chosen = [_typed(node, mode) for mode in modes]
+    ways = {typed.mode: typed for typed in call_modes(node)}
+    for mode in modes:
+        if mode not in ways:
+            raise ValueError(f"{node.meta.get('key', node.name)} cannot run as {mode}")
+    chosen = [ways[mode] for mode in modes]
     count = len(tensor_operands(node))
     operands = [tuple(t.operands[i] for t in chosen) for i in range(count)]
     return operands, tuple(t.result for t in chosen)
@@ -95,13 +99,6 @@ def call_modes(node: fx.Node) -> list[Typed]:
     return typed_modes(
         rule_for(node), len(operands), [flows and bool(o.meta["differentiable"]) for o in operands], flows
     )
-
-
-def _typed(node: fx.Node, mode: Mode) -> Typed:
-    for typed in call_modes(node):
-        if typed.mode == mode:
-            return typed
-    raise ValueError(f"{node.meta.get('key', node.name)} cannot run as {mode}")
 
 
 def insert_collectives(

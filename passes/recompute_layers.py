@@ -91,7 +91,8 @@ def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> dict[str,
         name = f"recompute_{number}"
         regions[name] = Region(layer, _outline(graph, _stretch(graph, layer), name))
         module.add_submodule(name, regions[name])
-    module.recompile()
+    if regions:
+        module.recompile()
     return regions
 
 

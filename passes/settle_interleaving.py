@@ -35,8 +35,10 @@ def settle_interleaving(
         modes: node key to how the operator runs on each mesh axis.
         axis_sizes: of the mesh.
     """
+    changed = False
     for node in list(module.graph.nodes):
         if "interleaved" in node.meta and any(x.target is ops.interleave for x in node.all_input_nodes):
+            changed = True
             pieces, carriers = _readers(node)
             count = math.lcm(*(_shards(x, modes, axis_sizes) for x in (*pieces, *carriers)))
             for x in node.all_input_nodes:
@@ -47,8 +49,9 @@ def settle_interleaving(
                     x.args = (*x.args[:-1], count)
             for piece in pieces:
                 piece.args = (*piece.args[:-1], count)
-    module.graph.lint()
-    module.recompile()
+    if changed:
+        module.graph.lint()
+        module.recompile()
     return module
 
 

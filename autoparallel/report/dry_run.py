@@ -1,6 +1,6 @@
 """Running a rank's program without values: what it would send, save and compute, forward and backward.
 
-The program runs on fake tensors of the local sizes, and plain autograd differentiates it as it does the real one.  So
+The program runs on meta tensors of the local sizes, and plain autograd differentiates it as it does the real one.  So
 what depends on autograd is asked of autograd, not guessed: which transposed collectives run, which parameters some
 operator saves for its backward (a bucket gathered per use is gathered again only then), which activations are kept.
 Only the boundary is played: buckets, which on real ranks talk to process groups (``runtime.buckets``).
@@ -30,6 +30,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
 from autoparallel.redistribution import Step, local_numel, step_bytes
+from autoparallel.report.attention import attention
 from autoparallel.report.meter import Clock, Ledger, Meter
 from autoparallel.rules.calls import is_tensor
 from autoparallel.traffic import CountingMode, Traffic, TrafficCounter
@@ -129,10 +130,10 @@ class _Player:
     def play(self) -> DryRun:
         """Forward, then backward from every output that a gradient can come from."""
         before = use_communicator(_MeshSizes(dict(self.plan.mesh)))
-        counting = CountingMode(self.add, fake=True)
+        counting = CountingMode(self.add, dry=True)
         meter = Meter(self.profile, self.plan.axis_sizes, self.clock, self.ledger)
         try:
-            with _torch.make_fake_mode(), counting, meter, torch.enable_grad():
+            with counting, meter, torch.enable_grad():
                 flowing = self.forward()
                 self.finish_phase(FORWARD)
                 self.phase = BACKWARD
@@ -198,7 +199,7 @@ class _Player:
 
     def empty(self, shape: Sequence[int], layout: Layout, dtype: torch.dtype) -> torch.Tensor:
         """A rank's part of a tensor that lies as ``layout`` says."""
-        return torch.empty(largest_piece(shape, layout, self.plan.axis_sizes), dtype=dtype)
+        return _empty(largest_piece(shape, layout, self.plan.axis_sizes), dtype)
 
     # -- what is sent -----------------------------------------------------------------------------------------------
 
@@ -285,10 +286,10 @@ class _Player:
         cut = any(s.dst.kind == "S" and s.dst.dim for s in steps)
         held = full // dtype.itemsize if kind in self.profile.copies else 0
         moved = before if len(steps) > 1 or kind == "all_reduce" or cut else 0
-        flat = [torch.empty(held, dtype=dtype), torch.empty(moved, dtype=dtype)]
+        flat = [_empty(held, dtype), _empty(moved, dtype)]
         self.clock.compute(2 * _bytes(flat[1]) / self.profile.memory_bandwidth)
         shrunk = ranks if kind in ("reduce_scatter", "all_to_all") else 1
-        arrived = [flat[1] if kind == "all_reduce" else torch.empty(full // dtype.itemsize // shrunk, dtype=dtype)]
+        arrived = [flat[1] if kind == "all_reduce" else _empty(full // dtype.itemsize // shrunk, dtype)]
         running, self.phase = self.phase, (*phase, self.phase)[0]
         done = self.begin(kind, axis, full, ranks)
         self.phase = running
@@ -322,7 +323,7 @@ class _Player:
 
     def unshard(self, bucket: Bucket) -> tuple[torch.Tensor, ...]:
         """Gathers a bucket; its gradients are reduced when they arrive."""
-        leaf = torch.empty((), requires_grad=bucket.chains[0].trainable)
+        leaf = torch.empty((), device="meta", requires_grad=bucket.chains[0].trainable)
         values = _Unshard.apply(self, bucket, leaf)
         if bucket.per_use:
             paths = [(chain, path) for chain in bucket.chains for path in chain.paths]
@@ -460,12 +461,16 @@ class _Unshard(torch.autograd.Function):
         return None, None, None
 
 
+def _empty(shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def _alike(tensors: Sequence[torch.Tensor]) -> bool:
     return all(t.shape == tensors[0].shape for t in tensors)
 
 
 class _Body(fx.Interpreter):
-    """Runs the body, or one of its regions, on fake tensors."""
+    """Runs the body, or one of its regions, on meta tensors."""
 
     def __init__(self, player: _Player, program: fx.GraphModule | None = None) -> None:
         super().__init__(program or player.program.body)
@@ -483,8 +488,10 @@ class _Body(fx.Interpreter):
         return region.run(lambda *inputs: _Body(self.player, region.program).run(*inputs), *args)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if "device" in kwargs:  # fake tensors live on the CPU, whatever the program's device
-            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if target is torch.ops.aten.scaled_dot_product_attention.default:
+            return attention(*args, **kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
         return super().call_function(target, args, kwargs)
 
 

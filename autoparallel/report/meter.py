@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoparallel import _torch
 from autoparallel.groups import communicator_of
 from autoparallel.placements import COLLECTIVES, action, parse_placement
 from autoparallel.planner.hardware import Profile
@@ -118,8 +117,6 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name == "prim::device":  # which autograd asks for more often than anything is computed
-            return _torch.device_of_fake(args[0])
         # What a collective inside an operator needs beside its operand and its result.
         beside = _beside(name, args, self.profile.copies)
         extra = args[0].new_empty(beside) if beside else None
