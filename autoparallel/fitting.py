@@ -10,7 +10,7 @@ every layer recomputed; then as few are as the prediction says must be, and layo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,7 +21,7 @@ TRIES = 7
 """How often a search is told to leave more room, or less."""
 
 CORRECTIONS = 3
-"""How often a limit is lowered because a short model told too little."""
+"""How often a plan is looked for again because a short model told too little."""
 
 
 class Search(Protocol):
@@ -48,19 +48,19 @@ def fit(
     Raises:
         PlanError: when nothing fits.
     """
-    left = limit
+    fitting = Fitting(search, roughly, limit, layers)
     for _ in range(CORRECTIONS):
         try:
-            plan, found = Fitting(search, roughly, left, layers).choose()
+            plan, found = fitting.choose()
         except PlanError:
-            if left == limit:  # the maximum of what grows with the layers is convex: the whole needs more, not less
+            # Without a correction: the maximum of what grows with the layers is convex, the whole needs more, not less.
+            if not fitting.correction:
                 raise
             break
-        if not found.whole:
-            found = exactly(plan)
-        if found.memory <= limit:
-            return plan, found
-        left -= found.memory - limit
+        whole = found if found.whole else exactly(plan)
+        if whole.memory <= limit:
+            return plan, whole
+        fitting.correction = max(fitting.correction, whole.memory - found.memory)
     return Fitting(search, exactly, limit, layers).choose()
 
 
@@ -70,13 +70,16 @@ class Fitting:
 
     Attributes:
         search, predict, limit, layers: as ``fit`` takes them.
+        correction: bytes by which short models tell too little.
     """
 
     search: Search
     predict: Predict
     limit: float
     layers: Sequence[str]
-    _known: dict[int, tuple[Plan, Forecast]] = field(default_factory=dict)
+    correction: float = 0.0
+    _searched: dict[Hashable, Plan | PlanError] = field(default_factory=dict)
+    _known: dict[Hashable, tuple[Plan, Forecast]] = field(default_factory=dict)
 
     def choose(self) -> tuple[Plan, Forecast]:
         """The plan, and what it takes.
@@ -84,7 +87,7 @@ class Fitting:
         Raises:
             PlanError: when nothing fits.
         """
-        free = self.search(None)
+        free = self._search(None)
         if self._memory(free) <= self.limit:
             return free, self._predicted(free)
         found: list[Plan] = []
@@ -103,13 +106,28 @@ class Fitting:
         best = min(found, key=lambda plan: self._predicted(plan).seconds)
         return replace(best, lower_bound=free.lower_bound), self._predicted(best)
 
+    def _search(self, limit: float | None, recompute: Sequence[str] = (), room: float = 0.0) -> Plan:
+        """What is looked for again is found again."""
+        key = limit, tuple(recompute), room
+        if key not in self._searched:
+            try:
+                self._searched[key] = self.search(limit, recompute, room)
+            except PlanError as error:
+                self._searched[key] = error
+        found = self._searched[key]
+        if isinstance(found, PlanError):
+            raise found
+        return found
+
     def _predicted(self, plan: Plan) -> Forecast:
-        if id(plan) not in self._known:
-            self._known[id(plan)] = plan, self.predict(plan)
-        return self._known[id(plan)][1]
+        key = id(plan.operators), plan.recompute  # plans that differ in what they recompute share their operators
+        if key not in self._known:
+            self._known[key] = plan, self.predict(plan)
+        return self._known[key][1]
 
     def _memory(self, plan: Plan) -> float:
-        return self._predicted(plan).memory
+        found = self._predicted(plan)
+        return found.memory + (0.0 if found.whole else self.correction)
 
     def _difference(self, plan: Plan) -> float:
         """By how much more is predicted than the search has added up."""
@@ -125,7 +143,7 @@ class Fitting:
         least, over, infeasible = math.inf, 0.0, math.inf
         for i in range(TRIES):
             try:
-                plan = self.search(self.limit, recompute, room)
+                plan = self._search(self.limit, recompute, room)
             except PlanError:
                 if least == math.inf:
                     raise
@@ -157,7 +175,7 @@ class Fitting:
             few, many = (few, guess) if self._memory(tried[guess]) <= self.limit else (guess, many)
         best = tried[many]
         try:
-            again = self.search(self.limit, best.recompute, self._difference(best))
+            again = self._search(self.limit, best.recompute, self._difference(best))
         except PlanError:  # the layouts that were searched with every layer recomputed are the only ones that fit
             return best
         return again if self._memory(again) <= self.limit else best
