@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ def recorded(device: str, run: Any, mask: torch.dtype | None, learned: bool, aga
     q, k, v = (torch.zeros(2, 4, rows, 8, device=device, requires_grad=True) for rows in (6, 5, 5))
     given = None if mask is None else torch.ones(6, 5, device=device, dtype=mask).requires_grad_(learned)
     with Recording() as recording:
-        out = checkpoint(run, q, k, v, given, use_reentrant=False, **options) if again else run(q, k, v, given, **options)
+        kept = {"use_reentrant": False} if again else {}
+        out = (partial(checkpoint, run) if again else run)(q, k, v, given, **kept, **options)
         out.backward(torch.empty_like(out))
     return recording.calls
 
