@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 Told = Callable[[str], None]
 """Is told the phase that begins, in a word or two."""
+
+
+NEARLY_EQUAL = 1.25
+"""Plans whose prices add up to at most so many times that of another are compared by predicting both."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Planner:
         self.model, self.request = model, request
         sizes, profile = request.sizes, request.profile
         self.redistributor = Redistributor(sizes, partial(profile.step_seconds, sizes))
-        self.thorough = True  # whether presets are looked at, too (see [Note: what overlaps])
+        self.thorough = True  # whether presets are looked at, too (see [Note: what a sum cannot tell])
         self.schedule = Schedule()  # of a step that is planned for
         # With a limit, when gradients are reduced is chosen on the first program that trains, for all kinds.
         self.reductions: Mapping[str, str] | None = None
@@ -136,9 +140,9 @@ class Planner:
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
         """The plan that the search chooses.
 
-        [Note: what overlaps] The search adds up prices, and what hides behind what is no sum.  So where the hardware
-        overlaps, "auto" is the best of what the search chooses freely and of the presets, as the program of each is
-        predicted (see ``report.extrapolate``).
+        [Note: what a sum cannot tell] The search adds up prices.  What hides behind what is no sum, and on hardware
+        where nothing hides, sums that are nearly equal may be in the wrong order.  So "auto" is the best of what the
+        search chooses freely and of the presets, as the program of each is predicted (see ``report.extrapolate``).
 
         Args:
             at_rest: how the parameters lie already; None where that is open.
@@ -150,9 +154,10 @@ class Planner:
         if not self.thorough:  # a first look: recomputing layers is asked about only where nothing fits without
             with contextlib.suppress(PlanError):
                 return self._search(captured, call, request.origin, at_rest, request.memory_limit)
-        if not self.thorough or request.plan != "auto" or not request.profile.overlap or at_rest is not None:
+        if not self.thorough or request.plan != "auto" or at_rest is not None:
             return self._search_within(captured, call, request.origin, at_rest, request.memory_limit)[0]
-        best: tuple[float, Plan] | None = None
+        best: Plan | None = None
+        forecast: Forecast | None = None  # of the best plan, once it is needed
         free: ValueError | None = None
         names, limit = [name for name, _ in request.axes], request.memory_limit
         for preset in PRESETS if EXPERT_AXIS in names else [p for p in PRESETS if p != "expert_parallel"]:
@@ -161,19 +166,35 @@ class Planner:
             except ValueError as error:
                 free = error if preset == "auto" else free
                 continue
-            if best is not None and _least_seconds(plan) >= best[0]:
-                continue
-            found = found or self._roughly(captured, call, plan)
-            if best is not None and found.seconds >= best[0]:
-                continue
-            if limit is not None and preset != "auto" and not found.whole and found.memory <= limit:
-                found = self._exactly(captured, call, plan)
-            if limit is None or preset == "auto" or found.memory <= limit:
-                best = found.seconds, replace(plan, origin="auto")
+            if best is not None:
+                if self._is_slower(plan, best, forecast):
+                    continue
+                forecast = forecast or self._roughly(captured, call, {}, best)
+                found = found or self._roughly(captured, call, {}, plan)
+                if found.seconds >= forecast.seconds:
+                    continue
+            if limit is not None and preset != "auto":
+                found = found or self._roughly(captured, call, {}, plan)
+                if not found.whole and found.memory <= limit:
+                    found = self._exactly(captured, call, plan)
+                if found.memory > limit:
+                    continue
+            best, forecast = plan, found
         if best is None:
             assert free is not None
             raise free
-        return best[1]
+        return replace(best, origin="auto")
+
+    def _is_slower(self, plan: Plan, best: Plan, forecast: Forecast | None) -> bool:
+        """Whether a plan is slower than the best one by far, or as good as the same, without predicting it."""
+        if plan.cost is None or plan.estimate is None or best.cost is None:
+            return False
+        if (plan.operators, plan.parameters) == (best.operators, best.parameters):
+            return True
+        if not self.request.profile.overlap:
+            return plan.cost > NEARLY_EQUAL * best.cost
+        # All hides that can: what travels for parameters.
+        return forecast is not None and plan.cost - sum(plan.estimate.parameters.values()) >= forecast.seconds
 
     def rewrite(self, captured: Captured, plan: Plan) -> None:
         """Rewrites a captured graph into the one that the plan, which was made of it, is about; once."""
@@ -210,9 +231,9 @@ class Planner:
         """What a plan takes, predicted from the whole program."""
         return Forecast.of(self._predict_copy(captured.copy(), plan, call))
 
-    def _roughly(self, captured: Captured, call: Call, plan: Plan) -> Forecast:
+    def _roughly(self, captured: Captured, call: Call, known: dict[Hashable, Forecast], plan: Plan) -> Forecast:
         """The same from fewer layers, where they repeat."""
-        return extrapolated(captured, plan, lambda graph, short: self._predict_copy(graph, short, call))
+        return extrapolated(captured, plan, lambda graph, short: self._predict_copy(graph, short, call), known)
 
     def _predict_copy(self, graph: Captured, plan: Plan, call: Call) -> Prediction:
         """What a plan makes of a graph, which is used up, is predicted to cost."""
@@ -236,8 +257,8 @@ class Planner:
         if limit is None:
             return search(None), None
         layers = [] if self.request.hoist_all else find_layers(captured.graph)
-        roughly, exactly = (partial(f, captured, call) for f in (self._roughly, self._exactly))
-        return fit(search, roughly, exactly, limit, layers)
+        roughly = partial(self._roughly, captured, call, {})
+        return fit(search, roughly, partial(self._exactly, captured, call), limit, layers)
 
     def _search(
         self,
@@ -344,13 +365,6 @@ class Planner:
             program.reducing(plan)
             prediction = predict(program, plan, profile)
         return plan.with_prediction(prediction), program
-
-
-def _least_seconds(plan: Plan) -> float:
-    """What a step takes at least where all hides that can: what travels for parameters."""
-    if plan.cost is None or plan.estimate is None:
-        return 0.0
-    return plan.cost - sum(plan.estimate.parameters.values())
 
 
 # ------------------------------------------------------------------------------------------------ without any ranks

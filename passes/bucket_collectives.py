@@ -31,7 +31,7 @@ class Bucket:
 
     Attributes:
         number: its place in the order of first uses.
-        chains: the parameters, alike in steps, dtype and trainability.
+        chains: the parameters, alike in steps (for every way of reducing), dtype and trainability.
         gather: ``"per_use"`` in the body, before its first use, and again in the backward; ``"per_microbatch"`` before
             the body; ``"per_step"`` before the body of a step's first microbatch; empty where nothing is gathered.
     """
@@ -55,7 +55,9 @@ def _kind(chain: ParameterChain, gather: str) -> Hashable:
 
     paths = tuple(signature(path) for path in chain.paths)
     dtypes = chain.dtype, chain.rest_dtype, chain.reduce_dtype
-    return gather, chain.trainable, dtypes, paths, signature(chain.each), signature(chain.sync)
+    # A bucket is reduced at one time, whichever is chosen in the end: so its chains are alike in every way of reducing.
+    ways = tuple((when, signature(each), signature(sync)) for when, (each, sync) in chain.ways.items())
+    return gather, chain.trainable, dtypes, paths, signature(chain.each), signature(chain.sync), ways
 
 
 def _replicated(chain: ParameterChain) -> tuple[bool, ...]:

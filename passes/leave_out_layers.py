@@ -74,6 +74,11 @@ def leave_out_layers(graph: fx.Graph, runs: Sequence[Sequence[str]], kept: Seque
     return short
 
 
+def signature(graph: fx.Graph, decided: Decided) -> Hashable:
+    """What graphs have in common that differ in names alone."""
+    return _signature([node for node in graph.nodes if node.op == "call_function"], [], decided, {})
+
+
 def _signature(
     stretch: list[fx.Node], before: list[fx.Node], decided: Decided, kinds: dict[int, Hashable]
 ) -> Hashable:
@@ -112,4 +117,4 @@ def _read_within(stretch: Collection[fx.Node], following: Collection[fx.Node]) -
     return all(readers.issuperset(node.users) for node in stretch)
 
 
-__all__ = ["find_alike", "leave_out_layers", "stretches_of_layers"]
+__all__ = ["find_alike", "leave_out_layers", "signature", "stretches_of_layers"]

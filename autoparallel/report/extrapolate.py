@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import fx, nn
 
 from autoparallel.capture import Captured
-from autoparallel.passes.leave_out_layers import find_alike, leave_out_layers
+from autoparallel.passes.leave_out_layers import find_alike, leave_out_layers, signature
 from autoparallel.passes.name_nodes import layer_of
 from autoparallel.plan import Plan
 from autoparallel.report.predict import Prediction
@@ -43,8 +43,13 @@ class Forecast:
         return Forecast(prediction.seconds(), prediction.total_memory, True)
 
 
-def extrapolated(captured: Captured, plan: Plan, predict: Predict) -> Forecast:
-    """What a step takes; where the layers hardly repeat, by the prediction of the whole program."""
+def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[Hashable, Forecast]) -> Forecast:
+    """What a step takes; where the layers hardly repeat, by the prediction of the whole program.
+
+    Args:
+        known: the short models of this graph that were predicted before; plans that differ only in how many layers
+            are recomputed have the same ones.
+    """
 
     def decided(node: fx.Node) -> Hashable:
         key, name = node.meta["key"], captured.parameters.get(node.name, "")
@@ -69,7 +74,10 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict) -> Forecast:
             constants={node: value for node, value in captured.constants.items() if node in left},
         )
         recompute = tuple(layer for layer in plan.recompute if layer in layers)
-        return Forecast.of(predict(short, replace(plan, recompute=recompute)))
+        key = signature(graph, decided)
+        if key not in known:
+            known[key] = Forecast.of(predict(short, replace(plan, recompute=recompute)))
+        return known[key]
 
     least = shortened([1] * len(runs))
     seconds, memory = least.seconds, least.memory

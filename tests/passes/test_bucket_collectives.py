@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,3 +88,14 @@ def test_what_differs_is_apart() -> None:
 def test_a_parameter_that_is_not_gathered_is_never_per_use() -> None:
     _, buckets = bucketed(Stack(), ALL_PER_USE, {"layers.0.weight": "I", "layers.1.weight": "I"})
     assert [b.gather for b in buckets] == [""]
+
+
+def test_chains_of_a_bucket_are_alike_in_every_way_of_reducing() -> None:
+    graph = captured(Stack(), torch.rand(8, 4))
+    modes = {n.meta["key"]: ["shard:...0"] for n in graph.graph.nodes if n.op == "call_function"}
+    module = localized(graph, modes, dict.fromkeys(graph.parameters.values(), "S0"), axes=[("dp", 2)], outputs=[None])
+    one, two = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual))
+    # The time of reducing is chosen for a bucket once it is made: it must be one collective at any time.
+    assert one.ways["per_microbatch"][0] and one.each == two.each
+    other = replace(two, ways={**two.ways, "per_microbatch": ((), two.sync)})
+    assert names(bucket_collectives(module, [one, other], {})) == [["0"], ["1"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from autoparallel.capture import Captured
 from autoparallel.plan import Plan
 from autoparallel.planner.hardware import H100
 from autoparallel.planning import Planner, Request, call_of
-from autoparallel.report.extrapolate import extrapolated
+from autoparallel.report.extrapolate import Forecast, extrapolated
 from autoparallel.report.predict import Prediction
 
 LAYERS, WIDTH, ROWS = 12, 512, 4096
@@ -60,8 +61,13 @@ def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int) -> N
         nodes.append(len(graph.graph.nodes))
         return planner._predict_copy(graph, plan, call)
 
-    found = extrapolated(captured, plan, predict)
+    known: dict[Hashable, Forecast] = {}
+    found = extrapolated(captured, plan, predict, known)
     assert not found.whole and len(nodes) > 1 and max(nodes) < 0.8 * len(captured.graph.nodes)
+    # Plans that differ only in how many layers are recomputed have the same short models.
+    predicted = len(nodes)
+    more = extrapolated(captured, replace(plan, recompute=layers[:-1]), predict, known)
+    assert len(nodes) == predicted and (more.seconds < found.seconds if recompute else more == found)
     whole = predict(captured, plan)
     assert found.seconds == pytest.approx(whole.seconds(), rel=0.02 if recompute else 1e-6)
     assert found.memory == pytest.approx(whole.total_memory, rel=0.3)
@@ -74,5 +80,5 @@ def test_the_whole_of_a_shallow_model_is_predicted() -> None:
     call = call_of((x, x), with_target=True)
     captured = planner.capture(call)
     plan = planner.search(captured, call)
-    found = extrapolated(captured, plan, lambda graph, plan: planner._predict_copy(graph, plan, call))
+    found = extrapolated(captured, plan, lambda graph, plan: planner._predict_copy(graph, plan, call), {})
     assert found.whole and found.seconds == planner._predict_copy(captured, plan, call).seconds()
