@@ -68,7 +68,6 @@ tests/runtime/test_layouts.py::test_parameters_sharded_over_different_axes[tenso
 tests/runtime/test_pipeline_traffic.py::test_predicted_traffic_is_counted_traffic[gpt-zero_bubble_v-2-data_parallel]
 tests/runtime/test_precision.py::test_float32_compute_with_float64_parameters[(2, 2)-fsdp]
 tests/runtime/test_precision.py::test_float32_compute_with_float64_parameters[(2, 2)-tensor_parallel]
-tests/runtime/test_recompute.py::test_recomputed_layers_give_the_same_numbers_for_less_memory[gpt_dropout-(2,)-fsdp-['blocks.0', 'blocks.1']-per_use]
 tests/runtime/test_uneven.py::TestFullySharded::test_a_nan_is_seen_on_every_rank[(2, 2)]
 tests/runtime/test_uneven.py::TestFullySharded::test_gradients_norms_and_steps_equal_one_process[(2, 2)]
 tests/runtime/test_uneven.py::TestFullySharded::test_padded_bytes_are_predicted_as_they_are_counted[(2, 2)]
