@@ -61,7 +61,7 @@ def fit(
         if whole.memory <= limit:
             return plan, whole
         fitting.correction = max(fitting.correction, whole.memory - found.memory)
-    return Fitting(search, exactly, limit, layers).choose()
+    return replace(fitting, predict=exactly, correction=0.0, _known={}).choose()
 
 
 @dataclass

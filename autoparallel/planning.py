@@ -159,22 +159,27 @@ class Planner:
         best: Plan | None = None
         forecast: Forecast | None = None  # of the best plan, once it is needed
         free: ValueError | None = None
-        names, limit = [name for name, _ in request.axes], request.memory_limit
-        for preset in PRESETS if EXPERT_AXIS in names else [p for p in PRESETS if p != "expert_parallel"]:
-            try:
-                plan, found = self._search_within(captured, call, preset, None, limit if preset == "auto" else None)
-            except ValueError as error:
-                free = error if preset == "auto" else free
+        limit, roughly = request.memory_limit, partial(self._roughly, captured, call, {})
+        try:
+            best, forecast = self._search_within(captured, call, "auto", None, limit)
+        except ValueError as error:
+            free = error
+        names = [name for name, _ in request.axes]
+        for preset in PRESETS:
+            if preset == "auto" or preset == "expert_parallel" and EXPERT_AXIS not in names:
                 continue
+            try:
+                plan = self._search(captured, call, preset, None, None)
+            except ValueError:
+                continue
+            if best is not None and self._is_slower(plan, best, forecast):
+                continue
+            found = roughly(plan)
             if best is not None:
-                if self._is_slower(plan, best, forecast):
-                    continue
-                forecast = forecast or self._roughly(captured, call, {}, best)
-                found = found or self._roughly(captured, call, {}, plan)
+                forecast = forecast or roughly(best)
                 if found.seconds >= forecast.seconds:
                     continue
-            if limit is not None and preset != "auto":
-                found = found or self._roughly(captured, call, {}, plan)
+            if limit is not None:
                 if not found.whole and found.memory <= limit:
                     found = self._exactly(captured, call, plan)
                 if found.memory > limit:

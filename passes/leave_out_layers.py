@@ -90,7 +90,8 @@ def _signature(
     def place(x: fx.Node) -> str:
         if x not in places:
             own = x.op == "placeholder" and inside.issuperset(x.users)
-            places[x] = ("own", len(places), _kind(x, kinds), decided(x)) if own else ("same", x.name)
+            what = ("own", len(places), _kind(x, kinds)) if own else ("same", x.name)
+            places[x] = (*what, decided(x))
         reads.append(places[x])
         return "_"
 
