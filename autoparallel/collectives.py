@@ -71,37 +71,40 @@ def extent_of(step: Step, axes: Sequence[str]) -> Extent | None:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One tensor of a transfer, where it goes, and whether the transfer may write to its memory."""
+    """One tensor of a transfer: its shape, where it goes, and whether the transfer may write to its memory.
 
-    x: torch.Tensor
+    Not the tensor itself, so that what waits for a collective does not keep alive what was copied to be sent.
+    """
+
+    shape: torch.Size
     src: Placement
     dst: Placement
     extent: Extent | None
     owned: bool
 
-    def sent(self) -> torch.Tensor:
+    def sent(self, x: torch.Tensor) -> torch.Tensor:
         """The value in the shape in which every rank sends it."""
-        return self.x if self.extent is None else _filled_up(self.x, self.extent.sent)
+        return x if self.extent is None else _filled_up(x, self.extent.sent)
 
     def received(self, x: torch.Tensor) -> torch.Tensor:
         """The part that this rank keeps of a result that has the shape in which it was sent."""
-        return x if self.extent is None else _corner(x, self.x.shape)
+        return x if self.extent is None else _corner(x, self.shape)
 
-    def cut(self, n: int) -> torch.Tensor:
+    def cut(self, x: torch.Tensor, n: int) -> torch.Tensor:
         """The value as ``[n, ...]``: for each rank of the group its piece along the dim that is cut."""
         dim = self.dst.dim
         if self.extent is None:
-            return self.x.unflatten(dim, (n, self.x.shape[dim] // n)).movedim(dim, 0)
+            return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
         shape = list(self.extent.sent)
         shape[dim] = self.extent.room
-        pieces = (self.x.narrow(dim, *chunk(self.x.shape[dim], n, i)) for i in range(n))
+        pieces = (x.narrow(dim, *chunk(x.shape[dim], n, i)) for i in range(n))
         return torch.stack([_filled_up(piece, shape) for piece in pieces])
 
     def own(self, piece: torch.Tensor, index: int, n: int) -> torch.Tensor:
         """The part that rank ``index`` keeps of its piece along the dim that is cut."""
         if self.extent is None:
             return piece
-        shape = list(self.x.shape)
+        shape = list(self.shape)
         shape[self.dst.dim] = chunk(shape[self.dst.dim], n, index)[1]
         return _corner(piece, shape)
 
@@ -111,7 +114,7 @@ class _Item:
         if self.extent is None:
             return pieces.movedim(0, dim).flatten(dim, dim + 1)
         lengths, whole = self.extent.lengths, sum(self.extent.lengths)
-        for d, size in enumerate(self.x.shape):
+        for d, size in enumerate(self.shape):
             if d != dim:
                 cut = self.dst.kind == "S" and d == self.dst.dim
                 pieces = pieces.narrow(d + 1, 0, chunk(size, len(lengths), index)[1] if cut else size)
@@ -163,11 +166,11 @@ def start_transfers(
     kinds = {action(s, d) for s, d in zip(srcs, dsts, strict=True)}
     if len(kinds) != 1:
         raise ValueError(f"one collective cannot serve different redistributions: {sorted(kinds)}")
-    rows = zip(tensors, srcs, dsts, extents or [None] * len(tensors), strict=True)
-    return _STARTERS[kinds.pop()]([_Item(*row, owned) for row in rows], group)
+    rows = zip([t.shape for t in tensors], srcs, dsts, extents or [None] * len(tensors), strict=True)
+    return _STARTERS[kinds.pop()](tensors, [_Item(*row, owned) for row in rows], group)
 
 
-Starter = Callable[[Sequence[_Item], str], Callable[[], list[torch.Tensor]]]
+Starter = Callable[[Sequence[torch.Tensor], Sequence[_Item], str], Callable[[], list[torch.Tensor]]]
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -179,13 +182,14 @@ def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All elements one behind the other: the tensors' own memory where they lie like that, or a copy."""
     if len(tensors) == 1:
         return tensors[0].contiguous().view(-1)
-    return _adjacent(tensors) if _are_adjacent(tensors) else torch.cat([t.reshape(-1) for t in tensors])
+    return _adjacent(tensors) if are_adjacent(tensors) else torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    storage, end = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
+def are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors lie one behind the other in one piece of memory."""
+    storage, end = tensors[0].untyped_storage(), tensors[0].storage_offset()
     for t in tensors:
-        if t.untyped_storage().data_ptr() != storage or t.storage_offset() != end or not t.is_contiguous():
+        if t.untyped_storage() is not storage or t.storage_offset() != end or not t.is_contiguous():
             return False
         end += t.numel()
     return True
@@ -202,9 +206,11 @@ def _split(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Te
     return [part.view((*lead, *s)) for part, s in zip(flat.split(sizes, dim=-1), shapes, strict=True)]
 
 
-def _start_all_reduce(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
+def _start_all_reduce(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    sent = [item.sent() for item in items]
+    sent = [item.sent(x) for x, item in zip(tensors, items, strict=True)]
     flat = _flatten(sent)
     if flat.data_ptr() == sent[0].data_ptr() and not all(item.owned for item in items):
         flat = flat.clone()
@@ -213,66 +219,76 @@ def _start_all_reduce(items: Sequence[_Item], group: str) -> Callable[[], list[t
     return lambda: [item.received(x) for x, item in zip(_split(wait(), shapes), items, strict=True)]
 
 
-def _start_all_gather(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
+def _start_all_gather(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
     index = communicator.index(axis)
-    sent = [item.sent() for item in items]
+    sent = [item.sent(x) for x, item in zip(tensors, items, strict=True)]
     wait = communicator.all_gather(_flatten(sent), axis)
     shapes = [x.shape for x in sent]
     return lambda: [item.joined(x, index) for x, item in zip(_split(wait(), shapes), items, strict=True)]
 
 
-def _flatten_cut(items: Sequence[_Item], n: int) -> tuple[torch.Tensor, list[torch.Size]]:
+def _flatten_cut(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], n: int
+) -> tuple[torch.Tensor, list[torch.Size]]:
     """All tensors' pieces in one ``[n, ...]``, a row for each rank, and the pieces' shapes."""
-    pieces = [item.cut(n) for item in items]
+    pieces = [item.cut(x, n) for x, item in zip(tensors, items, strict=True)]
     rows = [p.reshape(n, math.prod(p.shape[1:])) for p in pieces]
     return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).contiguous(), [p.shape[1:] for p in pieces]
 
 
-def _start_reduce_scatter(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
+def _start_reduce_scatter(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
     n, index = communicator.size(axis), communicator.index(axis)
-    flat, shapes = _flatten_cut(items, n)
+    flat, shapes = _flatten_cut(tensors, items, n)
     wait = communicator.reduce_scatter(flat, axis)
     return lambda: [item.own(x, index, n) for x, item in zip(_split(wait(), shapes), items, strict=True)]
 
 
-def _start_all_to_all(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
+def _start_all_to_all(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
     n, index = communicator.size(axis), communicator.index(axis)
-    flat, shapes = _flatten_cut(items, n)
+    flat, shapes = _flatten_cut(tensors, items, n)
     wait = communicator.all_to_all(flat, axis)
     return lambda: [item.joined(x, index) for x, item in zip(_split(wait(), shapes), items, strict=True)]
 
 
-def _local(function: Callable[[_Item, int, int], torch.Tensor]) -> Starter:
-    def start(items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
+def _local(function: Callable[[torch.Tensor, _Item, int, int], torch.Tensor]) -> Starter:
+    def start(
+        tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+    ) -> Callable[[], list[torch.Tensor]]:
         index, n = axis_index(group), axis_size(group)
-        results = [function(item, index, n) for item in items]
+        results = [function(x, item, index, n) for x, item in zip(tensors, items, strict=True)]
         return lambda: results
 
     return start
 
 
-def _slice(item: _Item, index: int, n: int) -> torch.Tensor:
+def _slice(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tensor:
     dim = item.dst.dim
-    size = item.x.shape[dim]
+    size = x.shape[dim]
     if item.extent is None and size % n:
         raise ValueError(f"a dim of {size} rows cannot be cut into {n} equal pieces")
-    return item.x.narrow(dim, *chunk(size, n, index))
+    return x.narrow(dim, *chunk(size, n, index))
 
 
-def _pad(item: _Item, index: int, n: int) -> torch.Tensor:
-    dim, shape = item.src.dim, list(item.x.shape)
+def _pad(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tensor:
+    dim, shape = item.src.dim, list(x.shape)
     lengths = (shape[dim],) * n if item.extent is None else item.extent.lengths
     shape[dim] = sum(lengths)
-    out = item.x.new_zeros(shape)
-    out.narrow(dim, sum(lengths[:index]), lengths[index]).copy_(item.x)
+    out = x.new_zeros(shape)
+    out.narrow(dim, sum(lengths[:index]), lengths[index]).copy_(x)
     return out
 
 
-def _keep_on_one(item: _Item, index: int, n: int) -> torch.Tensor:
-    return item.x.clone() if index == 0 else torch.zeros_like(item.x)
+def _keep_on_one(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tensor:
+    return x.clone() if index == 0 else torch.zeros_like(x)
 
 
 _STARTERS: dict[str, Starter] = {
@@ -283,7 +299,7 @@ _STARTERS: dict[str, Starter] = {
     "slice": _local(_slice),
     "pad": _local(_pad),
     "keep_on_one": _local(_keep_on_one),
-    "nothing": _local(lambda item, index, n: item.x),
+    "nothing": _local(lambda x, item, index, n: x),
 }
 
 
@@ -370,5 +386,6 @@ def redistribute(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tenso
 
 
 __all__ = [
-    "Extent", "Wait", "all_reduce", "extent_of", "local_shape", "pack", "redistribute", "start_transfers", "transfer",
+    "Extent", "Wait", "all_reduce", "are_adjacent", "extent_of", "local_shape", "pack", "redistribute",
+    "start_transfers", "transfer",
 ]  # fmt: skip

@@ -64,7 +64,8 @@ class Profile:
         hop: seconds that each further rank of a ring adds; ``network_hop`` for each further node.
         overlap: the part of a collective that is hidden while the device computes; 1 where the network needs nothing
             of what computes.
-        copies: the kinds of collectives for which the backend copies what is sent (as gloo does to reduce and scatter).
+        copies: the kinds of collectives whose whole the backend has in memory of its own while they run, as gloo has
+            what it reduces and scatters, and what it gathers.
         links: what was measured, in place of the numbers above.
     """
 
@@ -200,7 +201,7 @@ CPU = Profile(
     default_flops=3e10,
     # gloo's halves of an all-reduce take nearly as long as a whole one.
     links=(Link("all_gather", 2, 1, 2.5e-4, 6e8), Link("reduce_scatter", 2, 1, 2.5e-4, 6e8)),
-    copies=("reduce_scatter",),
+    copies=("all_gather", "reduce_scatter"),
 )
 
 

@@ -21,6 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.collectives import are_adjacent
 from autoparallel.groups import active_axes, use_communicator
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
@@ -224,100 +225,92 @@ class _Player:
         self,
         chains: Sequence[ParameterChain],
         paths: Sequence[Sequence[Step]],
-        start: Sequence[Layout],
-        dtype: torch.dtype,
+        tensors: Sequence[torch.Tensor],
+        layouts: Sequence[Layout],
         phases: Sequence[str] = (),
-        sent: list[torch.Tensor] | None = None,
     ) -> Finish:
         """Takes the tensors of many chains along their paths: each step is one collective for all of them.
 
-        The first starts at once; what is returned waits for it and runs the others, one after the other.
+        The first starts at once; what is returned waits for it and runs the others, one after the other.  As in
+        ``runtime.gradients``, what is sent ends with its collective.
 
         Args:
+            layouts: how they lie before.
             phases: of each step; the one that runs now unless told.
-            sent: what travels, which lives until the first collective is done.
         """
-        layouts = list(start)
         if not paths[0]:
-            return lambda: sent if sent is not None else self.known(chains, layouts, dtype)
-        held: list[Any] = [self.step(chains, [p[0] for p in paths], layouts, dtype, phases[0:1]), sent]
+            return lambda: list(tensors)
+        begun = [self.step(chains, [p[0] for p in paths], tensors, layouts, phases[0:1])]
 
         def finish() -> list[torch.Tensor]:
-            made: list[torch.Tensor] = held[0]()
-            held.clear()
+            made, known = begun.pop()(), layouts
             for i in range(1, len(paths[0])):
-                made = self.step(chains, [p[i] for p in paths], layouts, dtype, phases[i : i + 1])()
+                known = [p[i - 1].apply(x) for p, x in zip(paths, known, strict=True)]
+                made = self.step(chains, [p[i] for p in paths], made, known, phases[i : i + 1])()
             return made
 
         return finish
 
-    def known(
-        self, chains: Sequence[ParameterChain], layouts: Sequence[Layout], dtype: torch.dtype
-    ) -> list[torch.Tensor]:
-        """Parameters as they lie at rest, or views of them: memory that is there anyway, unless it is cast."""
-        with self.ledger.holding(self.ledger.kind if dtype != chains[0].rest_dtype else ""):
-            return [self.empty(c.shape, x, dtype) for c, x in zip(chains, layouts, strict=True)]
+    def at_rest(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Parameters as they lie at rest: memory that is there anyway, unless they are cast."""
+        chains = bucket.chains
+        with self.ledger.holding(self.ledger.kind if chains[0].dtype != chains[0].rest_dtype else ""):
+            return [self.empty(c.shape, c.at_rest, c.dtype) for c in chains]
 
     def step(
         self,
         chains: Sequence[ParameterChain],
         steps: Sequence[Step],
-        layouts: list[Layout],
-        dtype: torch.dtype,
+        tensors: Sequence[torch.Tensor],
+        layouts: Sequence[Layout],
         phase: Sequence[str],
     ) -> Finish:
-        """Starts one step outside of the body, in one collective for all; ``layouts`` become those after it."""
-        sizes, first = self.plan.axis_sizes, steps[0]
+        """Starts one step outside of the body, in one collective for all."""
+        sizes, first, dtype = self.plan.axis_sizes, steps[0], tensors[0].dtype
         kind = action(first.src, first.dst)
-        before = sum(local_numel(c.shape, x, sizes) for c, x in zip(chains, layouts, strict=True))
+        after = [s.apply(x) for s, x in zip(steps, layouts, strict=True)]
+        shapes = [largest_piece(c.shape, x, sizes) for c, x in zip(chains, after, strict=True)]
         full = sum(
             step_bytes(s, x, c.shape, dtype.itemsize, sizes) for s, x, c in zip(steps, layouts, chains, strict=True)
         )
-        layouts[:] = [s.apply(x) for s, x in zip(steps, layouts, strict=True)]
-        after = list(layouts)
         if kind not in COLLECTIVES:
             self.clock.compute(self.profile.step_seconds(sizes, kind, first.axes, full))
-            if kind in ("nothing", "slice"):
-                return lambda: self.known(chains, after, dtype)
-            return lambda: [self.empty(c.shape, x, dtype) for c, x in zip(chains, after, strict=True)]
+            if kind == "slice":
+                rows = zip(tensors, steps, shapes, strict=True)
+                tensors = [t.narrow(s.dst.dim, 0, shape[s.dst.dim]) for t, s, shape in rows]
+            elif kind != "nothing":
+                tensors = [_empty(shape, dtype) for shape in shapes]
+            return lambda: list(tensors)
         ranks = math.prod(sizes[i] for i in first.axes)
         axis = active_axes("+".join(self.plan.axis_names[i] for i in first.axes), dict(self.plan.mesh).__getitem__)
-        # Tensors that do not lie one behind the other are copied so; what is reduced in place is copied in any case.
-        cut = any(s.dst.kind == "S" and s.dst.dim for s in steps)
-        held = full // dtype.itemsize if kind in self.profile.copies else 0
-        moved = before if len(steps) > 1 or kind == "all_reduce" or cut else 0
-        flat = [_empty(held, dtype), _empty(moved, dtype)]
-        self.clock.compute(2 * _bytes(flat[1]) / self.profile.memory_bandwidth)
+        # What is sent together is copied together, and what is reduced in place in any case.
+        together = len(tensors) == 1 or kind == "all_gather" and are_adjacent(tensors)
+        copied = not together or kind == "all_reduce" or any(s.dst.kind == "S" and s.dst.dim for s in steps)
+        before = sum(local_numel(c.shape, x, sizes) for c, x in zip(chains, layouts, strict=True))
+        sent = [_empty(before, dtype)] if copied else list(tensors)
+        self.clock.compute(2 * before * dtype.itemsize * copied / self.profile.memory_bandwidth)
         shrunk = ranks if kind in ("reduce_scatter", "all_to_all") else 1
-        arrived = [flat[1] if kind == "all_reduce" else _empty(full // dtype.itemsize // shrunk, dtype)]
+        arrived = [sent[0] if kind == "all_reduce" else _empty(full // dtype.itemsize // shrunk, dtype)]
+        copy = _empty(full // dtype.itemsize, dtype) if kind in self.profile.copies else None
+        if copy is not None and kind == "reduce_scatter":
+            sent = [copy]
         running, self.phase = self.phase, (*phase, self.phase)[0]
         done = self.begin(kind, axis, full, ranks)
+        self.clock.hold(copy, done)
         self.phase = running
+        joined = kind not in ("all_reduce", "reduce_scatter") and (len(chains) > 1 or bool(first.src.dim))
 
         def finish() -> list[torch.Tensor]:
             self.clock.wait(done)
             whole = arrived.pop()
-            flat.clear()
-            if kind in ("all_reduce", "reduce_scatter") or len(chains) == 1 and not first.src.dim:
-                return self.cut(whole, chains, after)
+            sent.clear()
+            if not joined:
+                return _cut(whole, shapes)
             # Pieces of several ranks are put together.
             self.clock.compute(2 * _bytes(whole) / self.profile.memory_bandwidth)
-            return [self.empty(c.shape, x, dtype) for c, x in zip(chains, after, strict=True)]
+            return [_empty(shape, dtype) for shape in shapes]
 
         return finish
-
-    def cut(
-        self, whole: torch.Tensor, chains: Sequence[ParameterChain], layouts: Sequence[Layout]
-    ) -> list[torch.Tensor]:
-        """The tensors that lie one behind the other in a piece of memory."""
-        found, offset = [], 0
-        for chain, layout in zip(chains, layouts, strict=True):
-            shape = largest_piece(chain.shape, layout, self.plan.axis_sizes)
-            size = math.prod(shape)
-            fits = offset + size <= whole.numel()
-            found.append(whole[offset : offset + size].view(shape) if fits else whole.new_empty(shape))
-            offset += size
-        return found
 
     # -- buckets, as runtime.buckets has them -----------------------------------------------------------------------
 
@@ -346,10 +339,11 @@ class _Player:
         phase = UNSHARD if bucket.gather == "per_step" else self.phase
         columns = []
         with self.ledger.holding(GATHERED):
+            at_rest = self.at_rest(bucket)
             for use in range(len(chains[0].uses)):
                 paths = [c.paths[use] for c in chains]
-                at_rest = [c.at_rest for c in chains]
-                columns.append(self.travel(chains, paths, at_rest, chains[0].dtype, [phase] * len(paths[0])))
+                layouts = [c.at_rest for c in chains]
+                columns.append(self.travel(chains, paths, at_rest, layouts, [phase] * len(paths[0])))
 
         def finish() -> list[torch.Tensor]:
             with self.ledger.holding(GATHERED):
@@ -376,7 +370,7 @@ class _Player:
         phases = [self.phase] * len(first.each) + [GRADIENTS] * len(first.sync)
         with self.ledger.holding(GRADIENT_BUFFERS):
             sent = [g.to(dtype) if g.dtype != dtype else g if paths[0] else g.clone() for g in grads]
-            finish = self.travel(chains, paths, [c.made for c in chains], dtype, phases, sent)
+            finish = self.travel(chains, paths, sent, [c.made for c in chains], phases)
         self.running.append((chains, finish))
 
     def hand_out(self) -> None:
@@ -385,9 +379,7 @@ class _Player:
         with self.ledger.holding(GRADIENT_BUFFERS):
             while self.running:
                 chains, finish = self.running.pop(0)
-                values = finish()
-                for chain, value in zip(chains, values, strict=True):
-                    self.gradients.append(value if value.dtype == chain.rest_dtype else value.to(chain.rest_dtype))
+                self.gradients += _kept(chains, finish())
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
@@ -461,8 +453,29 @@ class _Unshard(torch.autograd.Function):
         return None, None, None
 
 
+def _kept(chains: Sequence[ParameterChain], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Reduced gradients as ``.grad`` keeps them: one that was sliced is copied, so that the whole need not live."""
+    path = (*chains[0].each, *chains[0].sync)
+    sliced = bool(path) and action(path[-1].src, path[-1].dst) == "slice"
+    return [
+        v.to(c.rest_dtype) if v.dtype != c.rest_dtype else v.clone() if sliced else v
+        for v, c in zip(values, chains, strict=True)
+    ]
+
+
 def _empty(shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _cut(whole: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Tensors that lie one behind the other in a piece of memory."""
+    found, offset = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        fits = offset + size <= whole.numel()
+        found.append(whole[offset : offset + size].view(shape) if fits else whole.new_empty(shape))
+        offset += size
+    return found
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> bool:

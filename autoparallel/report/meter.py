@@ -34,20 +34,30 @@ class Clock:
         self.overlap = overlap
         self.now = 0.0
         self._network = 0.0
+        self._held: list[tuple[float, Any]] = []
 
     def compute(self, seconds: float) -> None:
         """Something computes."""
-        self.now += seconds
+        self._go(self.now + seconds)
 
     def start(self, seconds: float) -> float:
         """A collective starts; when it will be done."""
-        self.now += (1 - self.overlap) * seconds
+        self._go(self.now + (1 - self.overlap) * seconds)
         self._network = max(self.now, self._network) + self.overlap * seconds
         return self._network
 
+    def hold(self, value: Any, done: float) -> None:
+        """Keeps a value alive until a collective is done, whether anybody waits for it or not."""
+        self._held.append((done, value))
+
     def wait(self, done: float) -> None:
         """Its result is needed."""
-        self.now = max(self.now, done)
+        self._go(max(self.now, done))
+
+    def _go(self, now: float) -> None:
+        self.now = now
+        if self._held:
+            self._held = [(done, value) for done, value in self._held if done > now]
 
 
 class Ledger:
@@ -162,7 +172,7 @@ def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
     kind, size = action(src, dst), args[0].numel()
     communicator, axis = communicator_of(args[3])
     if kind == "all_gather":  # what arrives, one rank's piece after another, is put together along the dim
-        return size * communicator.size(axis) if src.dim else 0
+        return size * communicator.size(axis) * (int(src.dim > 0) + int(kind in copies))
     if kind == "reduce_scatter":  # the pieces, one behind the other
         return size * (int(dst.dim > 0) + int(kind in copies))
     return 2 * size if kind == "all_to_all" else 0

@@ -80,10 +80,10 @@ class GradientStore:
         tensors' own memory if that is ``owned``."""
         if not paths or not paths[0]:
             return lambda: tensors
-        begun = self._start_step(tensors, [p[0] for p in paths], owned)
+        begun = [self._start_step(tensors, [p[0] for p in paths], owned)]
 
         def finish() -> Tensors:
-            values = begun()
+            values = begun.pop()()  # what was sent ends with the collective, not with this function
             for i in range(1, len(paths[0])):
                 values = self._start_step(values, [p[i] for p in paths])()
             return values
@@ -246,8 +246,8 @@ class GradientStore:
     def finish(self) -> None:
         """Waits for the reductions that a backward has started and hands their results out."""
         running, self._running = self._running, []
-        for hand_out in running:
-            hand_out()
+        while running:  # each lets go of its buffers before the next makes its gradients
+            running.pop(0)()
 
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
 
