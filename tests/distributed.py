@@ -1,7 +1,7 @@
 """A pool of gloo worker processes that tests share.
 
-Starting a process and importing torch takes seconds, so a pool of each world size is started once per test session
-and then runs one function after another::
+Starting a process and importing torch takes seconds, so a pool of each world size is forked from processes that are
+started once per test session (`tests.templates`), and then runs one function after another::
 
     from tests.distributed import run_distributed
 
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
@@ -40,6 +39,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from tests.templates import start_workers
 
 DEFAULT_TIMEOUT = 120.0
 START_TIMEOUT = 120.0
@@ -105,20 +106,12 @@ class WorkerPool:
         self._calls_left = calls_per_pool
         self._broken = False
         self._directory = tempfile.mkdtemp(prefix="autoparallel-pool-")
-        context = multiprocessing.get_context("spawn")
-        self._processes: list[Any] = []
-        self._connections: list[multiprocessing.connection.Connection] = []
-        store = os.path.join(self._directory, "store")
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, store, theirs), name=f"rank{rank}of{world_size}", daemon=True
-            )
-            with _without_main_module():
-                process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
+        arguments = [(rank, world_size, self._directory) for rank in range(world_size)]
+        listeners = [multiprocessing.connection.Listener(_address(self._directory, rank)) for rank in range(world_size)]
+        self._processes = start_workers(_serve, arguments)
+        self._connections = [listener.accept() for listener in listeners]
+        for listener in listeners:
+            listener.close()
         self._collect("starting the pool", START_TIMEOUT, keep_after_error=False)
 
     @property
@@ -231,30 +224,20 @@ class WorkerPool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-class _without_main_module:
-    """Keep a spawned child from importing the parent's `__main__` (pytest's, or a script that would run again)."""
-
-    def __enter__(self) -> None:
-        main = sys.modules["__main__"]
-        self._saved: dict[str, Any] = {
-            name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
-        }
-        main.__dict__["__spec__"] = None
-
-    def __exit__(self, *_: object) -> None:
-        main = sys.modules["__main__"]
-        main.__dict__.pop("__spec__", None)
-        main.__dict__.update(self._saved)
+def _address(directory: str, rank: int) -> str:
+    """Where a worker finds its pool."""
+    return os.path.join(directory, f"parent{rank}")
 
 
-def _serve(rank: int, world_size: int, store: str, connection: multiprocessing.connection.Connection) -> None:
+def _serve(rank: int, world_size: int, directory: str) -> None:
     """A worker's life: join the group, run what arrives, answer, and leave the group."""
+    connection = multiprocessing.connection.Client(_address(directory, rank))
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     import datetime
     import faulthandler
 
-    stacks = open(os.path.join(os.path.dirname(store), f"stack{rank}"), "w")  # noqa: SIM115 (open for life)
+    stacks = open(os.path.join(directory, f"stack{rank}"), "w")  # noqa: SIM115 (open for life)
     faulthandler.register(signal.SIGUSR1, file=stacks)
     try:
         import torch
@@ -263,7 +246,7 @@ def _serve(rank: int, world_size: int, store: str, connection: multiprocessing.c
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
+            store=dist.FileStore(os.path.join(directory, "store"), world_size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=100),

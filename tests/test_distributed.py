@@ -59,7 +59,7 @@ def environment() -> tuple[int, int, str, int]:
 
 
 def loaded_modules() -> set[str]:
-    return {name for name in ("transformers", "sklearn", "matplotlib", "sympy.plotting") if name in sys.modules}
+    return {name for name in ("transformers", "sklearn", "matplotlib") if name in sys.modules}
 
 
 class TestResults:

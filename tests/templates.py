@@ -1,0 +1,109 @@
+"""Processes that have imported what workers need, and fork a worker whenever one is asked for.
+
+A pool of workers ends often: after a test that kills a rank or leaves a collective half done, and after so many
+calls. Starting the next one anew costs each rank several seconds of importing torch; a fork costs none.
+
+[Note: one template for each rank]
+Ranks that are forked from one process share the seed of Python's hashes, and with it the order of every set of
+strings: whatever depends on that order would look the same on all ranks. So every rank has a template of its own, and
+ranks differ in their seeds as processes do that are started one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# What every worker imports by its first call of a compiled model. None of it starts a thread or uses autograd.
+_IMPORTED = ("torch.distributed", "autoparallel", "torch._dynamo", "torch.export._trace")
+
+
+class Worker:
+    """A process that a template has forked, to be used as one of multiprocessing's own."""
+
+    def __init__(self, template: multiprocessing.connection.Connection, function: Callable[..., None], *args: Any):
+        self.exitcode: int | None = None
+        self._template = template
+        template.send((function, args))
+        self.pid: int = template.recv()
+
+    def is_alive(self) -> bool:
+        if self.exitcode is None:
+            try:
+                self._template.send(self.pid)
+                self.exitcode = self._template.recv()
+            except (EOFError, OSError):  # the template has ended, and with it the way to ask
+                self.exitcode = -signal.SIGKILL
+        return self.exitcode is None
+
+    def join(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start_workers(function: Callable[..., None], arguments: list[tuple[Any, ...]]) -> list[Worker]:
+    """Run `function` in one process for each tuple of arguments, which must be picklable."""
+    for rank in range(len(_templates), len(arguments)):
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=_serve, args=(theirs,), name=f"template{rank}", daemon=True)
+        with _without_main_module():
+            process.start()
+        theirs.close()
+        _templates.append(ours)
+    return [Worker(template, function, *args) for template, args in zip(_templates, arguments, strict=False)]
+
+
+_context = multiprocessing.get_context("spawn")
+_templates: list[multiprocessing.connection.Connection] = []  # they end where these are closed, with this process
+
+
+def _serve(connection: multiprocessing.connection.Connection) -> None:
+    """A template's life: import, then fork and tell of processes that have ended."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    while True:
+        try:
+            asked = connection.recv()
+        except (EOFError, OSError):  # the parent is gone
+            os._exit(0)
+        if isinstance(asked, int):
+            pid, status = os.waitpid(asked, os.WNOHANG)
+            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
+            continue
+        function, args = asked
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            function(*args)
+            os._exit(0)
+        connection.send(pid)
+
+
+class _without_main_module:
+    """Keep a spawned child from importing the parent's `__main__` (pytest's, or a script that would run again)."""
+
+    def __enter__(self) -> None:
+        main = sys.modules["__main__"]
+        self._saved: dict[str, Any] = {
+            name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
+        }
+        main.__dict__["__spec__"] = None
+
+    def __exit__(self, *_: object) -> None:
+        main = sys.modules["__main__"]
+        main.__dict__.pop("__spec__", None)
+        main.__dict__.update(self._saved)
