@@ -18,19 +18,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel import planning
-from autoparallel.capture import Captured, capture
+from tests.captures import Captures, shared_captures
 from tests.distributed import run_distributed
 from tests.models import Case, build
 
@@ -129,7 +126,7 @@ def _train_on_rank(recipe: Recipe) -> RankTrace:
     if recipe.schedule:
         pipeline = autoparallel.Pipeline(recipe.schedule, recipe.microbatches, recipe.stages_per_rank)
         options = {"pipeline": pipeline, "outputs": "gather"}
-    with patch.object(planning, "capture", _shared_capture(recipe)) if recipe.share_captures else nullcontext():
+    with shared_captures(_captured, recipe.model) if recipe.share_captures else nullcontext():
         model = autoparallel.compile(case.model, mesh, loss_fn=case.loss_fn, plan=recipe.plan, **options)
         trace = _train(model, case, recipe, compiled=True)
     layouts = {name: _layout(parameter) for name, parameter in model.named_parameters() if _is_here(parameter)}
@@ -142,20 +139,7 @@ def _train_on_rank(recipe: Recipe) -> RankTrace:
     )
 
 
-_captured: dict[str, Captured] = {}
-
-
-def _shared_capture(recipe: Recipe) -> Callable[..., Captured]:
-    """``capture``, but what it captured for a recipe of the same model serves again where its arguments are equal."""
-
-    def shared(model: nn.Module, specs: Any, in_spec: Any, *, loss_fn: Any, training: Any, **sizes: Any) -> Captured:
-        mode = model.training if training is None else training
-        key = repr((recipe.model, recipe.dtype, mode, loss_fn is None, specs, in_spec, sizes))
-        if key not in _captured:
-            _captured[key] = capture(model, specs, in_spec, loss_fn=loss_fn, training=training, **sizes)
-        return _captured[key].copy()
-
-    return shared
+_captured: Captures = {}
 
 
 @functools.cache

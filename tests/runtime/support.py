@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.groups import use_communicator
+from tests.captures import Captures, shared_captures
+from tests.distributed import run_distributed
 
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
 
@@ -40,6 +42,19 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.norm(torch.tanh(self.up(x))))
+
+
+def run_on_ranks(function: Callable[..., Any], *args: Any, world_size: int, **options: Any) -> list[Any]:
+    """As `run_distributed`, for tests that are not about tracing: the same model is traced once for all of them."""
+    return run_distributed(_call_sharing_captures, function, args, world_size=world_size, **options)
+
+
+def _call_sharing_captures(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with shared_captures(_captured):
+        return function(*args)
+
+
+_captured: Captures = {}
 
 
 def make(build: Callable[[], nn.Module] = Net, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
 from autoparallel.plan import GATHERS, REDUCTIONS, Plan
-from tests.distributed import WorkerError, run_distributed
-from tests.runtime.support import compiled_pair, gradients_off, parameters_off
+from tests.distributed import WorkerError
+from tests.runtime.support import compiled_pair, gradients_off, parameters_off, run_on_ranks
 
 Batch = tuple[Tensor, Tensor]
 
@@ -121,13 +121,13 @@ CASES = [
 @pytest.mark.parametrize(("shape", "plan", "loss"), CASES, ids=str)
 def test_a_window_equals_one_batch(shape: tuple[int, ...], plan: str, loss: str) -> None:
     """The pitfall "mean of means", with a window that ends early and a microbatch that counts nothing."""
-    for found in run_distributed(_train, plan, shape, loss, (4,) * 7, world_size=torch.Size(shape).numel()):
+    for found in run_on_ranks(_train, plan, shape, loss, (4,) * 7, world_size=torch.Size(shape).numel()):
         assert found["sizes"] == [3, 3, 1] and found["clipped"]
         assert max(found["worst"].values()) < 1e-9, found["worst"]
 
 
 def test_microbatches_of_different_sizes() -> None:
-    for found in run_distributed(_train, "fsdp", (2,), "squared", (4, 2, 6, 4, 8, 4, 2), world_size=2):
+    for found in run_on_ranks(_train, "fsdp", (2,), "squared", (4, 2, 6, 4, 8, 4, 2), world_size=2):
         assert max(found["worst"].values()) < 1e-9, found["worst"]
 
 
@@ -143,7 +143,7 @@ def _equal(loss: str) -> float:
 
 
 def test_equal_weights_take_the_mean_of_the_losses() -> None:
-    assert max(run_distributed(_equal, "regularised", world_size=2)) < 1e-9
+    assert max(run_on_ranks(_equal, "regularised", world_size=2)) < 1e-9
 
 
 # ------------------------------------------------------------------------------------------------------- strategies
@@ -214,7 +214,7 @@ def test_deferred_reductions_send_nothing_in_a_microbatch() -> None:
     """2 P (n-1)/n bytes a step, whatever the number of microbatches; beside it the sum of the losses, 8 bytes."""
     n = 2
     for microbatches in (1, 2, 8):
-        for sent in run_distributed(_deferred, microbatches, world_size=n):
+        for sent in run_on_ranks(_deferred, microbatches, world_size=n):
             loss = microbatches * 2 * 8 * (n - 1) / n
             assert sent == 2 * _parameters(trained=True) * (n - 1) / n + loss
 
@@ -224,7 +224,7 @@ def test_sharded_parameters_reduce_and_gather_as_planned() -> None:
     once a step or once a microbatch."""
     n = 2
     share = (n - 1) / n
-    for found in run_distributed(_strategies, (n,), "S0", world_size=n):
+    for found in run_on_ranks(_strategies, (n,), "S0", world_size=n):
         for (reduce, gather), case in found.items():
             assert case["worst"] < 1e-9, (reduce, gather)
             gathers = case["sent"]["all_gather"] / (_parameters(trained=False) * share)
@@ -239,7 +239,7 @@ def test_sharded_parameters_reduce_and_gather_as_planned() -> None:
 def test_hybrid_sharding_scatters_within_and_reduces_across_once() -> None:
     """HSDP: sharded over the second axis, replicated over the first."""
     whole = _parameters(trained=True)
-    for found in run_distributed(_strategies, (2, 2), "I,S0", world_size=4):
+    for found in run_on_ranks(_strategies, (2, 2), "I,S0", world_size=4):
         for (reduce, gather), case in found.items():
             assert case["worst"] < 1e-9, (reduce, gather)
             scattered = case["sent"]["reduce_scatter"] / (whole / 2)
@@ -258,7 +258,7 @@ def _limited(factor: float) -> tuple[str, float, set[str], str]:
 
 
 def test_a_memory_limit_moves_reductions_into_the_microbatches() -> None:
-    roomy, tight = (run_distributed(_limited, factor, world_size=2)[0] for factor in (1.5, 0.1))
+    roomy, tight = (run_on_ranks(_limited, factor, world_size=2)[0] for factor in (1.5, 0.1))
     assert roomy[2] == {"per_step"} and float(roomy[3]) > 0
     assert "per_microbatch" in tight[2] and float(tight[3]) < float(roomy[3])
     assert "reduced once a step" in roomy[0] and "all (chosen)" in roomy[0]
@@ -291,7 +291,7 @@ def _half() -> dict[str, Any]:
 
 def test_accumulators_are_float32_or_wider() -> None:
     """The pitfall "accumulating in the parameter's dtype"."""
-    for found in run_distributed(_half, world_size=2):
+    for found in run_on_ranks(_half, world_size=2):
         assert found["dtypes"] == {torch.float32, torch.bfloat16} and found["at the end"] == torch.bfloat16
         assert found["ours"] < 0.5 * found["naive"], found
 
@@ -309,7 +309,7 @@ def _some_microbatches() -> float:
 
 
 def test_a_parameter_used_in_the_first_microbatch_only_is_reduced() -> None:
-    assert max(run_distributed(_some_microbatches, world_size=2)) < 1e-9
+    assert max(run_on_ranks(_some_microbatches, world_size=2)) < 1e-9
 
 
 # ----------------------------------------------------------------------------------------------------------- misuse
@@ -354,7 +354,7 @@ def _misuse(case: str) -> None:
 )
 def test_misuse_is_an_error_on_every_rank(case: str, message: str) -> None:
     with pytest.raises(WorkerError) as raised:
-        run_distributed(_misuse, case, world_size=2, keep_after_error=True)
+        run_on_ranks(_misuse, case, world_size=2, keep_after_error=True)
     assert set(raised.value.errors) == {0, 1}
     assert all(message in error.message for error in raised.value.errors.values())
 
@@ -374,7 +374,7 @@ def _unfinished() -> tuple[float, list[str]]:
 
 
 def test_an_unfinished_step_is_said_and_kept() -> None:
-    for off, messages in run_distributed(_unfinished, world_size=2):
+    for off, messages in run_on_ranks(_unfinished, world_size=2):
         assert off < 1e-9 and len(messages) == 1 and "no step has used" in messages[0]
 
 
@@ -396,5 +396,5 @@ def _left_open() -> tuple[float, bool]:
 
 
 def test_a_window_left_open_loses_nothing() -> None:
-    for off, clipped in run_distributed(_left_open, world_size=2):
+    for off, clipped in run_on_ranks(_left_open, world_size=2):
         assert off < 1e-9 and clipped

@@ -14,8 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed import run_distributed
-from tests.runtime.support import Net, batch, compiled_pair, gradients_off, off, parameters_off, raised, whole
+from tests.runtime.support import (
+    Net,
+    batch,
+    compiled_pair,
+    gradients_off,
+    off,
+    parameters_off,
+    raised,
+    run_on_ranks,
+    whole,
+)
 from tests.runtime.test_norm import INF, NORMS
 
 MESHES = {(2,): "data_parallel", (2, 2): "tensor_parallel", (4,): "fsdp"}
@@ -70,7 +79,7 @@ def _groups(shape: tuple[int, ...], plan: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_norms_of_groups_are_those_of_one_process(shape: tuple[int, ...]) -> None:
-    for results in run_distributed(_groups, shape, MESHES[shape], world_size=math.prod(shape)):
+    for results in run_on_ranks(_groups, shape, MESHES[shape], world_size=math.prod(shape)):
         assert all(far < 1e-9 for far in results.values()), results
 
 
@@ -126,7 +135,7 @@ def _limits(shape: tuple[int, ...], plan: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_limits_of_groups_are_kept_as_in_one_process(shape: tuple[int, ...]) -> None:
-    for results in run_distributed(_limits, shape, MESHES[shape], world_size=math.prod(shape)):
+    for results in run_on_ranks(_limits, shape, MESHES[shape], world_size=math.prod(shape)):
         assert all(far < 1e-9 for far in results.values()), results
 
 
@@ -177,7 +186,7 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_skipped_step_changes_nothing(name: str) -> None:
     """Neither weight decay nor momentum nor the count of steps: the run goes on as if the step had not been."""
-    for rank in run_distributed(_skip, name, world_size=4):
+    for rank in run_on_ranks(_skip, name, world_size=4):
         for value in (math.nan, INF):
             assert rank[f"{value} norm"] in ("nan", "inf")
             assert rank[f"{value} zero"] and rank[f"{value} state"] and rank[f"{value} gradients"], rank
@@ -216,7 +225,7 @@ def _fused_skip_reads_nothing() -> list[str]:
 
 
 def test_clipping_and_a_fused_step_look_at_no_value() -> None:
-    assert run_distributed(_fused_skip_reads_nothing, world_size=2) == [[], []]
+    assert run_on_ranks(_fused_skip_reads_nothing, world_size=2) == [[], []]
 
 
 def _raise() -> dict[str, Any]:
@@ -238,7 +247,7 @@ def _raise() -> dict[str, Any]:
 
 
 def test_raise_is_alike_on_all_ranks_and_leaves_the_gradients() -> None:
-    seen = run_distributed(_raise, world_size=4)
+    seen = run_on_ranks(_raise, world_size=4)
     assert all(rank == seen[0] for rank in seen)
     assert seen[0].pop("finite") < 1e-9
     for text, same in seen[0].values():

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.distributed import run_distributed
-from tests.runtime.support import Net, batch, compiled_pair, gradients_off, mesh_of, off, raised, whole
+from tests.runtime.support import Net, batch, compiled_pair, gradients_off, mesh_of, off, raised, run_on_ranks, whole
 from tests.runtime.test_clipping import MESHES, backward
 from tests.runtime.test_norm import NORMS
 
@@ -53,7 +52,7 @@ def _torchs_own(shape: tuple[int, ...], plan: str) -> dict[str, Any]:
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_torchs_own_clipping_works_on_our_parameters(shape: tuple[int, ...]) -> None:
     """Gradients are ``DTensor``s of one mesh, and torch clips those. The norm that it returns is a ``DTensor``."""
-    for results in run_distributed(_torchs_own, shape, MESHES[shape], world_size=math.prod(shape)):
+    for results in run_on_ranks(_torchs_own, shape, MESHES[shape], world_size=math.prod(shape)):
         assert results.pop("pending"), "gradients under no_sync are summands, which torch reduces for its norm"
         assert all(far < 1e-9 for far in results.values()), results
 
@@ -129,7 +128,7 @@ BAD = {
 
 @pytest.fixture(scope="module")
 def bad() -> list[dict[str, str]]:
-    return run_distributed(_bad, world_size=4)
+    return run_on_ranks(_bad, world_size=4)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -213,7 +212,7 @@ def _replaced() -> dict[str, Any]:
 
 
 def test_gradients_that_the_user_changed_count_or_are_refused() -> None:
-    seen = run_distributed(_replaced, world_size=4)
+    seen = run_on_ranks(_replaced, world_size=4)
     for results in seen:
         results.pop("rank")
         for name in ("modified in place", "replaced alike", "replaced by arithmetic", "modified in a window"):

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed import run_distributed
-from tests.runtime.support import Net, batch, compiled_pair, gradients_off, off, parameters_off, raised
+from tests.runtime.support import Net, batch, compiled_pair, gradients_off, off, parameters_off, raised, run_on_ranks
 from tests.runtime.test_clipping import MESHES, backward
 
 STEPPING: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -65,7 +64,7 @@ def _step(shape: tuple[int, ...], plan: str, dtype: torch.dtype) -> dict[str, An
 def test_a_step_clips_as_one_process_does(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """In float32 the fused optimizer divides the gradients itself; in float64 its float32 scale would be too coarse."""
     tolerance = 1e-9 if dtype == torch.float64 else 1e-5
-    for results in run_distributed(_step, shape, MESHES[shape], dtype, world_size=math.prod(shape)):
+    for results in run_on_ranks(_step, shape, MESHES[shape], dtype, world_size=math.prod(shape)):
         wrong = {k: v for k, v in results.items() if not (v is True or (v is not False and v < tolerance))}
         assert not wrong, wrong
 
@@ -103,7 +102,7 @@ def _spy(optimizer: Any, scales: list[bool]) -> None:
 
 
 def test_the_coefficient_is_folded_into_a_fused_step() -> None:
-    for found in run_distributed(_folded, world_size=2):
+    for found in run_on_ranks(_folded, world_size=2):
         assert found == {
             "torch.float32 fused": [True],
             "torch.float32 foreach": [False],
@@ -162,7 +161,7 @@ def _two_optimizers_and_closures() -> dict[str, Any]:
 
 
 def test_two_optimizers_share_one_norm_and_closures_are_clipped() -> None:
-    for results in run_distributed(_two_optimizers_and_closures, world_size=4):
+    for results in run_on_ranks(_two_optimizers_and_closures, world_size=4):
         assert all(far < 1e-9 for far in results.values()), results
 
 
@@ -188,7 +187,7 @@ def _scaled() -> dict[str, float]:
 
 
 def test_the_norm_is_unscaled_under_a_gradient_scaler() -> None:
-    for results in run_distributed(_scaled, world_size=2):
+    for results in run_on_ranks(_scaled, world_size=2):
         assert all(far < 1e-5 for far in results.values()), results
 
 
@@ -209,7 +208,7 @@ def _other_norms() -> dict[str, float]:
 
 
 def test_a_step_clips_by_other_norms() -> None:
-    for results in run_distributed(_other_norms, world_size=2):
+    for results in run_on_ranks(_other_norms, world_size=2):
         assert all(far < 1e-9 for far in results.values()), results
 
 
@@ -239,7 +238,7 @@ def _not_finite(policy: str, fused: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 @pytest.mark.parametrize("policy", ["skip", "raise"])
 def test_a_step_on_what_is_not_finite_changes_nothing(policy: str, fused: bool) -> None:
-    for results in run_distributed(_not_finite, policy, fused, world_size=2):
+    for results in run_on_ranks(_not_finite, policy, fused, world_size=2):
         error = results.pop("error")
         assert ("nan" in error) == (policy == "raise") == bool(error), error
         assert all(far < 1e-5 for far in results.values()), results
@@ -286,5 +285,5 @@ def _elements_looked_at(clipper: Any) -> list[int]:
 
 
 def test_norms_are_taken_on_the_way() -> None:
-    for results in run_distributed(_on_the_way, world_size=2):
+    for results in run_on_ranks(_on_the_way, world_size=2):
         assert all(far < 1e-9 for far in results.values()), results

@@ -21,8 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.runtime.module import CHECKED_CALLS
-from tests.distributed import run_distributed
-from tests.runtime.support import Net, batch, compiled_pair, gradients_off, make, mesh_of, parameters_off, raised
+from tests.runtime.support import (
+    Net,
+    batch,
+    compiled_pair,
+    gradients_off,
+    make,
+    mesh_of,
+    parameters_off,
+    raised,
+    run_on_ranks,
+)
 
 Results = dict[str, tuple[str, float]]
 """What each case raised on a rank, and how far the correct call after it is from one process."""
@@ -146,7 +155,7 @@ COMPILE = {
 
 @pytest.fixture(scope="module")
 def compilations() -> list[Results]:
-    return run_distributed(_compile_badly, world_size=2)
+    return run_on_ranks(_compile_badly, world_size=2)
 
 
 @pytest.mark.parametrize("name", COMPILE)
@@ -249,18 +258,18 @@ CALL = {
 
 @pytest.fixture(scope="module")
 def first_calls() -> list[Results]:
-    return run_distributed(_call_badly, 0, world_size=2)
+    return run_on_ranks(_call_badly, 0, world_size=2)
 
 
 @pytest.fixture(scope="module")
 def later_calls() -> list[Results]:
-    return run_distributed(_call_badly, 1, world_size=2)
+    return run_on_ranks(_call_badly, 1, world_size=2)
 
 
 @pytest.fixture(scope="module")
 def known_calls() -> list[Results]:
     """After the first calls, ranks compare while the program runs already, and compare values no more."""
-    return run_distributed(_call_badly, CHECKED_CALLS + 1, world_size=2)
+    return run_on_ranks(_call_badly, CHECKED_CALLS + 1, world_size=2)
 
 
 @pytest.mark.parametrize("name", CALL)
@@ -322,7 +331,7 @@ def _capture_badly(kind: type[nn.Module]) -> tuple[str, float]:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_model_that_cannot_be_captured(kind: type[nn.Module], patterns: tuple[str, ...]) -> None:
-    results = run_distributed(_capture_badly, kind, world_size=2)
+    results = run_on_ranks(_capture_badly, kind, world_size=2)
     for message, difference in results:
         assert all(re.search(p, message) for p in patterns), message
         assert difference < 1e-12
@@ -401,7 +410,7 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def plans() -> list[Results]:
-    return run_distributed(_plan_badly, world_size=2)
+    return run_on_ranks(_plan_badly, world_size=2)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -517,7 +526,7 @@ TRAIN = {
 
 @pytest.fixture(scope="module")
 def training() -> list[Results]:
-    return run_distributed(_train_badly, world_size=2)
+    return run_on_ranks(_train_badly, world_size=2)
 
 
 @pytest.mark.parametrize("name", TRAIN)

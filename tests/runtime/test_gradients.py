@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.distributed import run_distributed
 from tests.runtime.support import (
     Net,
     batch,
@@ -33,6 +32,7 @@ from tests.runtime.support import (
     parameters_off,
     placements,
     raised,
+    run_on_ranks,
     whole,
 )
 
@@ -141,7 +141,7 @@ def _replicas_differ(model: nn.Module) -> float:
 @pytest.fixture(scope="module", params=[*((p, (2,)) for p in PLANS), ("fsdp", (2, 2)), ("auto", (2, 2))], ids=str)
 def played(request) -> list[dict[str, dict[str, float]]]:
     plan, shape = request.param
-    return run_distributed(_all_scenarios, plan, shape, world_size=torch.Size(shape).numel())
+    return run_on_ranks(_all_scenarios, plan, shape, world_size=torch.Size(shape).numel())
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -231,7 +231,7 @@ def _left_out(plan: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_parameters_that_are_left_out(plan: str) -> None:
-    for results in run_distributed(_left_out, plan, world_size=2):
+    for results in run_on_ranks(_left_out, plan, world_size=2):
         wrong = {name: far for name, far in results.items() if not far < 1e-9}
         assert not wrong, wrong
 
@@ -258,7 +258,7 @@ def _inside(plan: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp"])
 def test_inside_of_a_window_grad_is_the_true_sum(plan: str) -> None:
-    for found in run_distributed(_inside, plan, world_size=2):
+    for found in run_on_ranks(_inside, plan, world_size=2):
         assert set(found["grads"]) == {"DTensor"} and found["shapes"]
         assert any("Partial" in text for text in found["summands"]), "not reduced yet"
         assert found["off"] < 1e-9 and found["again"] < 1e-9
@@ -280,7 +280,7 @@ def _alike(name: str) -> list[Tensor]:
 
 
 def test_a_flushed_window_lies_as_its_parameters() -> None:
-    window, plain = (run_distributed(_alike, name, world_size=2)[0] for name in ("window", "plain"))
+    window, plain = (run_on_ranks(_alike, name, world_size=2)[0] for name in ("window", "plain"))
     assert all(torch.allclose(a, b, rtol=0, atol=1e-14) for a, b in zip(window, plain, strict=True))
 
 
@@ -366,7 +366,7 @@ def _searched_for_tied() -> tuple[str, dict[str, str]]:
 @pytest.mark.parametrize("at_rest", ["S0", "S1", "I"])
 @pytest.mark.parametrize("edit", ["embedding", "head"])
 def test_a_tied_weight_used_in_two_layouts(edit: str, at_rest: str) -> None:
-    for found in run_distributed(_tied, edit, at_rest, world_size=2):
+    for found in run_on_ranks(_tied, edit, at_rest, world_size=2):
         assert len(found["uses"]) == 2, found["uses"]
         assert found["layout"] == {"I": "R"}.get(at_rest, at_rest)
         wrong = {name: far for name, far in found["results"].items() if not far < 1e-9}
@@ -398,7 +398,7 @@ def _per_use() -> dict[str, Any]:
 
 
 def test_gathered_per_use() -> None:
-    for found in run_distributed(_per_use, world_size=2):
+    for found in run_on_ranks(_per_use, world_size=2):
         assert found["regathered"], "something is gathered again in the backward"
         for name, events in found["results"].items():
             assert all(far < 1e-9 for far in events.values()), (name, events)
@@ -441,7 +441,7 @@ def _one_output() -> dict[str, Any]:
 
 
 def test_an_output_that_is_not_differentiated() -> None:
-    for results in run_distributed(_one_output, world_size=4):
+    for results in run_on_ranks(_one_output, world_size=4):
         assert len(results.pop("buckets")) == 3
         assert all(far < 1e-9 for far in results.values()), results
 
@@ -502,6 +502,6 @@ def _ways(per_use: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("per_use", [False, True], ids=["per microbatch", "per use"])
 def test_other_ways_of_backward(per_use: bool) -> None:
-    for results in run_distributed(_ways, per_use, world_size=2):
+    for results in run_on_ranks(_ways, per_use, world_size=2):
         wrong = {name: far for name, far in results.items() if not far < 1e-9}
         assert not wrong and len(results) > 12, wrong

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.distributed import run_distributed
-from tests.runtime.support import Net, batch, compiled_pair, make, mesh_of, off, raised, whole
+from tests.runtime.support import Net, batch, compiled_pair, make, mesh_of, off, raised, run_on_ranks, whole
 
 INF = float("inf")
 NORMS = (1.0, 2.0, 3.0, 0.5, INF)
@@ -140,7 +139,7 @@ class _counted:
 
 @pytest.fixture(scope="module")
 def norms() -> list[dict[str, Any]]:
-    return run_distributed(_norms, world_size=4)
+    return run_on_ranks(_norms, world_size=4)
 
 
 CASES = [f"{d} {s:g} p={p:g}" for d in (torch.float64, torch.float32) for s in (1.0, 1e20, 1e-25) for p in NORMS]
@@ -187,7 +186,7 @@ def _unusual() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def unusual() -> list[dict[str, Any]]:
-    return run_distributed(_unusual, world_size=4)
+    return run_on_ranks(_unusual, world_size=4)
 
 
 @pytest.mark.parametrize("name", ["up.weight", "norm.weight"])
@@ -230,7 +229,7 @@ def _clip_strictly(model: Any, value: float, p: float) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, INF])
 def test_a_loss_that_is_not_finite_is_treated_alike_by_all(value: float) -> None:
-    seen = run_distributed(_loss_not_finite, value, world_size=2)
+    seen = run_on_ranks(_loss_not_finite, value, world_size=2)
     assert seen[0] == seen[1]
     loss, _, norm, refused = seen[0]
     assert loss == ("nan" if math.isnan(value) else "inf")
@@ -254,7 +253,7 @@ def _tied_and_odd() -> dict[str, float]:
 
 
 def test_a_tied_weight_counts_once() -> None:
-    for results in run_distributed(_tied_and_odd, world_size=4):
+    for results in run_on_ranks(_tied_and_odd, world_size=4):
         assert all(far < 1e-9 for far in results.values()), results
 
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from autoparallel.passes.reduce_gradient_norm import reduce_gradient_norm
 from autoparallel.placements import parse_layout
-from tests.distributed import run_distributed
-from tests.runtime.support import compiled_pair, mesh_of, off, raised, whole
+from tests.runtime.support import compiled_pair, mesh_of, off, raised, run_on_ranks, whole
 from tests.runtime.test_norm import INF, LAYOUTS, NORMS, reference, with_gradients
 
 HALVES = {"first": ["up.*", "norm.*"], "second": "down.*"}
@@ -48,7 +47,7 @@ def _stages() -> dict[str, Any]:
 def test_each_pipeline_stage_clips_by_the_norm_of_the_whole_model() -> None:
     """torchtitan#596. There are no stages yet: the analogue is two halves of a model that lie differently, whose own
     norms differ from the whole's, and which are scaled alike."""
-    for found in run_distributed(_stages, world_size=4):
+    for found in run_on_ranks(_stages, world_size=4):
         assert found["halves"] == pytest.approx(found["expected"], rel=1e-12)
         assert abs(found["halves"][0] - found["halves"][1]) > 0.1, "the halves differ, or nothing is shown"
         assert abs(found["norm"]) < 1e-12 and found["off"] < 1e-12
@@ -80,7 +79,7 @@ def _tied() -> dict[str, float]:
 
 def test_a_tied_weight_is_not_counted_once_per_use() -> None:
     """Megatron-LM#7227, which counts it once per pipeline stage; here in one program, by either of its names."""
-    for results in run_distributed(_tied, world_size=4):
+    for results in run_on_ranks(_tied, world_size=4):
         assert all(far < 1e-9 for far in results.values()), results
 
 
@@ -93,14 +92,14 @@ def _layouts() -> dict[str, Any]:
 
 def test_weights_replicated_over_the_tensor_axis_count_once() -> None:
     """TransformerEngine#715, NeMo-RL#3788: norm layers and routers counted once per rank."""
-    for found in run_distributed(_layouts, world_size=4):
+    for found in run_on_ranks(_layouts, world_size=4):
         norm, expected = found["norm.weight"]  # I,I
         assert norm == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_replicate_axis_of_hsdp_is_not_in_the_sum() -> None:
     """VeOmni#184."""
-    for found in run_distributed(_layouts, world_size=4):
+    for found in run_on_ranks(_layouts, world_size=4):
         for name in ("up.bias", "norm.bias"):  # sharded over one axis, replicated over the other
             norm, expected = found[name]
             assert norm == pytest.approx(expected, rel=1e-12), LAYOUTS[name]
@@ -120,7 +119,7 @@ def _three_and_four() -> dict[str, Any]:
 def test_norms_of_shards_and_groups_are_neither_averaged_nor_added() -> None:
     """Megatron-LM#5916, DeepSpeed#8469: expert norms of 3 and 4 averaged to 3.5, dense and expert groups added. There
     are no experts yet: the analogue is a parameter of which each rank along one axis holds a part."""
-    for found in run_distributed(_three_and_four, world_size=4):
+    for found in run_on_ranks(_three_and_four, world_size=4):
         assert found == {"shards": pytest.approx(5.0), "both": pytest.approx(13.0), "inf": 12.0}
 
 
@@ -137,7 +136,7 @@ def _mixed() -> dict[str, Any]:
 
 def test_parameters_that_lie_differently_are_measured_in_one_call() -> None:
     """pytorch#180346, accelerate#4219: an exception. What cannot be measured is refused before any collective."""
-    for found in run_distributed(_mixed, world_size=4):
+    for found in run_on_ranks(_mixed, world_size=4):
         assert found["layouts"] == 6 and abs(found["norm"]) < 1e-12
         assert found["other placements"].startswith("RuntimeError: clip_grad_norm_(): the gradient of up.weight was")
         assert "redistribute" in found["other placements"]
@@ -162,7 +161,7 @@ def _generator() -> dict[str, float]:
 
 def test_a_generator_of_parameters_is_not_exhausted_by_the_norm() -> None:
     """torchtitan#1258. Ours takes no parameters; by an optimizer, and through torch's own function, all are clipped."""
-    for found in run_distributed(_generator, world_size=4):
+    for found in run_on_ranks(_generator, world_size=4):
         assert all(far < 1e-12 for far in found.values()), found
 
 
@@ -179,7 +178,7 @@ def _copies() -> dict[str, Any]:
 
 def test_the_clip_is_applied_to_the_gradients_and_not_to_copies() -> None:
     """transformers#46113."""
-    for found in run_distributed(_copies, world_size=4):
+    for found in run_on_ranks(_copies, world_size=4):
         assert found["same"] and found["ratio"] < 1e-6
 
 
@@ -191,7 +190,7 @@ def _powers() -> dict[str, float]:
 def test_the_inf_norm_is_not_added_up_and_other_norms_are_not_squared() -> None:
     """torchtitan#649, DeepSpeed's get_grad_norm_direct. The analogue of stages is sets of parameters that lie over
     different axes."""
-    for found in run_distributed(_powers, world_size=4):
+    for found in run_on_ranks(_powers, world_size=4):
         assert all(abs(far) < 1e-12 for far in found.values()), found
 
 
@@ -210,7 +209,7 @@ def _empty_shard(p: float) -> float:
 def test_an_empty_shard_does_not_raise_in_front_of_the_collective(p: float) -> None:
     """Measured with torch: the inf norm of 3 rows on 4 ranks raises on one, the others hang. Plans refuse fewer rows
     than ranks: so the program of the norm is run by itself."""
-    found = run_distributed(_empty_shard, p, world_size=4)
+    found = run_on_ranks(_empty_shard, p, world_size=4)
     expected = reference({"": torch.tensor([1.0, -2.0, 5.0, 0.5, 0.25, 3.0])}, p)
     assert len(set(found)) == 1 and found[0] == pytest.approx(expected, rel=1e-6)
 
@@ -229,7 +228,7 @@ def _nan_on_one_rank() -> dict[str, Any]:
 
 def test_a_nan_on_one_rank_does_not_disappear_in_the_inf_norm() -> None:
     """Measured: gloo's MAX drops a NaN."""
-    seen = run_distributed(_nan_on_one_rank, world_size=4)
+    seen = run_on_ranks(_nan_on_one_rank, world_size=4)
     assert all(rank == seen[0] for rank in seen)
     for name, (refused, norm) in seen[0].items():
         assert refused.startswith("RuntimeError") and norm == "nan", name
@@ -253,11 +252,11 @@ def _one_inf(policy: str) -> dict[str, Any]:
 def test_one_infinite_gradient_does_not_silently_erase_the_others() -> None:
     """Measured with torch: the coefficient is 0, every other gradient becomes 0, that one NaN, no error. That is what
     ``propagate`` means, too; the other two policies are the ways out."""
-    raising = run_distributed(_one_inf, "raise", world_size=4)
+    raising = run_on_ranks(_one_inf, "raise", world_size=4)
     assert all(r["error"].startswith("RuntimeError") and r["unchanged"] for r in raising), raising
-    skipping = run_distributed(_one_inf, "skip", world_size=4)
+    skipping = run_on_ranks(_one_inf, "skip", world_size=4)
     assert all(not r["error"] and r["all zero"] for r in skipping), skipping
-    propagating = run_distributed(_one_inf, "propagate", world_size=4)
+    propagating = run_on_ranks(_one_inf, "propagate", world_size=4)
     assert all(not r["error"] and not r["unchanged"] for r in propagating), propagating
     assert propagating[2]["nan"]
 
@@ -270,7 +269,7 @@ def _narrow() -> dict[str, Any]:
 
 def test_bf16_gradients_give_a_wide_norm() -> None:
     """Measured with torch: a bf16 norm, off by 1.3e-3."""
-    for found in run_distributed(_narrow, world_size=4):
+    for found in run_on_ranks(_narrow, world_size=4):
         assert found["dtype"] == "torch.float32" and found["off"] < 1e-6
 
 
@@ -293,7 +292,7 @@ def _overflow() -> list[float]:
 
 def test_the_square_does_not_overflow_float32_nor_vanish() -> None:
     """torchtitan's clip_grad_norm_ overflows above 1.8e19."""
-    for found in run_distributed(_overflow, world_size=4):
+    for found in run_on_ranks(_overflow, world_size=4):
         assert max(found) < 1e-6
 
 
@@ -311,7 +310,7 @@ def _without_a_gradient() -> dict[str, Any]:
 
 def test_a_rank_that_lacks_a_gradient_does_not_hang_the_others() -> None:
     """VeOmni#1086: a rank skips a parameter, and collectives no longer match. Ours are one, of the same size."""
-    for found in run_distributed(_without_a_gradient, world_size=4):
+    for found in run_on_ranks(_without_a_gradient, world_size=4):
         assert found["norm"] == pytest.approx(found["expected"], rel=1e-12) and found["sent"] == 1
 
 
@@ -353,7 +352,7 @@ def _traffic() -> dict[str, tuple[int, int]]:
 
 def test_the_norm_costs_one_all_reduce_and_value_clipping_none() -> None:
     """Measured with torch: two all-reduces on a (2, 2) mesh; elsewhere one per mesh axis, pipeline and expert group."""
-    for found in run_distributed(_traffic, world_size=4):
+    for found in run_on_ranks(_traffic, world_size=4):
         assert found.pop("value") == (0, 0)
         assert {count for count, _ in found.values()} == {1}, found
         assert found["p=2"][1] == 24, "two float64 numbers around a ring of four"

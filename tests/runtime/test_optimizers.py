@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.distributed import run_distributed
-from tests.runtime.support import Net, batch, compiled_pair, gradients_off, parameters_off
+from tests.runtime.support import Net, batch, compiled_pair, gradients_off, parameters_off, run_on_ranks
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
@@ -100,7 +99,7 @@ def _three_steps(model: Any, plain: nn.Module, name: str, options: dict[str, Any
 
 @pytest.fixture(scope="module", params=[(2,), (2, 2)], ids=str)
 def trained(request) -> list[dict[str, float | str]]:
-    return run_distributed(_train, request.param, "fsdp", world_size=torch.Size(request.param).numel())
+    return run_on_ranks(_train, request.param, "fsdp", world_size=torch.Size(request.param).numel())
 
 
 @pytest.mark.parametrize("case", CASES)

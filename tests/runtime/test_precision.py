@@ -13,8 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 
 import autoparallel
-from tests.distributed import run_distributed
-from tests.runtime.support import compiled_pair, off
+from tests.runtime.support import compiled_pair, off, run_on_ranks
 
 SHAPE, ROWS = (12, 32, 8), 8
 
@@ -79,7 +78,7 @@ def _train(rest: torch.dtype, policy: MixedPrecisionPolicy, plan: str, shape: tu
 def test_float32_compute_with_float64_parameters(shape: tuple[int, ...], plan: str) -> None:
     """Only reassociation in float32 may differ."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float32)
-    for found in run_distributed(_train, torch.float64, policy, plan, shape, world_size=torch.Size(shape).numel()):
+    for found in run_on_ranks(_train, torch.float64, policy, plan, shape, world_size=torch.Size(shape).numel()):
         assert 0 < max(found["worst"].values()) < 2e-6, found["worst"]
         assert found["output"] == torch.float32
 
@@ -87,7 +86,7 @@ def test_float32_compute_with_float64_parameters(shape: tuple[int, ...], plan: s
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp"])
 def test_bfloat16_compute_with_float32_parameters(plan: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    for found in run_distributed(_train, torch.float32, policy, plan, (2,), world_size=2):
+    for found in run_on_ranks(_train, torch.float32, policy, plan, (2,), world_size=2):
         assert 1e-6 < max(found["worst"].values()) < 3e-2, found["worst"]
 
 
@@ -111,7 +110,7 @@ def test_gathers_and_reductions_travel_in_the_asked_dtypes() -> None:
     )
     sent = []
     for policy in policies:
-        ranks = run_distributed(_bytes, policy, world_size=2)
+        ranks = run_on_ranks(_bytes, policy, world_size=2)
         assert all(predicted for _, predicted in ranks)
         sent.append(ranks[0][0])
     whole, half, wide = sent
@@ -141,10 +140,10 @@ def _scaled(overflow: bool) -> dict[str, Any]:
 
 
 def test_a_gradient_scaler_sees_the_same_everywhere() -> None:
-    first, second = run_distributed(_scaled, False, world_size=2)
+    first, second = run_on_ranks(_scaled, False, world_size=2)
     assert first == second and first["moved"] > 0 and first["scale"] == 256.0
     assert first["norm"] == pytest.approx(first["true"], rel=1e-2), "the norm is unscaled"
-    first, second = run_distributed(_scaled, True, world_size=2)
+    first, second = run_on_ranks(_scaled, True, world_size=2)
     assert first["moved"] == second["moved"] == 0 and first["scale"] == second["scale"] == 2.0**39
 
 

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.distributed import run_distributed
 from tests.runtime.support import (
     Net,
     batch,
@@ -31,6 +30,7 @@ from tests.runtime.support import (
     parameters_off,
     placements,
     raised,
+    run_on_ranks,
 )
 from tests.runtime.test_gradients import Tied, tied_batch, tied_loss
 
@@ -131,7 +131,7 @@ def _state(mix: str, directory: str) -> dict[str, Any]:
 @pytest.mark.parametrize("mix", MIXES)
 def test_state_of_every_layout(mix: str, tmp_path) -> None:
     shape, _ = MIXES[mix]
-    for results in run_distributed(_state, mix, str(tmp_path), world_size=torch.Size(shape).numel()):
+    for results in run_on_ranks(_state, mix, str(tmp_path), world_size=torch.Size(shape).numel()):
         assert results["names"] and results["report"] and results["kept"]
         assert results["as planned"], results["layouts"]
         numbers = {k: v for k, v in results.items() if isinstance(v, float)}
@@ -160,7 +160,7 @@ def _tied_state() -> dict[str, Any]:
 
 
 def test_both_names_of_a_tied_weight() -> None:
-    for results in run_distributed(_tied_state, world_size=2):
+    for results in run_on_ranks(_tied_state, world_size=2):
         assert results["names"] and results["once"] and results["one tensor"] and results["still one"]
         assert results["loaded"] == 0.0 and results["either name sets both"] == 0.0
         assert "Missing key" in results["one name"], "as in plain torch"
@@ -211,7 +211,7 @@ def _buffers(plan: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plan", ["fsdp", "auto"])
 def test_buffers_equal_one_process_and_each_other(plan: str) -> None:
-    ranks = run_distributed(_buffers, plan, world_size=4)
+    ranks = run_on_ranks(_buffers, plan, world_size=4)
     for results in ranks:
         wrong = {k: v for k, v in results.items() if isinstance(v, float) and not v < 1e-12}
         assert not wrong and results["names"], wrong
@@ -293,7 +293,7 @@ def _meta(plan: str, kind: type[nn.Module], inputs: Any, loss: Any, late: bool) 
 def test_a_meta_model_is_materialised_shard_by_shard(kind: type[nn.Module], late: bool) -> None:
     inputs = tied_batch(0) if kind is Tied else batch(0, dtype=torch.float32)
     loss = tied_loss if kind is Tied else F.mse_loss
-    for results in run_distributed(_meta, "fsdp", kind, inputs, loss, late, world_size=4):
+    for results in run_on_ranks(_meta, "fsdp", kind, inputs, loss, late, world_size=4):
         assert results["same objects"] and results.get("still meta", True)
         assert not late or "meta device" in results["load"] and "example_inputs" in results["load"]
         assert results["values"] == 0.0 and results["buffers"] == 0.0, results
@@ -312,7 +312,7 @@ def _meta_without_reset() -> list[str]:
 
 
 def test_a_meta_module_that_cannot_be_reset_is_named() -> None:
-    for messages in run_distributed(_meta_without_reset, world_size=2):
+    for messages in run_on_ranks(_meta_without_reset, world_size=2):
         for message in messages:
             assert "inner.1" in message and "_Scale" in message and "factor" in message, message
             assert "no reset_parameters()" in message

@@ -22,8 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.distributed import run_distributed
-from tests.runtime.support import compiled_pair, gradients_off, make, mesh_of, off, parameters_off, placements, raised
+from tests.runtime.support import (
+    compiled_pair,
+    gradients_off,
+    make,
+    mesh_of,
+    off,
+    parameters_off,
+    placements,
+    raised,
+    run_on_ranks,
+)
 
 SHAPES = ((2,), (4,), (2, 2))
 NORMS = (1.0, 2.0, 3.0, math.inf)
@@ -189,7 +198,7 @@ LONG = pytest.param((4,), marks=pytest.mark.slow)
 @pytest.fixture(scope="module", params=[LONG if shape == (4,) else shape for shape in SHAPES], ids=str)
 def trained(request) -> tuple[tuple[int, ...], list[dict[str, Any]]]:
     shape = request.param
-    return shape, run_distributed(_everything, *shape, world_size=math.prod(shape), timeout=240)
+    return shape, run_on_ranks(_everything, *shape, world_size=math.prod(shape), timeout=240)
 
 
 class TestFullySharded:
@@ -324,7 +333,7 @@ def _both(model: nn.Module, plain: nn.Module) -> Any:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_state_of_every_uneven_layout(name: str, tmp_path) -> None:
     shape, layouts = LAYOUTS[name]
-    for results in run_distributed(_state, name, str(tmp_path), world_size=math.prod(shape)):
+    for results in run_on_ranks(_state, name, str(tmp_path), world_size=math.prod(shape)):
         assert results["kept"] and results["changed"]
         for parameter, layout in layouts.items():
             assert parameter == "*" or results["layouts"][parameter] == layout.replace("I", "R")
@@ -355,7 +364,7 @@ def _local_gradients(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("reduce", ["per_step", "per_microbatch", "across_replicas_per_step"])
 def test_uneven_gradients_reduced_at_any_time(reduce: str) -> None:
     """Fused optimizers read a gradient's memory with its parameter's strides, so these must agree."""
-    for results in run_distributed(_reduced, reduce, world_size=4):
+    for results in run_on_ranks(_reduced, reduce, world_size=4):
         wrong = {k: v for k, v in results["numbers"].items() if not v < 1e-9}
         assert not wrong and results["strides"], wrong
 
@@ -374,7 +383,7 @@ def _meta() -> dict[str, Any]:
 
 
 def test_a_meta_model_is_materialised_in_uneven_shards() -> None:
-    found = run_distributed(_meta, world_size=4)
+    found = run_on_ranks(_meta, world_size=4)
     assert all(f["off"] == 0.0 for f in found), found
     # 5 rows of 7 over four ranks: cutting the columns pads one of them, cutting the rows would pad three rows
     assert [f["local"] for f in found] == [[(5, 2), (2,)], [(5, 2), (2,)], [(5, 2), (1,)], [(5, 1), (0,)]]
@@ -385,6 +394,6 @@ def _refused() -> list[str]:
 
 
 def test_more_ranks_than_rows_are_refused_by_name() -> None:
-    for few, missing in run_distributed(_refused, world_size=4):
+    for few, missing in run_on_ranks(_refused, world_size=4):
         assert "PlanError" in few and "shape [3" in few and "cannot lie as S0 on (dp=4)" in few, few
         assert "PlanError" in missing and "up.bias" in missing and "S1" in missing, missing
