@@ -85,11 +85,12 @@ def _train(model: Any, case: Any, rows: tuple[int, ...]) -> dict[str, Tensor]:
 
 def _case(name: str) -> Any:
     case = build(name, torch.float64)
-    if name in ("gpt2", "llama"):
+    if name == "gpt2":
         # The property that finds the loss logs a warning, which breaks the graph in torch.compile with any backend.
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         case.model.loss_function = ForCausalLMLoss
+        del case.model.transformer.h[1:]  # one layer has all that is traced here
     return case
 
 
