@@ -43,21 +43,19 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "autoparallel", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+def test_verify_of_a_file(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = torch.get_rng_state()
+    assert main(["verify", f"{factories}:mlp", "--mesh", "dp=2", "--plan", "fsdp"]) == 0
+    out = capsys.readouterr().out
+    assert "Sequential on the mesh (dp=2), plan fsdp, float64" in out
+    assert "PASSED" in out and "\x1b" not in out
+    assert "sharded: 4 of 4 parameters" in out
+    torch.set_rng_state(state)
 
 
-def test_verify_of_a_file(factories: Path) -> None:
-    done = run("verify", f"{factories}:mlp", "--mesh", "dp=2", "--plan", "fsdp")
-    assert done.returncode == 0, done.stderr
-    assert "Sequential on the mesh (dp=2), plan fsdp, float64" in done.stdout
-    assert "PASSED" in done.stdout and "\x1b" not in done.stdout
-    assert "sharded: 4 of 4 parameters" in done.stdout
-
-
-def test_explain_of_a_module(factories: Path) -> None:
-    done = run("explain", "cli_factories:mlp", "--mesh", "2", "--plan", "data_parallel")
+def test_explain_of_a_module_as_a_command(factories: Path) -> None:
+    command = [sys.executable, "-m", "autoparallel", "explain", "cli_factories:mlp", "--mesh", "2"]
+    done = subprocess.run([*command, "--plan", "data_parallel"], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "the preset 'data_parallel', on the mesh (dp=2)" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines()]

@@ -23,6 +23,7 @@ from autoparallel.placements import sent_bytes
 from autoparallel.traffic import _NAMESPACES, _OPERATORS, _SILENT, Traffic
 from tests.distributed import run_distributed
 from tests.models import build
+from tests.runtime.support import run_on_ranks
 
 Counts = dict[tuple[str, str], tuple[int, float]]
 
@@ -248,7 +249,7 @@ QUICK = {
 
 def _check(shape: tuple[int, ...], cases: list[tuple[str, str]]) -> None:
     work = [(name, shape, plan) for name, plan in cases]
-    ranks = run_distributed(_train_all, work, world_size=torch.Size(shape).numel(), timeout=280)
+    ranks = run_on_ranks(_train_all, work, world_size=torch.Size(shape).numel(), timeout=280)
     for case, *observations in zip(work, *ranks, strict=True):
         first = observations[0]
         for observed in observations:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.distributed import run_distributed
+from tests.distributed import WorkerPool, run_distributed
 from tests.runtime.support import (
     Net,
     batch,
@@ -26,6 +24,7 @@ from tests.runtime.support import (
     parameters_off,
     placements,
     raised,
+    run_on_ranks,
 )
 from tests.runtime.test_state import Normed
 
@@ -216,7 +215,7 @@ def _inputs_and_outputs() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def inputs_and_outputs() -> list[dict[str, Any]]:
-    return run_distributed(_inputs_and_outputs, world_size=2)
+    return run_on_ranks(_inputs_and_outputs, world_size=2)
 
 
 @pytest.mark.parametrize("outputs", ["auto", "gather", "sharded"])
@@ -329,7 +328,7 @@ def _rows_of_each_rank(plan: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel", "auto"])
 def test_rows_of_each_rank_equal_the_global_batch(plan: str) -> None:
-    for results in run_distributed(_rows_of_each_rank, plan, world_size=4):
+    for results in run_on_ranks(_rows_of_each_rank, plan, world_size=4):
         assert all(v < 1e-12 for v in results.values()), results
 
 
@@ -362,36 +361,35 @@ def _early() -> dict[str, Any]:
 
 
 def test_before_the_first_call() -> None:
-    for results in run_distributed(_early, world_size=2):
+    for results in run_on_ranks(_early, world_size=2):
         assert "no plan yet" in results["plan"]
         assert all(v for v in results.values() if isinstance(v, bool)), results
         assert results["stepped"] < 1e-12
 
 
+def _without_a_launcher() -> tuple[float, Any]:
+    import autoparallel
+
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    model, plain = make(Net), make(Net)
+    model = autoparallel.compile(model, loss_fn=F.mse_loss)
+    x, y = batch()
+    model(x, y).backward(), F.mse_loss(plain(x), y).backward()
+    worst = gradients_off(model, plain)
+    norm = model.clip_grad_norm_(0.1)
+    worst = max(worst, off(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
+    for m in (model, plain):
+        torch.optim.SGD(m.parameters(), lr=0.1).step()
+    assert model.plan.explain()
+    return max(worst, gradients_off(model, plain), parameters_off(model, plain)), model.plan.mesh
+
+
 def test_without_a_mesh_and_without_a_launcher() -> None:
-    script = """
-        import torch, torch.nn.functional as F
-        from torch import nn
-        import autoparallel
-        torch.manual_seed(0)
-        plain = nn.Linear(4, 2)
-        model = nn.Linear(4, 2)
-        model.load_state_dict(plain.state_dict())
-        model = autoparallel.compile(model, loss_fn=F.mse_loss)
-        x, y = torch.randn(3, 4), torch.randn(3, 2)
-        model(x, y).backward()
-        F.mse_loss(plain(x), y).backward()
-        for a, b in zip(model.parameters(), plain.parameters()):
-            assert torch.allclose(a.grad.full_tensor(), b.grad), (a.grad, b.grad)
-        norm = model.clip_grad_norm_(0.1)
-        assert torch.allclose(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        print("mesh", model.plan.mesh)
-        print(len(model.plan.explain()) > 0)
-    """
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert "mesh (('dp', 1),)" in done.stdout and "True" in done.stdout
+    pool = WorkerPool(1)  # of its own, as it leaves its process group
+    try:
+        ((worst, mesh),) = pool.run(_without_a_launcher)
+    finally:
+        pool.close()
+    assert worst < 1e-12 and mesh == (("dp", 1),)

@@ -16,8 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed import run_distributed
-from tests.runtime.support import compiled_pair, gradients_off, make, mesh_of, off, parameters_off, placements, raised
+from tests.runtime.support import (
+    compiled_pair,
+    gradients_off,
+    make,
+    mesh_of,
+    off,
+    parameters_off,
+    placements,
+    raised,
+    run_on_ranks,
+)
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 VOCABULARY = 10
@@ -160,7 +169,7 @@ def _nan(model: Any, plain: nn.Module, name: str) -> list[bool]:
 
 @pytest.mark.parametrize("plan", LAYOUTS)
 def test_parameters_sharded_over_different_axes(plan: str) -> None:
-    for rank, results in enumerate(run_distributed(_train, plan, world_size=4, timeout=240)):
+    for rank, results in enumerate(run_on_ranks(_train, plan, world_size=4, timeout=240)):
         for name, layout in LAYOUTS[plan].items():
             assert results["layouts"][name] == layout.replace("I", "R"), name
         axes = {tuple(how != "R" for how in layout.split(",")) for layout in results["layouts"].values()}

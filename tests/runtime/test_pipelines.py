@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed import WorkerError, WorkerPool, run_distributed
-from tests.runtime.support import off, raised
+from tests.distributed import WorkerError, WorkerPool
+from tests.runtime.support import off, raised, run_on_ranks
 
 
 class Layers(nn.Module):
@@ -85,7 +85,7 @@ def _traffic(schedule: str) -> dict[str, Any]:
 def test_each_border_is_crossed_once_a_microbatch_and_gradients_are_reduced_once_a_step(
     schedule: str, borders: int
 ) -> None:
-    for rank, seen in enumerate(run_distributed(_traffic, schedule, world_size=4)):
+    for rank, seen in enumerate(run_on_ranks(_traffic, schedule, world_size=4)):
         with_loss = rank < 2 if schedule == "zero_bubble_v" else rank >= 2
         # Of both directions over every border between ranks, each rank sends one; and one sends the loss.
         assert seen["schedule"] == {
@@ -152,7 +152,7 @@ def _hand_out() -> dict[str, Any]:
 
 
 def test_parameters_are_handed_to_a_stage_once_and_every_microbatch_adds_to_their_gradients() -> None:
-    for seen in run_distributed(_hand_out, world_size=2):
+    for seen in run_on_ranks(_hand_out, world_size=2):
         assert seen["1f1b"] < 1e-12 and seen["zero_bubble"] < 1e-12
         # Two microbatches more: handing a stage's 8 parameters out anew would make 16 tensors more in each of them.
         assert seen["4 microbatches"] - seen["2 microbatches"] < 2 * 20
@@ -208,7 +208,7 @@ REFUSED = {
 def test_what_cannot_be_run_is_refused_on_every_rank_before_anything_is_sent() -> None:
     import re
 
-    for found in run_distributed(_refuse, world_size=2):
+    for found in run_on_ranks(_refuse, world_size=2):
         assert found.pop("afterwards") == "True"
         assert found.keys() == REFUSED.keys()
         for name, words in REFUSED.items():
@@ -327,7 +327,7 @@ def _normed() -> dict[str, float]:
 
 
 def test_batch_norm_takes_the_statistics_of_a_microbatch_and_updates_its_buffers_by_each() -> None:
-    for found in run_distributed(_normed, world_size=2):
+    for found in run_on_ranks(_normed, world_size=2):
         assert found.pop("of the whole batch") > 1e-3, "the statistics of the whole batch would be others"
         assert max(found.values()) < 1e-12, found
 
@@ -379,13 +379,13 @@ def _half_loss(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_scaler_decides_alike_on_all_stages() -> None:
-    for found in run_distributed(_scaled, world_size=2):
+    for found in run_on_ranks(_scaled, world_size=2):
         assert found.pop("off") < 1e-6
         assert found == {"moved": False, "scale": 128.0, "half": True}
 
 
 def test_windows_saved_plans_clipping_in_the_step_and_evaluation_of_odd_batches() -> None:
-    for found in run_distributed(_compose, world_size=2):
+    for found in run_on_ranks(_compose, world_size=2):
         assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-9)
 
 
@@ -421,7 +421,7 @@ def _initialise() -> dict[str, float]:
 
 
 def test_meta_models_are_initialised_and_whole_states_loaded_whatever_the_cut() -> None:
-    for found in run_distributed(_initialise, world_size=2):
+    for found in run_on_ranks(_initialise, world_size=2):
         assert found.pop("loss") < 1e-6
         assert found == {"initial": 0.0, "loaded": 0.0}
 
@@ -456,7 +456,7 @@ def _save_and_load(directory: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_checkpoint_of_four_stages_goes_on_in_other_stages(tmp_path: Any) -> None:
-    ranks = run_distributed(_save_and_load, str(tmp_path), world_size=4)
+    ranks = run_on_ranks(_save_and_load, str(tmp_path), world_size=4)
     assert ranks[0]["names"] == list(Layers().state_dict())
     assert sorted(n for rank in ranks for n in rank["held"]) == sorted(Layers().state_dict())  # each on one rank
     assert ranks[0]["losses"][0] != pytest.approx(ranks[0]["losses"][1], rel=1e-3)  # they began differently

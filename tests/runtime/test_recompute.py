@@ -18,9 +18,8 @@ import autoparallel
 from autoparallel.plan import Plan, PlanError
 from autoparallel.report.meter import Clock, Ledger
 from autoparallel.report.predict_stages import memory_by_rank
-from tests.distributed import run_distributed
 from tests.models import build
-from tests.runtime.support import off
+from tests.runtime.support import off, run_on_ranks
 
 
 class _Alive(TorchDispatchMode):
@@ -110,9 +109,7 @@ def test_recomputed_layers_give_the_same_numbers_for_less_memory(
     name: str, shape: tuple[int, ...], preset: str, layers: list[str], gather: str
 ) -> None:
     tolerance = 1e-6 if name == "llama" else 1e-12
-    ranks = run_distributed(
-        _train, name, shape, preset, layers, gather, world_size=torch.Size(shape).numel(), timeout=250
-    )
+    ranks = run_on_ranks(_train, name, shape, preset, layers, gather, world_size=torch.Size(shape).numel(), timeout=250)
     for found in ranks:
         assert found["worst"] < tolerance, found["worst"]
         ours, plain = found["kept"]
@@ -140,7 +137,7 @@ def _refusals() -> list[str]:
 
 
 def test_what_cannot_be_recomputed_is_refused() -> None:
-    for unknown, compiled in run_distributed(_refusals, world_size=2):
+    for unknown, compiled in run_on_ranks(_refusals, world_size=2):
         assert "'blocks.9'" in unknown and "blocks.0, blocks.1" in unknown
         assert "backend='inductor'" in compiled
 
@@ -229,7 +226,7 @@ STAGES = [
 def test_stages_recompute_layers(
     shape: tuple[int, ...], schedule: str, per_rank: int, layers: list[str] | None
 ) -> None:
-    ranks = run_distributed(_train_stages, shape, schedule, per_rank, layers, world_size=torch.Size(shape).numel())
+    ranks = run_on_ranks(_train_stages, shape, schedule, per_rank, layers, world_size=torch.Size(shape).numel())
     for found in ranks:
         assert found["worst"] < 1e-12
         assert found["as predicted"] and found["kept in the file"]
