@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,16 @@ from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.hardware import CPU
 from autoparallel.planning import Draft, Request, call_of, draft
 from autoparallel.report.diff import diff
+from tests.captures import shared_captures
 from tests.planner.blocks import Blocks
 
 LAYERS, WIDTH, ROWS = 4, 16, 512
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_trace_for_all_plans() -> Iterator[None]:
+    with shared_captures():
+        yield
 
 
 def _draft(limit: float | None, plan: str | Plan = "auto") -> Draft:

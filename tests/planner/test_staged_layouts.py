@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,16 @@ from autoparallel.planner.hardware import CPU
 from autoparallel.planning import Request, call_of
 from autoparallel.staged import StagedPlanner
 from autoparallel.staging import Pipeline
+from tests.captures import shared_captures
 from tests.planner.blocks import Blocks
 
 WIDTH, LAYERS = 256, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_trace_for_all_plans() -> Iterator[None]:
+    with shared_captures():
+        yield
 
 
 def _plan(rows: int, pipeline: Pipeline, limit: float | None = None) -> Plan:
