@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +32,7 @@ def shared_captures(captured: Captures | None = None, name: str = "") -> Iterato
 
     def shared(model: nn.Module, specs: Any, in_spec: Any, *, loss_fn: Any, training: Any, **sizes: Any) -> Captured:
         attributes = [
-            [(key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN)]
+            [(key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN) or is_dataclass(value)]
             for module in model.modules()
         ]
         named = (*model.named_parameters(), *model.named_buffers())
