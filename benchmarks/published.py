@@ -9,8 +9,8 @@ What is not alike:
 - Activations are recomputed there, wholly or selectively.  A whole second forward is added to our prediction, or, for
   selective recomputation, half of one.
 - ``torch.compile`` fuses, and Float8 makes linear layers faster; we model neither.  Two numbers stand for them: how
-  many times the memory's bandwidth and the arithmetic are reached.  Each is fitted to one published run, which the table
-  marks "(fitted)" and which proves nothing, and is held for all others.
+  many times the memory's bandwidth and the arithmetic are reached.  Each is fitted to one published run, which the
+  table marks "(fitted)" and which proves nothing, and is held for all others.
 - Asynchronous tensor parallelism is not modelled; where it was used, the prediction is without.
 - A pipeline's number of microbatches is not published; it is torchtitan's default then, that of the pipeline's ranks.
 

@@ -1,4 +1,4 @@
-"""The minimisation of `elimination` as a 0/1 program, solved by HiGHS through scipy.
+"""The minimisation of `elimination` as a 0/1 program, for HiGHS.
 
 Every state of every variable has one binary, of which exactly one per variable is 1. Every table over two or more
 variables has one continuous weight per finite entry, tied to the binaries by its marginals (the local polytope):
@@ -8,37 +8,77 @@ variables has one continuous weight per finite entry, tied to the binaries by it
     sum of usage <= limit                                          where there is a budget
 
 With binary x, all weight of a table lies on the one chosen entry. Slower than elimination on graphs of small width,
-but it does not grow with the width; and it shares no code with it beyond the merging of tables, so it is the referee.
+but it does not grow with the width, so wide graphs with few states are solved so; and it shares no code with it beyond
+the merging of tables, so it is the referee.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, sparse
+from scipy import sparse
 
+from autoparallel.planner import highs
 from autoparallel.planner.elimination import Infeasible, Solution
-from autoparallel.planner.factors import Factor, evaluate, merge
+from autoparallel.planner.factors import Factor, Factors, evaluate, merge
 
-_LIMIT_REACHED, _INFEASIBLE = 1, 2  # scipy.optimize.milp: values of its result's status
+MOST_COLUMNS = 600_000
+"""Of a program that is worth handing to HiGHS: with so many it takes about half a minute and 2 GB."""
+
+SECONDS = 30.0
+"""How long HiGHS may look."""
+
+_TOLERANCE = 1e-6  # of HiGHS, relative
+
+
+def solve_if_small(
+    sizes: Sequence[int], factors: Factors, budget: tuple[Factors, float] | None = None
+) -> tuple[Solution, float] | None:
+    """What `solve` finds in `SECONDS`; None where nothing, or where the program has more than `MOST_COLUMNS`.
+
+    Raises `Infeasible`, with the smallest achievable usage where that is above the limit.
+    """
+    columns = sum(int(np.isfinite(table).sum()) * len(scopes) for table, scopes in factors.everywhere())
+    if columns > MOST_COLUMNS:
+        return None
+    with contextlib.suppress(TimeoutError):
+        try:
+            return solve(sizes, factors, budget, seconds=SECONDS)
+        except Infeasible as error:
+            if budget is None:
+                raise
+            allowed = Factors()
+            for table, places in zip(factors.tables, factors.places, strict=True):
+                allowed.extend(np.where(np.isfinite(table), 0.0, math.inf), places)
+            least, _ = solve(sizes, allowed.joined(budget[0]), seconds=SECONDS)
+            raise Infeasible(str(error), smallest_usage=least.cost, choices=least.choices) from error
+    return None
 
 
 def solve(
     sizes: Sequence[int],
-    factors: Sequence[Factor],
-    budget: tuple[Sequence[Factor], float] | None = None,
+    factors: Iterable[Factor],
+    budget: tuple[Iterable[Factor], float] | None = None,
     *,
-    time_limit: float | None = None,
-) -> Solution:
+    seconds: float | None = None,
+) -> tuple[Solution, float]:
     """The assignment with the smallest sum of costs; with `budget=(usage, limit)`, among those within the limit.
 
-    Optimal up to HiGHS's tolerances (1e-6 relative). Raises `Infeasible` without naming a variable. Past `time_limit`
-    seconds the best assignment found so far, or TimeoutError; but HiGHS's presolve does not always look at the clock
-    (github.com/ERGO-Code/HiGHS/issues/2226), so a caller who must go on needs a process to end. The width is that of
-    the largest table given.
+    Optimal up to HiGHS's tolerances (1e-6 relative); the width is that of the largest table given.
+
+    Args:
+        seconds: when to stop (see `highs`); then the best assignment found so far.
+
+    Returns:
+        The assignment, and what none costs less than.
+
+    Raises:
+        Infeasible: without naming a variable.
+        TimeoutError: when nothing was found in time.
     """
     usage, limit = budget if budget is not None else ((), math.inf)
     costs, uses = merge(sizes, factors), merge(sizes, usage)
@@ -47,7 +87,7 @@ def solve(
     upper = np.ones(states)
     objective, weights = [np.zeros(states)], [np.zeros(states)]
     columns = states
-    constant_usage = 0.0
+    constant_cost = constant_usage = 0.0
     # The constraint matrix as coordinates: first one row per variable, then the marginals, then the budget.
     rows: list[npt.NDArray[np.intp]] = [np.repeat(np.arange(len(sizes)), sizes)]
     cols: list[npt.NDArray[np.intp]] = [np.arange(states)]
@@ -60,7 +100,7 @@ def solve(
         if not allowed.any():
             raise Infeasible(f"the table over variables {scope} has no finite entry")
         if not scope:
-            constant_usage += float(use)
+            constant_cost, constant_usage = constant_cost + float(cost), constant_usage + float(use)
         elif len(scope) == 1:
             own = slice(offsets[scope[0]], offsets[scope[0] + 1])
             objective[0][own] += np.where(allowed, cost, 0.0)
@@ -81,28 +121,23 @@ def solve(
     right[: len(sizes)] = 1.0
     coordinates = (np.concatenate(rows), np.concatenate(cols))
     matrix = sparse.coo_array((np.concatenate(values), coordinates), shape=(row_count, columns)).tocsr()
-    constraints = [optimize.LinearConstraint(matrix, right, right)]
     weight = np.concatenate(weights)
     scale = np.abs(weight).max(initial=0.0) or 1.0  # bytes to numbers near 1, which the tolerances are made for
-    if math.isfinite(limit):
-        constraints.append(
-            optimize.LinearConstraint(sparse.csr_array(weight[None] / scale), ub=(limit - constant_usage) / scale)
-        )
-    full_objective = np.concatenate(objective)
-    options: dict[str, float] = {"mip_rel_gap": 0.0}
-    if time_limit is not None:
-        options["time_limit"] = time_limit
-    result = optimize.milp(
-        full_objective / (np.abs(full_objective).max(initial=0.0) or 1.0),
-        integrality=np.concatenate([np.ones(states), np.zeros(columns - states)]),
-        bounds=optimize.Bounds(0.0, np.concatenate([upper, np.ones(columns - states)])),
-        constraints=constraints,
-        options=options,
+    program = highs.Program(
+        objective=np.concatenate(objective),
+        upper=np.concatenate([upper, np.ones(columns - states)]),
+        equal=matrix,
+        right=right,
+        weight=weight / scale,
+        most=(limit - constant_usage) / scale,
+        binaries=states,
     )
-    if result.status == _INFEASIBLE:
+    found = highs.solve(program, seconds)
+    if found.infeasible:
         raise Infeasible("no assignment has a finite cost" + (" within the limit" if math.isfinite(limit) else ""))
-    if result.x is None:
-        failure = TimeoutError if result.status == _LIMIT_REACHED else RuntimeError
-        raise failure(f"HiGHS found no assignment: {result.message}")
-    choices = tuple([int(result.x[offsets[v] : offsets[v + 1]].argmax()) for v in range(len(sizes))])
-    return Solution(choices, evaluate(factors, choices), max([len(scope) for scope in costs], default=1) - 1)
+    if found.x is None:
+        raise TimeoutError(f"HiGHS found no assignment: {found.message}")
+    choices = tuple([int(found.x[offsets[v] : offsets[v + 1]].argmax()) for v in range(len(sizes))])
+    solution = Solution(choices, evaluate(factors, choices), max([len(scope) for scope in costs], default=1) - 1)
+    bound = found.bound + constant_cost
+    return solution, min(solution.cost, bound - _TOLERANCE * abs(bound))

@@ -1,11 +1,14 @@
 """The search: which layout every tensor and every operator of a forward graph takes.
 
 One optimizer step on given hardware is predicted as a sum of costs over a graph of choices (``space``), and minimised
-exactly by variable elimination (``elimination``), all mesh axes together.
+exactly by variable elimination (``elimination``), all mesh axes together.  Where that needs tables that are too large,
+HiGHS is asked (``integer_program``) if its program is small enough; else two axes at a time are minimised, and what is
+found so is proved, or what its cost leaves of the choices is handed to HiGHS (``wide``).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -16,6 +19,7 @@ from autoparallel.plan import Estimate, ParameterPlan, Plan, PlanError, fingerpr
 from autoparallel.planner.budget import minimise_with_budget
 from autoparallel.planner.elimination import Infeasible, TooWide
 from autoparallel.planner.factors import Factors, evaluate
+from autoparallel.planner.integer_program import solve_if_small
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.solver import minimise
 from autoparallel.planner.space import SearchSpace
@@ -92,14 +96,23 @@ def _solve(
 ) -> tuple[Sequence[int], float]:
     """The choices, and what no choices cost less than."""
 
+    limit = math.inf if memory_limit is None else memory_limit - room
+
     def solve(
         sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool = True
     ) -> tuple[Sequence[int], float]:
-        if memory_limit is None or not limited:
-            solution = minimise(sizes, factors)
-            return solution.choices, solution.cost
-        within = minimise_with_budget(sizes, factors, usage, memory_limit - room)
-        return within.solution.choices, within.bound
+        budget = (usage, limit) if limited and memory_limit is not None else None
+        try:
+            if budget is None:
+                solution = minimise(sizes, factors)
+                return solution.choices, solution.cost
+            within = minimise_with_budget(sizes, factors, *budget)
+            return within.solution.choices, within.bound
+        except TooWide:
+            found = solve_if_small(sizes, factors, budget)
+            if found is None:
+                raise
+            return found[0].choices, found[1]
 
     try:
         try:
@@ -109,7 +122,7 @@ def _solve(
                 raise
         limited = memory_limit is not None
         choices = minimise_by_pairs(problem, space.axis_sizes, lambda *parts: solve(*parts)[0], limited)
-        return prove(problem.sizes, problem.factors, choices, exact=not limited)
+        return prove(problem.sizes, problem.factors, choices, (problem.usage, limit) if limited else None)
     except TooWide as error:
         message = "the model's tensors depend on each other in too many ways to be planned on this mesh: use fewer axes"
         raise PlanError(f"{message}, or pin some parameters ({error})") from error

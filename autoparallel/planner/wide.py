@@ -10,12 +10,13 @@ can.
 [Note: hubs] A graph is mostly wide because all layers read the same few tensors: the encoder's output, a bias, a tied
 embedding.  Such a hub is eliminated last, which gives a bound for each of its states.  States whose bound is above the
 cost of the plan that is known are in no better plan and are dropped, which narrows the graph, so that the next hub's
-bounds come closer; in the end the plan is proved, or the rest is minimised exactly.  Nothing is dropped that could be
-in an optimal plan.
+bounds come closer; in the end the plan is proved, or the rest is minimised exactly, by elimination or by HiGHS.
+Nothing is dropped that could be in an optimal plan.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -24,8 +25,9 @@ import numpy as np
 from torch import fx
 
 from autoparallel.placements import Layout
-from autoparallel.planner.elimination import TooWide
+from autoparallel.planner.elimination import Infeasible, Solution, TooWide
 from autoparallel.planner.factors import Array, Factor, Factors, evaluate
+from autoparallel.planner.integer_program import solve_if_small
 from autoparallel.planner.options import Option
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.solver import FoldedNetwork, minimise
@@ -80,13 +82,16 @@ def minimise_by_pairs(problem: Problem, axis_sizes: Sequence[int], solve: Solve,
 
 
 def prove(
-    sizes: Sequence[int], factors: Iterable[Factor], choices: Sequence[int], exact: bool = True
+    sizes: Sequence[int],
+    factors: Iterable[Factor],
+    choices: Sequence[int],
+    budget: tuple[Factors, float] | None = None,
 ) -> tuple[Sequence[int], float]:
     """The best assignment known, and what none costs less than (see [Note: hubs]).
 
     Args:
         choices: an assignment.
-        exact: whether a better one may be looked for; not where there is a limit that ``factors`` do not know.
+        budget: a second sum, and what it may be at most.
     """
     factors = Factors.of(factors)
     cost = evaluate(factors, choices)
@@ -108,14 +113,29 @@ def prove(
             return choices, min(bound, cost)
         kept[last] = kept[last][np.flatnonzero(bounds <= cost * (1 + _ROUNDING))]
         left = _sliced(factors, kept)
-    if exact and bound < cost * (1 - CLOSE):
-        try:
-            found = minimise([len(states) for states in kept], left)
-        except TooWide:
-            return choices, min(bound, cost)
+    if bound >= cost * (1 - CLOSE):
+        return choices, min(bound, cost)
+    within = None if budget is None else (_sliced(budget[0], kept), budget[1])
+    rest = _minimise_rest([len(states) for states in kept], left, within)
+    if rest is None:
+        return choices, min(bound, cost)
+    found, least = rest
+    if found.cost < cost:
         choices = [int(states[choice]) for states, choice in zip(kept, found.choices, strict=True)]
-        return choices, found.cost
-    return choices, min(bound, cost)
+    return choices, min(max(bound, least), cost, found.cost)
+
+
+def _minimise_rest(
+    sizes: Sequence[int], factors: Factors, budget: tuple[Factors, float] | None
+) -> tuple[Solution, float] | None:
+    """The best assignment of the states that are left, and what none of them costs less than; None where unknown."""
+    if budget is None:
+        with contextlib.suppress(TooWide):
+            found = minimise(sizes, factors)
+            return found, found.cost
+    with contextlib.suppress(Infeasible):  # by HiGHS's tolerance: the plan that is known is among them
+        return solve_if_small(sizes, factors, budget)
+    return None
 
 
 def _hub(sizes: Sequence[int], factors: Factors, before: int | None) -> int | None:

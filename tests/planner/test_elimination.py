@@ -97,12 +97,13 @@ class TestMinimise:
         sizes = [int(size) for size in rng.integers(2, 6, variables)]
         factors = random_factors(rng, sizes, variables + 6, forbidden=0.1, ties=ties)
         try:
-            referee = integer_program.solve(sizes, factors)
+            referee, bound = integer_program.solve(sizes, factors)
         except Infeasible:
             with pytest.raises(Infeasible):
                 minimise(sizes, factors)
             return
         assert referee.cost == pytest.approx(evaluate(factors, referee.choices))
+        assert bound == pytest.approx(referee.cost, rel=1e-5)
         assert minimise(sizes, factors).cost == pytest.approx(referee.cost, abs=1e-5)
 
     @settings(max_examples=60, deadline=None)
@@ -223,7 +224,7 @@ class TestBudget:
         usage = [Factor((v,), 1e9 * rng.random(4)) for v in range(12)]
         usage += [Factor((v, v + 1), 5e8 * rng.random((4, 4))) for v in range(11)]
         limit = 0.5 * (evaluate(usage, minimise(sizes, factors).choices) + minimise(sizes, usage).cost)
-        referee = integer_program.solve(sizes, factors, (usage, limit))
+        referee, _ = integer_program.solve(sizes, factors, (usage, limit))
         result = minimise_with_budget(sizes, factors, usage, limit)
         assert evaluate(usage, referee.choices) <= limit * (1 + 1e-6)
         assert result.bound - 1e-5 <= referee.cost <= result.solution.cost + 1e-5
