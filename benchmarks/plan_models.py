@@ -1,4 +1,4 @@
-"""Which models plan on which meshes: GPT-2, Llama, Mixtral, T5, ViT and ResNet-50 shapes on 8, 64 and 128 devices.
+"""Which models plan on which meshes: GPT-2, Llama, Mixtral, T5, ViT, ResNet-50 and DenseNet shapes on 8, 64 and 128.
 
     python benchmarks/plan_models.py --models gpt2,t5 --layers 4
 
@@ -104,7 +104,36 @@ def resnet(layers: int | None) -> Made:
     return model, ((images, torch.empty(ROWS, dtype=torch.long, device="meta")), {}), F.cross_entropy
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "t5": t5, "vit": vit, "resnet": resnet}
+class _DenseBlock(nn.Module):
+    def __init__(self, layers: int, width: int, growth: int) -> None:
+        super().__init__()
+        widths = [width + i * growth for i in range(layers + 1)]
+        self.stem = nn.Conv2d(3, width, 3, stride=16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.BatchNorm2d(w), nn.ReLU(), nn.Conv2d(w, 4 * growth, 1, bias=False),
+                nn.BatchNorm2d(4 * growth), nn.ReLU(), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+            )
+            for w in widths[:-1]
+        )  # fmt: skip
+        self.head = nn.Linear(widths[-1], 1000)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        made = [self.stem(images)]
+        for layer in self.layers:
+            made.append(layer(torch.cat(made, 1)))
+        logits: torch.Tensor = self.head(torch.cat(made, 1).mean((2, 3)))
+        return logits
+
+
+def dense(layers: int | None) -> Made:
+    """The third block of DenseNet-121, of which each layer reads all before it."""
+    with torch.device("meta"):
+        model, images = _DenseBlock(layers or 24, 256, 32), torch.empty(ROWS, 3, 224, 224)
+    return model, ((images, torch.empty(ROWS, dtype=torch.long, device="meta")), {}), F.cross_entropy
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "t5": t5, "vit": vit, "resnet": resnet, "dense": dense}
 
 
 def main() -> None:

@@ -53,20 +53,30 @@ LOOKS = 4
 
 
 def minimise_by_pairs(problem: Problem, axis_sizes: Sequence[int], solve: Solve, limited: bool) -> list[int]:
-    """The best assignment found by minimising over two mesh axes at a time (see [Note: wide graphs]).
+    """The best assignment found by minimising over two mesh axes at a time (see [Note: wide graphs]), or one at a time
+    where two are too wide, too.
 
     The largest axes come first.  With a limit, one round without it says where to start.
     """
+    if len(axis_sizes) > 2:
+        with contextlib.suppress(TooWide):
+            return _minimise_in_turn(problem, axis_sizes, solve, limited, 2)
+    return _minimise_in_turn(problem, axis_sizes, solve, limited, 1)
+
+
+def _minimise_in_turn(
+    problem: Problem, axis_sizes: Sequence[int], solve: Solve, limited: bool, together: int
+) -> list[int]:
     axes = range(len(axis_sizes))
-    pairs = list(itertools.combinations(axes, min(2, len(axes) - 1)))
-    pairs.sort(key=lambda free: -math.prod([axis_sizes[axis] for axis in free]))
+    groups = list(itertools.combinations(axes, together))
+    groups.sort(key=lambda free: -math.prod([axis_sizes[axis] for axis in free]))
     best: list[int] = []
     held: dict[fx.Node, Option] = {}
     for within in (False, True) if limited else (False,):
         least, idle = float("inf"), 0
         last = within == limited
-        for turn, free in enumerate(itertools.cycle(pairs)):
-            if idle == len(pairs) - 1 if last else turn == len(pairs):
+        for turn, free in enumerate(itertools.cycle(groups)):
+            if idle == len(groups) - 1 if last else turn == len(groups):
                 break
             kept = _kept(problem, held, [axis for axis in axes if axis not in free])
             sizes = [len(states) for states in kept]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.solver import FoldedNetwork, minimise
 from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.wide import prove
+from autoparallel.planner.wide import minimise_by_pairs, prove
 from autoparallel.program import wanted_outputs
 from autoparallel.redistribution import Redistributor
 
@@ -182,6 +183,21 @@ class TestWideGraphs:
         assert pairs.cost is not None and exact.cost is not None and pairs.lower_bound is not None
         assert exact.cost <= pairs.cost * (1 + 1e-12) <= 1.05 * exact.cost
         assert 0 < pairs.lower_bound < exact.cost
+
+    def test_where_pairs_are_too_wide_one_axis_is_minimised_at_a_time(self) -> None:
+        problem = _space(256, 2, 256, (2, 2, 2)).build()
+        tried = []
+
+        def solve(sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool) -> Sequence[int]:
+            tried.append(max(sizes))
+            if max(sizes) > 20:
+                raise TooWide(max(sizes), 20, ())
+            return minimise(sizes, factors).choices
+
+        choices = minimise_by_pairs(problem, (2, 2, 2), solve, False)
+        assert tried[0] > 20 >= max(tried[1:]) and len(tried) > 3
+        exact = minimise(problem.sizes, problem.factors).cost
+        assert exact * (1 - 1e-12) <= evaluate(problem.factors, choices) <= 1.5 * exact
 
     def test_a_relaxed_sum_is_a_lower_bound(self) -> None:
         sizes, factors, _ = _chain(3, copies=3, period=5, states=4, outer=True)
