@@ -296,8 +296,9 @@ class _Player:
             sent = [copy]
         running, self.phase = self.phase, (*phase, self.phase)[0]
         done = self.begin(kind, axis, full, ranks)
-        self.clock.hold(copy, done)
         self.phase = running
+        if copy is not None:
+            self.clock.hold(copy, done)
         joined = kind not in ("all_reduce", "reduce_scatter") and (len(chains) > 1 or bool(first.src.dim))
 
         def finish() -> list[torch.Tensor]:
