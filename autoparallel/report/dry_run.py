@@ -127,6 +127,7 @@ class _Player:
         self.seen: set[int] = set()
         self.running: list[tuple[Sequence[ParameterChain], Finish]] = []
         self.gradients: list[torch.Tensor] = []
+        self.results: Sequence[Any] = ()
 
     def play(self) -> DryRun:
         """Forward, then backward from every output that a gradient can come from."""
@@ -156,10 +157,11 @@ class _Player:
             inputs = self.placeholders()
             with self.ledger.holding(ACTIVATIONS):
                 results = _Body(self).run(*inputs)
-        results = results[len(self.program.captured.mutated_buffers) :]
+        # A training loop holds what the model returned while it differentiates the loss.
+        self.results = results[len(self.program.captured.mutated_buffers) :]
         return [
             r
-            for i, r in enumerate(results)
+            for i, r in enumerate(self.results)
             if isinstance(r, torch.Tensor) and r.requires_grad and (self.roots is None or i in self.roots)
         ]
 
