@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoparallel.collectives import redistribute
+from autoparallel.collectives import redistribute, start_transfers
 from autoparallel.passes.insert_collectives import group_name
 from autoparallel.placements import (
     Invariant,
@@ -169,3 +170,23 @@ def test_differentiating_through_a_loss_of_several_ranks_counts_each_rank_once()
     for first, row in simulate(rank, (3,), ("tp",)):
         torch.testing.assert_close(first, grad, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(row, second, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"), [(Partial, Invariant), (Partial, Shard(0)), (Shard(0), Replicate), (Shard(0), Shard(1))], ids=str
+)
+def test_tensors_that_are_sent_together_need_not_live_until_they_arrive(src: Placement, dst: Placement) -> None:
+    """They are copied to lie one behind the other, so that a step holds one copy of its gradients and not two."""
+
+    def rank(index: int) -> tuple[bool, list[Tensor]]:
+        tensors = [torch.full((4, 4), float(index + k)) for k in range(2)]
+        alive = [weakref.ref(x) for x in tensors]
+        finish = start_transfers(tensors, [src] * 2, [dst] * 2, group_name("mesh0", ("dp",), (0,)))
+        del tensors
+        return any(x() is not None for x in alive), finish()
+
+    for held, values in simulate(rank, (2,), ("dp",)):
+        assert not held
+        assert [sorted({*x.flatten().tolist()}) for x in values] == (
+            [[1.0], [3.0]] if src == Partial else [[0.0, 1.0], [1.0, 2.0]]
+        )
