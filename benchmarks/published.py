@@ -17,16 +17,13 @@ What is not alike:
 "auto" is the plan that our search chooses, predicted on the same terms, in the memory that the published layouts take
 by prediction without recomputation (and 5%); over a pipeline its schedule, microbatches and cuts are open, too.
 
-Without a pipeline, models are predicted with 2 and with 4 layers, on meta tensors, and the rest follows: every layer
-costs the same.
-
     python benchmarks/published.py [--only 8B]
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -110,10 +107,10 @@ RUNS = (
 FITTED = {COMPILED: RUNS[1], FLOAT8: RUNS[2]}
 
 
-def _model(size: str, layers: int) -> Any:
+def _model(size: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    options: dict[str, Any] = {**SHAPES[size], "num_hidden_layers": layers}
+    options: dict[str, Any] = {**SHAPES[size]}
     config = LlamaConfig(
         **options, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
         tie_word_embeddings=False, attn_implementation="sdpa",
@@ -123,8 +120,8 @@ def _model(size: str, layers: int) -> Any:
 
 
 @cache
-def _captured(size: str, layers: int, batch: int, sequence: int, axes: Any) -> tuple[Any, Call, Captured]:
-    model = _model(size, layers)
+def _captured(size: str, batch: int, sequence: int, axes: Any) -> tuple[Any, Call, Captured]:
+    model = _model(size)
     tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
     call = call_of((), {"input_ids": tokens, "labels": tokens})
     return model, call, Planner(model, _request(axes, HARDWARE, "auto")).capture(call)
@@ -139,29 +136,20 @@ def _request(axes: Any, profile: Profile, plan: str, limit: float | None = None)
     )  # fmt: skip
 
 
-def predict(run: Run, profile: Profile, plan: str, limits: Sequence[float] = ()) -> tuple[float, list[float]]:
-    """Seconds of a step, and the memory of what was planned: of the models with 2 and with 4 layers, or of the whole.
-
-    Args:
-        limits: on that memory.
-    """
-    whole = SHAPES[run.size]["num_hidden_layers"]
-    if run.schedule:
-        axes, open_ = run.mesh[1:], plan == "auto"
-        model, call, captured = _captured(run.size, whole, run.batch, run.sequence, axes)
+def predict(run: Run, profile: Profile, plan: str, limit: float | None = None) -> tuple[float, float]:
+    """Seconds of a step, and bytes per device without recomputation; ``limit`` is on these."""
+    staged = bool(run.schedule)
+    axes = run.mesh[1:] if staged else run.mesh
+    model, call, captured = _captured(run.size, run.batch, run.sequence, axes)
+    request = _request(axes, profile, plan, limit)
+    if staged:
         ranks = run.mesh[0][1]
         per_rank = 2 if run.schedule == "interleaved_1f1b" else 1
-        asked = Pipeline() if open_ else Pipeline(run.schedule, microbatches=ranks, stages_per_rank=per_rank)
-        request = _request(axes, profile, plan, *limits)
+        asked = Pipeline() if plan == "auto" else Pipeline(run.schedule, microbatches=ranks, stages_per_rank=per_rank)
         p = draft_stages(StagedPlanner(model, request, ranks, asked), captured.copy(), call).prediction
-        return p.seconds() + run.again * p.forward_seconds, [p.total_memory]
-    found, memory = [], []
-    for layers, limit in zip((2, 4), limits or (None, None), strict=True):
-        model, call, captured = _captured(run.size, layers, run.batch, run.sequence, run.mesh)
-        p = draft_captured(Planner(model, _request(run.mesh, profile, plan, limit)), captured.copy(), call).prediction
-        found.append(p.seconds() + run.again * p.forward_seconds)
-        memory.append(p.total_memory)
-    return found[0] + (whole - 2) / 2 * (found[1] - found[0]), memory
+    else:
+        p = draft_captured(Planner(model, request), captured.copy(), call).prediction
+    return p.seconds() + run.again * p.forward_seconds, p.total_memory
 
 
 def _published_plan(run: Run) -> str:
@@ -213,7 +201,7 @@ def main() -> None:
             " (fitted)" if run in FITTED.values() else "" if abs(off) <= WANTED else " (missed)"
         )
         try:
-            best = run.tokens / predict(run, profiles[run.how], "auto", [1.05 * part for part in memory])[0]
+            best = run.tokens / predict(run, profiles[run.how], "auto", 1.05 * memory)[0]
             auto = f"{best:,.0f}" + ("" if best >= 0.999 * rate else " (slower)")
         except PlanError as error:
             auto = f"none: {str(error)[:40]}"
