@@ -78,6 +78,11 @@ class ParameterChain:
         """Whether some use reads memory of its own, not the parameter at rest or a view of it."""
         return self.dtype != self.rest_dtype or any(makes_tensor(path) for path in self.paths)
 
+    @property
+    def ends_in_slice(self) -> bool:
+        """Whether its reduced gradient is a slice of a whole one, which it would keep alive."""
+        return any(action(step.src, step.dst) == "slice" for step in (*self.each, *self.sync)[-1:])
+
     def reducing(self, when: str) -> ParameterChain:
         """The same chain with its gradient reduced at other times.
 

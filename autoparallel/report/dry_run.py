@@ -342,10 +342,9 @@ class _Player:
         phase = UNSHARD if bucket.gather == "per_step" else self.phase
         columns = []
         with self.ledger.holding(GATHERED):
-            at_rest = self.at_rest(bucket)
+            at_rest, layouts = self.at_rest(bucket), [c.at_rest for c in chains]
             for use in range(len(chains[0].uses)):
                 paths = [c.paths[use] for c in chains]
-                layouts = [c.at_rest for c in chains]
                 columns.append(self.travel(chains, paths, at_rest, layouts, [phase] * len(paths[0])))
 
         def finish() -> list[torch.Tensor]:
@@ -458,10 +457,8 @@ class _Unshard(torch.autograd.Function):
 
 def _kept(chains: Sequence[ParameterChain], values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Reduced gradients as ``.grad`` keeps them: one that was sliced is copied, so that the whole need not live."""
-    path = (*chains[0].each, *chains[0].sync)
-    sliced = bool(path) and action(path[-1].src, path[-1].dst) == "slice"
     return [
-        v.to(c.rest_dtype) if v.dtype != c.rest_dtype else v.clone() if sliced else v
+        v.to(c.rest_dtype) if v.dtype != c.rest_dtype else v.clone() if c.ends_in_slice else v
         for v, c in zip(values, chains, strict=True)
     ]
 

@@ -21,7 +21,7 @@ from autoparallel import _torch
 from autoparallel.collectives import Extent, extent_of, pack, start_transfers
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import group_name
-from autoparallel.placements import Layout, action, dual_layout, to_dtensor_placements
+from autoparallel.placements import Layout, dual_layout, to_dtensor_placements
 from autoparallel.redistribution import Step
 
 Tensors = list[torch.Tensor]
@@ -232,8 +232,8 @@ class GradientStore:
             value = cast(value, parameter.dtype)
             if parameter.grad is None:
                 # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
-                sliced = any(action(s.src, s.dst) == "slice" for s in (*chain.each, *chain.sync)[-1:])
-                value = value.clone(memory_format=torch.contiguous_format) if sliced else value.contiguous()
+                contiguous = torch.contiguous_format
+                value = value.clone(memory_format=contiguous) if chain.ends_in_slice else value.contiguous()
                 parameter.grad = self.wrap(chain.name, value, chain.at_rest)
             else:
                 sums.append(_torch.local_of(parameter.grad))

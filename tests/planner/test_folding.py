@@ -105,6 +105,12 @@ def _chain(
     return sizes, factors, usage
 
 
+def _ring(generator: np.random.Generator) -> tuple[list[int], list[Factor]]:
+    """A ring of eight variables with three chords."""
+    scopes = [(v, (v + 1) % 8) for v in range(8)] + [(0, 4), (1, 5), (2, 6)]
+    return [3] * 8, [Factor(scope, generator.random((3, 3))) for scope in scopes]
+
+
 class TestFolding:
     @pytest.mark.parametrize("outer", [False, True], ids=["a chain", "all meet one"])
     @pytest.mark.parametrize("seed", range(4))
@@ -228,9 +234,7 @@ class TestWideGraphs:
             raise TooWide(10, 1, ())
 
         generator = np.random.default_rng(1)
-        sizes = [3] * 8
-        scopes = [(v, (v + 1) % 8) for v in range(8)] + [(0, 4), (1, 5), (2, 6)]
-        factors = [Factor(scope, generator.random((3, 3))) for scope in scopes]
+        sizes, factors = _ring(generator)
         usage = Factors([Factor((v,), 1e9 * generator.random(3)) for v in range(8)])
         cheapest = minimise(sizes, factors).choices
         limit = 0.9 * evaluate(usage, cheapest)
@@ -275,10 +279,7 @@ class TestWideGraphs:
         self, seed: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A ring with chords, from a bad start: the optimum survives what the bounds drop."""
-        generator = np.random.default_rng(seed)
-        sizes = [3] * 8
-        scopes = [(v, (v + 1) % 8) for v in range(8)] + [(0, 4), (1, 5), (2, 6)]
-        factors = [Factor(scope, generator.random((3, 3))) for scope in scopes]
+        sizes, factors = _ring(np.random.default_rng(seed))
         exact = minimise(sizes, factors).cost
         monkeypatch.setattr(wide_module, "BOUND_TABLE", 27)
         monkeypatch.setattr(wide_module, "NARROWED_TABLE", 27)
