@@ -87,4 +87,4 @@ def test_calibration_measures_every_kind_and_all_ranks_agree() -> None:
     assert {link.kind for link in profile.links} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
     assert all(link.ranks == 2 and link.latency > 0 for link in profile.links)
     assert {torch.float32, torch.float64, torch.bfloat16} <= set(profile.flops)
-    assert 0 < profile.launch < 1 and 0 <= profile.overlap <= 1
+    assert 0 < profile.launch < 1 and 0 <= profile.overlap <= 1 and profile.attention > 0
