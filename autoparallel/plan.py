@@ -382,16 +382,17 @@ def padded_rows(parameters: Mapping[str, ParameterPlan]) -> dict[str, int]:
 def fingerprint(graph: fx.Graph) -> str:
     """A digest of a captured graph: keys, operators, wiring and shapes; batch sizes count as open."""
     lines = []
-    known: dict[int, list[tuple[tuple[int | str, ...], str]]] = {}  # of values, which copied layers share
+    known: dict[tuple[int, Any], str] = {}  # of values, which copied layers share
     for node in graph.nodes:
-        value = node.meta.get("val")
-        shapes = known.get(id(value))
-        if shapes is None:
-            shapes = known[id(value)] = [
+        meta = node.meta
+        value, flows = meta.get("val"), meta.get("differentiable")
+        text = known.get((id(value), flows))
+        if text is None:
+            shapes = [
                 (tuple([s if isinstance(s, int) else "?" for s in v.shape]), str(v.dtype))
                 for v in torch.utils._pytree.tree_leaves(value)
                 if isinstance(v, torch.Tensor)
             ]
-        inputs = [n.name for n in node.all_input_nodes]
-        lines.append(f"{node.meta.get('key')}|{inputs}|{shapes}|{node.meta.get('differentiable')}")
+            text = known[id(value), flows] = f"|{shapes}|{flows}"
+        lines.append(f"{meta.get('key')}|{[n.name for n in node.all_input_nodes]}{text}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

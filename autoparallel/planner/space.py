@@ -184,11 +184,12 @@ class SearchSpace:
         assert options is not None
         variable = Variable(node, options, problem.add(len(options)))
         problem.variables[node] = variable
-        if id(options) not in self._own:
+        name = id(options)
+        if name not in self._own:
             seconds = np.array([o.seconds for o in options])
             saved = np.array([o.saved_bytes for o in options])
-            self._own[id(options)] = seconds, saved if saved.any() else None
-        own, kept = self._own[id(options)]
+            self._own[name] = seconds, saved if saved.any() else None
+        own, kept = self._own[name]
         problem.factors.add((variable.number,), own)
         if kept is not None:
             problem.usage.add((variable.number,), kept)
@@ -199,7 +200,7 @@ class SearchSpace:
         known = self._known
         at = tuple([(id(known[reader]), position) for reader, position in consumers])
         key = (
-            id(options),
+            name,
             self.size.tensor(node),
             node in self.searched,
             node.name in self.captured.parameters,
