@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,24 +21,18 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.collectives import are_adjacent
-from autoparallel.groups import active_axes, use_communicator
+from autoparallel.groups import use_communicator
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.insert_collectives import Sizes
-from autoparallel.placements import COLLECTIVES, Layout, action, largest_piece
 from autoparallel.plan import Plan
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
-from autoparallel.redistribution import Step, local_numel, step_bytes
 from autoparallel.report.attention import attention
 from autoparallel.report.meter import Clock, Ledger, Meter
+from autoparallel.report.transfers import BACKWARD, FORWARD, GRADIENTS, UNSHARD, Finish, Transfers
 from autoparallel.rules.calls import is_tensor
-from autoparallel.traffic import CountingMode, Traffic, TrafficCounter
-
-UNSHARD, FORWARD, BACKWARD, GRADIENTS = "unshard", "forward", "backward", "gradients"
-PHASES = (UNSHARD, FORWARD, BACKWARD, GRADIENTS)
-"""Forward and backward of one microbatch; once a step, what is gathered before them and the gradients' reduction."""
+from autoparallel.traffic import CountingMode, Traffic
 
 ACTIVATIONS, GATHERED, WORKING = "activations", "gathered parameters", "working memory"
 GRADIENT_BUFFERS = "gradients"
@@ -60,7 +54,7 @@ class DryRun:
     """
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    seconds: dict[str, float] = field(default_factory=dict)
     inputs: int = 0
     peak: dict[str, int] = field(default_factory=dict)
     history: list[tuple[float, int]] = field(default_factory=list)
@@ -105,19 +99,15 @@ class _Note:
     offset: int
 
 
-Finish = Callable[[], list[torch.Tensor]]
-
-
 class _Player:
     def __init__(
         self, program: LocalProgram, plan: Plan, profile: Profile, roots: Collection[int] | None = None
     ) -> None:
         self.program, self.plan, self.profile, self.roots = program, plan, profile, roots
         self.sizes = Sizes(program.captured.actual)
-        self.phase = FORWARD
-        self.counters = {phase: TrafficCounter() for phase in PHASES}
         self.found = DryRun()
         self.clock = Clock(profile.overlap)
+        self.net = Transfers(plan, profile, self.clock)
         self.ledger = Ledger(self.clock)
         self.per_use = [b for b in program.buckets if b.per_use]
         self.owners: dict[Any, tuple[Bucket, int]] = {}
@@ -132,22 +122,23 @@ class _Player:
     def play(self) -> DryRun:
         """Forward, then backward from every output that a gradient can come from."""
         before = use_communicator(_MeshSizes(dict(self.plan.mesh)))
-        counting = CountingMode(self.add, dry=True)
+        counting = CountingMode(self.net.add, dry=True)
         meter = Meter(self.profile, self.plan.axis_sizes, self.clock, self.ledger)
         try:
             with counting, meter, torch.enable_grad():
                 flowing = self.forward()
-                self.finish_phase(FORWARD)
-                self.phase = BACKWARD
+                self.net.finish_phase(FORWARD)
+                self.net.phase = BACKWARD
                 with self.ledger.holding(WORKING):
                     if flowing:
                         torch.autograd.backward(flowing, [torch.ones_like(r) for r in flowing])
-                    self.finish_phase(BACKWARD)
+                    self.net.finish_phase(BACKWARD)
                     self.hand_out()
-                self.finish_phase(GRADIENTS)
+                self.net.finish_phase(GRADIENTS)
         finally:
             use_communicator(before)
-        self.found.traffic = {phase: counter.result() for phase, counter in self.counters.items()}
+        self.found.traffic = {phase: counter.result() for phase, counter in self.net.counters.items()}
+        self.found.seconds = self.net.seconds
         self.found.peak, self.found.history = self.ledger.peak, self.ledger.history
         return self.found
 
@@ -164,11 +155,6 @@ class _Player:
             for i, r in enumerate(self.results)
             if isinstance(r, torch.Tensor) and r.requires_grad and (self.roots is None or i in self.roots)
         ]
-
-    def finish_phase(self, phase: str) -> None:
-        """Notes the time that has passed since the phase before."""
-        spent = sum(self.found.seconds.values())
-        self.found.seconds[phase] += self.clock.now - spent
 
     # -- what goes in -----------------------------------------------------------------------------------------------
 
@@ -198,122 +184,13 @@ class _Player:
         """A rank's part of a node's value."""
         if not is_tensor(node):
             return self.sizes(node.meta["val"])
-        return self.empty(self.sizes.shape(node), node.meta["placements"], node.meta["val"].dtype)
-
-    def empty(self, shape: Sequence[int], layout: Layout, dtype: torch.dtype) -> torch.Tensor:
-        """A rank's part of a tensor that lies as ``layout`` says."""
-        return _empty(largest_piece(shape, layout, self.plan.axis_sizes), dtype)
-
-    # -- what is sent -----------------------------------------------------------------------------------------------
-
-    def add(self, kind: str, axis: str, full_bytes: int, ranks: int) -> None:
-        """Counts one collective in the phase that runs now, and waits for it."""
-        self.clock.wait(self.begin(kind, axis, full_bytes, ranks))
-
-    def begin(self, kind: str, axis: str, full_bytes: int, ranks: int) -> float:
-        """Counts one collective in the phase that runs now, and starts it."""
-        self.counters[self.phase].add(kind, axis, full_bytes, ranks)
-        if ranks == 1:
-            return self.clock.now
-        names = self.plan.axis_names
-        axes = [names.index(name) for name in axis.split("+")]
-        begun = self.clock.now
-        done = self.clock.start(self.profile.step_seconds(self.plan.axis_sizes, kind, axes, full_bytes))
-        if self.phase == GRADIENTS:  # what the backward cannot hide of it
-            self.found.seconds[GRADIENTS] += self.clock.now - begun
-        return done
-
-    def travel(
-        self,
-        chains: Sequence[ParameterChain],
-        paths: Sequence[Sequence[Step]],
-        tensors: Sequence[torch.Tensor],
-        layouts: Sequence[Layout],
-        phases: Sequence[str] = (),
-    ) -> Finish:
-        """Takes the tensors of many chains along their paths: each step is one collective for all of them.
-
-        The first starts at once; what is returned waits for it and runs the others, one after the other.  As in
-        ``runtime.gradients``, what is sent ends with its collective.
-
-        Args:
-            layouts: how they lie before.
-            phases: of each step; the one that runs now unless told.
-        """
-        if not paths[0]:
-            return lambda: list(tensors)
-        begun = [self.step(chains, [p[0] for p in paths], tensors, layouts, phases[0:1])]
-
-        def finish() -> list[torch.Tensor]:
-            made, known = begun.pop()(), layouts
-            for i in range(1, len(paths[0])):
-                known = [p[i - 1].apply(x) for p, x in zip(paths, known, strict=True)]
-                made = self.step(chains, [p[i] for p in paths], made, known, phases[i : i + 1])()
-            return made
-
-        return finish
+        return self.net.empty(self.sizes.shape(node), node.meta["placements"], node.meta["val"].dtype)
 
     def at_rest(self, bucket: Bucket) -> list[torch.Tensor]:
         """Parameters as they lie at rest: memory that is there anyway, unless they are cast."""
         chains = bucket.chains
         with self.ledger.holding(self.ledger.kind if chains[0].dtype != chains[0].rest_dtype else ""):
-            return [self.empty(c.shape, c.at_rest, c.dtype) for c in chains]
-
-    def step(
-        self,
-        chains: Sequence[ParameterChain],
-        steps: Sequence[Step],
-        tensors: Sequence[torch.Tensor],
-        layouts: Sequence[Layout],
-        phase: Sequence[str],
-    ) -> Finish:
-        """Starts one step outside of the body, in one collective for all."""
-        sizes, first, dtype = self.plan.axis_sizes, steps[0], tensors[0].dtype
-        kind = action(first.src, first.dst)
-        after = [s.apply(x) for s, x in zip(steps, layouts, strict=True)]
-        shapes = [largest_piece(c.shape, x, sizes) for c, x in zip(chains, after, strict=True)]
-        full = sum(
-            step_bytes(s, x, c.shape, dtype.itemsize, sizes) for s, x, c in zip(steps, layouts, chains, strict=True)
-        )
-        if kind not in COLLECTIVES:
-            self.clock.compute(self.profile.step_seconds(sizes, kind, first.axes, full))
-            if kind == "slice":
-                rows = zip(tensors, steps, shapes, strict=True)
-                tensors = [t.narrow(s.dst.dim, 0, shape[s.dst.dim]) for t, s, shape in rows]
-            elif kind != "nothing":
-                tensors = [_empty(shape, dtype) for shape in shapes]
-            return lambda: list(tensors)
-        ranks = math.prod(sizes[i] for i in first.axes)
-        axis = active_axes("+".join(self.plan.axis_names[i] for i in first.axes), dict(self.plan.mesh).__getitem__)
-        # What is sent together is copied together, and what is reduced in place in any case.
-        together = len(tensors) == 1 or kind == "all_gather" and are_adjacent(tensors)
-        copied = not together or kind == "all_reduce" or any(s.dst.kind == "S" and s.dst.dim for s in steps)
-        before = sum(local_numel(c.shape, x, sizes) for c, x in zip(chains, layouts, strict=True))
-        sent = [_empty(before, dtype)] if copied else list(tensors)
-        self.clock.compute(2 * before * dtype.itemsize * copied / self.profile.memory_bandwidth)
-        shrunk = ranks if kind in ("reduce_scatter", "all_to_all") else 1
-        arrived = [sent[0] if kind == "all_reduce" else _empty(full // dtype.itemsize // shrunk, dtype)]
-        copy = _empty(full // dtype.itemsize, dtype) if kind in self.profile.copies else None
-        if copy is not None and kind == "reduce_scatter":
-            sent = [copy]
-        running, self.phase = self.phase, (*phase, self.phase)[0]
-        done = self.begin(kind, axis, full, ranks)
-        self.phase = running
-        if copy is not None:
-            self.clock.hold(copy, done)
-        joined = kind not in ("all_reduce", "reduce_scatter") and (len(chains) > 1 or bool(first.src.dim))
-
-        def finish() -> list[torch.Tensor]:
-            self.clock.wait(done)
-            whole = arrived.pop()
-            sent.clear()
-            if not joined:
-                return _cut(whole, shapes)
-            # Pieces of several ranks are put together.
-            self.clock.compute(2 * _bytes(whole) / self.profile.memory_bandwidth)
-            return [_empty(shape, dtype) for shape in shapes]
-
-        return finish
+            return [self.net.empty(c.shape, c.at_rest, c.dtype) for c in chains]
 
     # -- buckets, as runtime.buckets has them -----------------------------------------------------------------------
 
@@ -327,7 +204,7 @@ class _Player:
                 if makes_tensor(path) or chain.dtype != chain.rest_dtype:
                     self.owners[_torch.StorageWeakRef(value.untyped_storage())] = bucket, i
             later = self.per_use[self.per_use.index(bucket) + 1 :]
-            if later and self.phase == FORWARD:
+            if later and self.net.phase == FORWARD:
                 self.prefetch(later[0])
         return values
 
@@ -339,13 +216,13 @@ class _Player:
     def start(self, bucket: Bucket) -> Finish:
         """Starts gathering a bucket."""
         chains = bucket.chains
-        phase = UNSHARD if bucket.gather == "per_step" else self.phase
+        phase = UNSHARD if bucket.gather == "per_step" else self.net.phase
         columns = []
         with self.ledger.holding(GATHERED):
             at_rest, layouts = self.at_rest(bucket), [c.at_rest for c in chains]
             for use in range(len(chains[0].uses)):
                 paths = [c.paths[use] for c in chains]
-                columns.append(self.travel(chains, paths, at_rest, layouts, [phase] * len(paths[0])))
+                columns.append(self.net.travel(chains, paths, at_rest, layouts, [phase] * len(paths[0])))
 
         def finish() -> list[torch.Tensor]:
             with self.ledger.holding(GATHERED):
@@ -359,7 +236,7 @@ class _Player:
         begun = self.clock.now
         values = (self.started.pop(bucket.number, None) or self.start(bucket))()
         if bucket.gather == "per_step":
-            self.found.seconds[UNSHARD] += self.clock.now - begun
+            self.net.seconds[UNSHARD] += self.clock.now - begun
         return values
 
     def receive(self, chains: Sequence[ParameterChain], grads: Sequence[torch.Tensor]) -> None:
@@ -369,15 +246,15 @@ class _Player:
             return
         dtype, first = chains[0].reduce_dtype, chains[0]
         paths = [(*c.each, *c.sync) for c in chains]
-        phases = [self.phase] * len(first.each) + [GRADIENTS] * len(first.sync)
+        phases = [self.net.phase] * len(first.each) + [GRADIENTS] * len(first.sync)
         with self.ledger.holding(GRADIENT_BUFFERS):
             sent = [g.to(dtype) if g.dtype != dtype else g if paths[0] else g.clone() for g in grads]
-            finish = self.travel(chains, paths, sent, [c.made for c in chains], phases)
+            finish = self.net.travel(chains, paths, sent, [c.made for c in chains], phases)
         self.running.append((chains, finish))
 
     def hand_out(self) -> None:
         """The end of the backward: what has been reduced becomes the gradients."""
-        self.phase = GRADIENTS
+        self.net.phase = GRADIENTS
         with self.ledger.holding(GRADIENT_BUFFERS):
             while self.running:
                 chains, finish = self.running.pop(0)
@@ -461,21 +338,6 @@ def _kept(chains: Sequence[ParameterChain], values: Sequence[torch.Tensor]) -> l
         v.to(c.rest_dtype) if v.dtype != c.rest_dtype else v.clone() if c.ends_in_slice else v
         for v, c in zip(values, chains, strict=True)
     ]
-
-
-def _empty(shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _cut(whole: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Tensors that lie one behind the other in a piece of memory."""
-    found, offset = [], 0
-    for shape in shapes:
-        size = math.prod(shape)
-        fits = offset + size <= whole.numel()
-        found.append(whole[offset : offset + size].view(shape) if fits else whole.new_empty(shape))
-        offset += size
-    return found
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> bool:

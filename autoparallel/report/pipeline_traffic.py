@@ -18,7 +18,8 @@ from autoparallel.plan import Plan
 from autoparallel.planner.accumulation import gradient_collectives
 from autoparallel.planner.hardware import Profile
 from autoparallel.redistribution import Redistributor, local_numel
-from autoparallel.report.dry_run import BACKWARD, FORWARD, UNSHARD, dry_run
+from autoparallel.report.dry_run import dry_run
+from autoparallel.report.transfers import BACKWARD, FORWARD, UNSHARD
 from autoparallel.runtime.calls import Call, sizes_of
 from autoparallel.runtime.microbatches import shared_forms
 from autoparallel.runtime.pipeline import StagedProgram

@@ -18,7 +18,8 @@ from autoparallel.planner.cost import OPTIMIZER_STATES, bytes_kept, update_secon
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
 from autoparallel.redistribution import local_numel
-from autoparallel.report.dry_run import BACKWARD, FORWARD, GRADIENT_BUFFERS, GRADIENTS, UNSHARD, dry_run
+from autoparallel.report.dry_run import GRADIENT_BUFFERS, dry_run
+from autoparallel.report.transfers import BACKWARD, FORWARD, GRADIENTS, UNSHARD
 from autoparallel.rules.calls import is_tensor
 from autoparallel.traffic import Traffic
 
