@@ -8,8 +8,6 @@ What is not alike:
 
 - Activations are recomputed there.  Wholly: a second forward is added to our prediction.  Selectively ("op"): of the
   forward all but attention and two thirds of the products, as torchtitan's rule keeps them of a layer of Llama.
-- What products reach at 500 W is not published: power grows with the cube of the clock, so 500 of 700 W are taken to
-  leave 0.89 of the clock.
 - ``torch.compile`` fuses, and Float8 makes linear layers faster; we model neither.  Two numbers stand for them: how
   many times the memory's bandwidth and the arithmetic are reached.  Each is fitted to one published run, which the
   table marks "(fitted)" and which proves nothing, and is held for all others.
@@ -46,13 +44,10 @@ from autoparallel.staged import StagedPlanner, draft_stages
 from autoparallel.staging import PIPELINE_AXIS, Pipeline
 
 PEAK = (989e12 + 835e12) / 2
-PRODUCTS = 0.7 * (500 / 700) ** (1 / 3) * PEAK
-"""What matrix products in bfloat16 reach: 0.7 of the peak, as everywhere, at the clock that 500 W leave."""
-
 HARDWARE = replace(
     H100,
     name="h100, HBM2e, 500 W",
-    flops={**H100.flops, torch.bfloat16: PRODUCTS},
+    flops={**H100.flops, torch.bfloat16: 0.7 * PEAK},
     peak={**H100.peak, torch.bfloat16: PEAK},
     memory=96e9,
     memory_bandwidth=0.85 * 2.4e12,
@@ -136,10 +131,10 @@ def _captured(size: str, batch: int, sequence: int, axes: Any) -> tuple[Any, Cal
 
 
 def _request(axes: Any, profile: Profile, plan: str | Plan, limit: float | None = None) -> Request:
-    published = plan == "tensor_parallel"  # with FSDP over the other axis
+    fsdp = {"model.layers.*.weight": "S0,*"}  # over the first axis
+    pins = parse_pins(fsdp, None) if plan == "tensor_parallel" else Pins()
     return Request(
-        axes=axes, profile=profile, plan=plan, memory_limit=limit,
-        pins=parse_pins({"model.layers.*.weight": "S0,*"}, None) if published else Pins(),
+        axes=axes, profile=profile, plan=plan, memory_limit=limit, pins=pins,
         precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )  # fmt: skip
 
@@ -188,8 +183,8 @@ def _profiles() -> tuple[dict[str, Profile], list[float]]:
     fusion, fused = _fitted(FITTED[COMPILED], compiled)
 
     def float8(number: float) -> Profile:  # attention stays in bfloat16
-        flops = {**HARDWARE.flops, torch.bfloat16: number * PRODUCTS}
-        return replace(fused, flops=flops, attention=HARDWARE.attention / number)
+        rate = number * HARDWARE.flops[torch.bfloat16]
+        return replace(fused, flops={**HARDWARE.flops, torch.bfloat16: rate}, attention=HARDWARE.attention / number)
 
     products, fast = _fitted(FITTED[FLOAT8], float8)
     return {EAGER: HARDWARE, COMPILED: fused, FLOAT8: fast}, [fusion, products]

@@ -17,6 +17,7 @@ from autoparallel import planning
 from autoparallel.cli import main
 from autoparallel.plan import Plan
 from autoparallel.planner.hardware import CPU
+from autoparallel.planner.pins import parse_pins
 from tests.distributed import run_distributed
 from tests.plan_factories import net
 
@@ -179,7 +180,7 @@ def test_pins_beside_a_preset(tmp_path: Path) -> None:
     (first, _, why), (second, _, _), (third, text, _) = ranks[0]
     for i in range(2):
         assert first[f"layers.{i}.0.weight"] == "(Replicate(), Shard(dim=0))"
-        assert first[f"layers.{i}.2.weight"].endswith("Shard(dim=1))")
+        assert first[f"layers.{i}.2.weight"] == "(Replicate(), Shard(dim=1))", "the preset rules the axis left open"
         assert second[f"layers.{i}.0.weight"] != "(Replicate(), Replicate())"
     assert second["head.weight"] == "(Shard(dim=0), Replicate())"
     plan, saved = Plan.from_json(text), Plan.load(out)
@@ -187,6 +188,26 @@ def test_pins_beside_a_preset(tmp_path: Path) -> None:
     assert "Shard" in third["head.weight"]
     assert "weight (2 x)" in why and "next best" in why
     assert all(rank[0][0] == first for rank in ranks)
+
+
+def test_a_preset_rules_the_axes_that_pins_leave_open() -> None:
+    """FSDP over one axis and the preset's tensor parallelism over the other: what is sharded there is used so."""
+
+    def planned(pins: dict[str, str]) -> Plan:
+        model, inputs, loss_fn = net(16)
+        axes, found = (("dp", 2), ("tp", 2)), parse_pins(pins, None)
+        request = planning.Request(axes=axes, profile=CPU, loss_fn=loss_fn, plan="tensor_parallel", pins=found)
+        return planning.draft(model, planning.call_of(inputs, with_target=True), request).plan
+
+    plain, pinned = planned({}), planned({"layers.*.weight": "S0,*"})
+    weights = [name for name in plain.parameters if name.startswith("layers") and name.endswith("weight")]
+    assert len(weights) == 4
+    for name in weights:
+        before, after = plain.parameters[name].at_rest.split(","), pinned.parameters[name].at_rest.split(",")
+        assert before[0] == "I" and after[0] == "S0" and before[1][0] == after[1][0] == "S"
+    linears = {key: modes for key, modes in pinned.operators.items() if "aten.linear" in key and "layers" in key}
+    assert {modes[1] for modes in linears.values()} == {"shard:n", "shard:k"}, "no weight is gathered over tp"
+    assert linears == {key: plain.operators[key] for key in linears}
 
 
 def test_an_edit_elsewhere_keeps_a_pinned_plan() -> None:

@@ -33,7 +33,7 @@ def layouts_at_rest(
     """
     every = every_layout(shape, axis_sizes)
     needed = _without_needless_padding(shape, every, axis_sizes)
-    return _permitted([x for x in every if x in needed or readable(x)], constraints, experts)
+    return permitted([x for x in every if x in needed or readable(x)], constraints, experts)
 
 
 def _without_needless_padding(
@@ -49,7 +49,12 @@ def _without_needless_padding(
     return [layout for layout in layouts if divides(shape, layout, axis_sizes) or layout in best.values()]
 
 
-def _permitted(layouts: Sequence[Layout], constraints: Constraints, experts: int | None) -> list[Layout]:
+def permitted(layouts: Sequence[Layout], constraints: Constraints, experts: int | None) -> list[Layout]:
+    """Of some layouts those that a preset permits.
+
+    Args:
+        experts: as ``layouts_at_rest`` takes it.
+    """
     left = list(layouts)
     data = constraints.data
     if experts is not None:
@@ -64,4 +69,4 @@ def _permitted(layouts: Sequence[Layout], constraints: Constraints, experts: int
     return left
 
 
-__all__ = ["every_layout", "layouts_at_rest"]
+__all__ = ["every_layout", "layouts_at_rest", "permitted"]

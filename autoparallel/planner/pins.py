@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autoparallel.capture import Captured
-from autoparallel.placements import Layout, format_layout
+from autoparallel.placements import Layout, format_layout, parse_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError, mesh_text
 from autoparallel.rules.calls import is_tensor
 
@@ -125,8 +125,15 @@ class ResolvedPins:
         return bool(self._pins or self.kept is not None or self.excluded)
 
     def __contains__(self, node: fx.Node) -> bool:
-        """Whether a parameter is pinned, so that a preset leaves it alone."""
+        """Whether a parameter is pinned."""
         return node in self._pins or self._kept_layout(node) is not None
+
+    def axes(self, node: fx.Node) -> frozenset[int]:
+        """The mesh axes that a parameter's pins say something about; on the others a preset has its say."""
+        if node in self._pins:
+            return frozenset(a for pin in self._pins[node] for a, text in enumerate(pin.placements) if text != "*")
+        known = self._kept_layout(node)
+        return frozenset() if known is None else frozenset(range(len(parse_layout(known))))
 
     def layouts(self, node: fx.Node, layouts: Sequence[Layout]) -> list[Layout]:
         """The layouts of a pinned parameter that its pins leave.

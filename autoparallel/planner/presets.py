@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PRESETS = ("auto", "data_parallel", "fsdp", "tensor_parallel", "expert_parallel")
 
@@ -32,6 +32,11 @@ class Constraints:
     gather_per_use: bool | None = None
     expert: frozenset[int] = frozenset()
     needs_experts: bool = False
+
+    def without(self, axes: frozenset[int]) -> Constraints:
+        """What is left where some axes are open."""
+        data, tensor, expert = self.data - axes, self.tensor - axes, self.expert - axes
+        return replace(self, data=data, sharded_at_rest=self.sharded_at_rest - axes, tensor=tensor, expert=expert)
 
 
 def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:

@@ -26,7 +26,7 @@ from autoparallel.passes.insert_collectives import call_modes, operand_fits
 from autoparallel.passes.name_nodes import layer_of
 from autoparallel.placements import Invariant, Layout, Shard, parse_layout
 from autoparallel.plan import ParameterPlan, PlanError
-from autoparallel.planner.at_rest import every_layout, layouts_at_rest
+from autoparallel.planner.at_rest import every_layout, layouts_at_rest, permitted
 from autoparallel.planner.cost import bytes_kept, update_seconds
 from autoparallel.planner.experts import Experts, find_experts
 from autoparallel.planner.hardware import Profile
@@ -353,18 +353,21 @@ class SearchSpace:
             gathers = [plan.gather]
         else:
             fills = [user for user in node.users if user.target is ops.pad_rows]
-            if node in self.pins:  # whatever the preset permits
-                layouts = self.pins.layouts(node, every_layout(shape, self.axis_sizes))
+            experts = self.experts.parameters.get(node)
+            constraints = self.constraints.without(self.pins.axes(node))
+            if node in self.pins:
+                pinned = self.pins.layouts(node, every_layout(shape, self.axis_sizes))
+                layouts = permitted(pinned, constraints, experts) or pinned
             else:
                 layouts = layouts_at_rest(
                     shape,
                     self.axis_sizes,
-                    self.constraints,
-                    experts=self.experts.parameters.get(node),
+                    constraints,
+                    experts=experts,
                     readable=lambda layout: any(self._can_read(fill, shape, layout) for fill in fills),
                 )
             gathers = ["per_step", "per_use"]
-            if self.constraints.gather_per_use and node not in self.pins:
+            if constraints.gather_per_use and constraints.sharded_at_rest:
                 gathers = ["per_use"]
         options = []
         for layout in layouts:
@@ -409,8 +412,8 @@ class SearchSpace:
         whole = "R" if node.meta["differentiable"] else "I"
         stacked = self.experts.parameters.get(node)
         pinned = self.captured.parameters[node.name] in self.pinned
-        free = node in self.pins  # its user knows better than the preset
-        sharded = {axis for axis in self.constraints.tensor if large and self._can_shard(node, axis)}
+        tensor = self.constraints.tensor - self.pins.axes(node)  # its user knows better than the preset
+        sharded = {axis for axis in tensor if large and self._can_shard(node, axis)}
         for j, column in enumerate(columns):
             for axis in self.constraints.data:
                 if stacked is not None and axis in self.constraints.expert:
@@ -420,12 +423,12 @@ class SearchSpace:
                 if wrong:
                     out[:, j] = np.inf
             for i, option in enumerate(options):
-                for axis in self.constraints.tensor:
+                for axis in tensor:
                     at_rest, used = option.result[axis], column[axis]
-                    if at_rest.kind == "S" and used != at_rest and not free:
+                    if at_rest.kind == "S" and used != at_rest:
                         out[i, j] = np.inf
                     kept = used if pinned else at_rest
-                    if axis in sharded and not free and kept.kind != "S":
+                    if axis in sharded and kept.kind != "S":
                         out[i, j] = np.inf
         return out
 
