@@ -66,10 +66,9 @@ class Signatures(Sizes):
         if known is None:
             operands: list[fx.Node] = []
             arguments = tuple([self._frozen(value, operands) for value in node.args])
-            kwargs = node.kwargs
-            named = tuple([(name, self._frozen(value, operands)) for name, value in kwargs.items()]) if kwargs else ()
-            batch = node.meta.get("batch_factors")
-            key = (node.target, arguments, named, self.tensor(node), frozenset(batch) if batch else None)
+            named = tuple([(name, self._frozen(value, operands)) for name, value in node.kwargs.items()])
+            batch = frozenset(node.meta.get("batch_factors", ()))
+            key = (node.target, arguments, named, self.tensor(node), batch)
             known = self._reads[node] = self._calls.setdefault(key, len(self._calls)), operands
         return known
 

@@ -184,12 +184,11 @@ class SearchSpace:
         assert options is not None
         variable = Variable(node, options, problem.add(len(options)))
         problem.variables[node] = variable
-        name = id(options)
-        if name not in self._own:
+        if id(options) not in self._own:
             seconds = np.array([o.seconds for o in options])
             saved = np.array([o.saved_bytes for o in options])
-            self._own[name] = seconds, saved if saved.any() else None
-        own, kept = self._own[name]
+            self._own[id(options)] = seconds, saved if saved.any() else None
+        own, kept = self._own[id(options)]
         problem.factors.add((variable.number,), own)
         if kept is not None:
             problem.usage.add((variable.number,), kept)
@@ -200,7 +199,7 @@ class SearchSpace:
         known = self._known
         at = tuple([(id(known[reader]), position) for reader, position in consumers])
         key = (
-            name,
+            id(options),
             self.size.tensor(node),
             node in self.searched,
             node.name in self.captured.parameters,
