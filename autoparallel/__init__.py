@@ -1,7 +1,7 @@
 """autoparallel: a compiler that makes a plain PyTorch model train on a whole mesh."""
 
 from autoparallel.api import compile
-from autoparallel.capture import CaptureError
+from autoparallel.graph.captured import CaptureError
 from autoparallel.plan import Plan, PlanError
 from autoparallel.processes import ProcessError
 from autoparallel.report.verification import VerifyError, VerifyReport

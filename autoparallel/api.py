@@ -16,8 +16,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture import Captured
 from autoparallel.choosing import MeshSearch, refusal
+from autoparallel.graph.captured import Captured
 from autoparallel.groups import bind, inner_mesh, other_slices, whole_group, whole_group_name, with_data_axis
 from autoparallel.meshes import Axes, MeshChoice
 from autoparallel.placements import Invariant, format_layout, parse_layout

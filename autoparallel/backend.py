@@ -20,10 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel import _torch
 from autoparallel.api import BACKENDS, usable_mesh
-from autoparallel.capture import Captured, CaptureError, InputSpec, capture
 from autoparallel.dynamo import GraphModel, Piece, find_graph_break
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, CaptureError, InputSpec
 from autoparallel.groups import bind
-from autoparallel.ops import RandomState, dropout, set_random_state
+from autoparallel.operators import RandomState, dropout, set_random_state
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.placements import Invariant, Layout, format_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError

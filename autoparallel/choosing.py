@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from autoparallel.capture import Captured, InputSpec
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.meshes import (
     PIPELINES,
     THREE_AXES,

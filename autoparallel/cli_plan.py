@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from autoparallel.capture import Captured
 from autoparallel.choosing import MeshSearch, refusal
+from autoparallel.graph.captured import Captured
 from autoparallel.meshes import Axes, MeshChoice, named
 from autoparallel.plan import Plan, PlanError, mesh_text
 from autoparallel.planner.hardware import PROFILES, profile_for

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.meshes import Axes, MeshChoice
 from autoparallel.passes.insert_collectives import call_modes, typed_call
 from autoparallel.passes.recompute_layers import find_layers
@@ -316,7 +316,7 @@ class Plan:
         what = f"{key} as {', '.join(map(str, modes))}"
         self._require_fits(what, node, result, divides)
         for x, layout in zip(tensor_operands(node), needs, strict=True):
-            if node.target is not ops.pad_rows:
+            if node.target is not operators.pad_rows:
                 self._require_fits(what, x, layout, divides)
                 continue
             for dim, whole in enumerate(node.meta["val"].shape):

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
 from autoparallel.fitting import fit
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, InputSpec, describe_inputs
 from autoparallel.meshes import Axes
 from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
 from autoparallel.passes.recompute_layers import find_layers

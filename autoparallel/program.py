@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autoparallel.capture import Captured, InputSpec, set_device
+from autoparallel.graph.capture import set_device
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.passes.bucket_collectives import Bucket, bucket_collectives
 from autoparallel.passes.hoist_parameter_chains import hoist_parameter_chains
 from autoparallel.passes.insert_collectives import Sizes, insert_collectives

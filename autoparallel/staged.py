@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoparallel.capture import Captured, InputSpec
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.groups import axis_group
 from autoparallel.passes.cut_stages import CutError, cut_stages, staged_nodes, stages_of
 from autoparallel.passes.name_nodes import layer_of

@@ -28,8 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoparallel import api, ops
-from autoparallel.capture import CaptureError, InputSpec, capture, describe_inputs
+from autoparallel import api, operators
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import CaptureError, InputSpec, describe_inputs
 from autoparallel.plan import Plan
 from autoparallel.planner.presets import PRESETS
 from autoparallel.processes import Job, PlainModelError, Process, require_plain_process, run_processes
@@ -257,7 +258,7 @@ def _run_reference(process: Process, task: Task) -> dict[str, Any]:
     graph = _captured_graph(task)
     casts = _narrowing_casts(graph, task.dtype)
     name, model = "the plain model, in eager torch", task.model
-    if any(node.target is ops.dropout for node in graph.nodes):
+    if any(node.target is operators.dropout for node in graph.nodes):
         name = "the compiled model on a mesh of one rank, because dropout is active"
         model = compile_task(task, (("dp", 1),), "auto")
 

@@ -25,7 +25,8 @@ from rich.table import Table
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import Captured, capture, describe_inputs
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.hardware import H100
 from autoparallel.planner.presets import constraints_for

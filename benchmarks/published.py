@@ -34,7 +34,7 @@ from rich.table import Table
 from scipy.optimize import brentq
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoparallel.capture import Captured
+from autoparallel.graph.captured import Captured
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.hardware import H100, Profile
 from autoparallel.planner.pins import Pins, parse_pins

@@ -8,9 +8,9 @@ Before:
     native_dropout = aten.native_dropout(x, 0.1, True);  getitem = native_dropout[0]
     cross_entropy_loss = aten.cross_entropy_loss(getitem, target)
 After:
-    dropout = autoparallel.ops.dropout(x, 0.1, 0)
-    cross_entropy_sum = autoparallel.ops.cross_entropy_sum(dropout, target)
-    cross_entropy_weight = autoparallel.ops.cross_entropy_weight(target, None, -100, torch.float32)
+    dropout = autoparallel.operators.dropout(x, 0.1, 0)
+    cross_entropy_sum = autoparallel.operators.cross_entropy_sum(dropout, target)
+    cross_entropy_weight = autoparallel.operators.cross_entropy_weight(target, None, -100, torch.float32)
     div = aten.div(cross_entropy_sum, cross_entropy_weight)
 """
 
@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.passes.emitter import Emitter, fake_tensors
 from autoparallel.passes.ungroup_experts import ungroup_experts
 from autoparallel.rules.calls import arguments, shape_of
@@ -88,7 +88,7 @@ _DROPOUTS = (aten.native_dropout.default, aten.dropout.default)
 def _replace_dropout(emit: Emitter, node: fx.Node, number: int) -> int:
     x, p, train = node.args[:3]
     active = bool(train) and p != 0
-    new = emit(ops.dropout, x, p, number) if active else x
+    new = emit(operators.dropout, x, p, number) if active else x
     if node.target is aten.dropout.default:
         _replace(node, new)  # type: ignore[arg-type]
     else:
@@ -112,7 +112,7 @@ def _expand_attention(emit: Emitter, node: fx.Node, number: int) -> None:
         scores = emit(aten.masked_fill.Scalar, scores, emit(aten.logical_not.default, mask), float("-inf"))
     elif mask is not None:
         scores = emit(aten.add.Tensor, scores, mask)
-    weights = emit(ops.dropout, emit(aten._safe_softmax.default, scores, -1), v["dropout_p"], number)
+    weights = emit(operators.dropout, emit(aten._safe_softmax.default, scores, -1), v["dropout_p"], number)
     _replace(node, emit(aten.matmul.default, weights, value))
 
 
@@ -144,7 +144,7 @@ def _replace_cross_entropy(emit: Emitter, node: fx.Node) -> None:
     x, target, weight = v["self"], v["target"], v["weight"]
     if v["reduction"] == 0 or target.meta["val"].is_floating_point():
         return
-    total = emit(ops.cross_entropy_sum, x, target, weight, v["ignore_index"], v["label_smoothing"])
+    total = emit(operators.cross_entropy_sum, x, target, weight, v["ignore_index"], v["label_smoothing"])
     if v["reduction"] == 1:
         total = emit(aten.div.Tensor, total, _valid_weight(emit, total, target, weight, v["ignore_index"]))
     if total.meta["val"].dtype != x.meta["val"].dtype:  # half precision is summed in float32
@@ -164,7 +164,7 @@ def _replace_nll_loss(emit: Emitter, node: fx.Node) -> None:
 
 
 def _valid_weight(emit: Emitter, total: fx.Node, target: fx.Node, weight: Any, ignore_index: int) -> fx.Node:
-    return emit(ops.cross_entropy_weight, target, weight, ignore_index, total.meta["val"].dtype)
+    return emit(operators.cross_entropy_weight, target, weight, ignore_index, total.meta["val"].dtype)
 
 
 def _normalize(emit: Emitter, x: fx.Node, mean: Any, inverse: Any, weight: Any, bias: Any) -> fx.Node:
@@ -320,7 +320,7 @@ def _replace_topk(emit: Emitter, node: fx.Node) -> None:
     if not shape_of(x) or any(user.target is not operator.getitem for user in node.users):
         return
     if node.target is aten.topk.default:
-        where = emit(ops.topk_indices, x, v["k"], v["dim"], v["largest"], v["sorted"])
+        where = emit(operators.topk_indices, x, v["k"], v["dim"], v["largest"], v["sorted"])
     elif node.target is aten.sort.default:
         where = emit(aten.argsort.default, x, v["dim"], v["descending"])
     else:

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel import ops
-from autoparallel.capture import Captured
+from autoparallel import operators
+from autoparallel.graph.captured import Captured
 from autoparallel.rules.calls import is_tensor, shape_of, tensor_operands, with_argument
 
 
@@ -264,7 +264,7 @@ class _Cutter:
                     dim = next(d for d, s in enumerate(shape_of(holder)) if _same(s, node.meta["val"]))
                     copies[node] = graph.call_function(torch.ops.aten.sym_size.int, (copies[holder], dim))
                 copies[node].meta = dict(node.meta)
-                if node.target is ops.dropout:
+                if node.target is operators.dropout:
                     _note_microbatches(copies[node])
         names = {node.name: node for node in self.order}
         made = self.made.get(stage, [])
@@ -291,7 +291,7 @@ class _Cutter:
 
 def _note_microbatches(dropout: fx.Node) -> None:
     """Lets a dropout's mask depend on where the microbatch's rows stand in the batch."""
-    shards = ["" if isinstance(size, int) else ops.MICROBATCH for size in shape_of(dropout)]
+    shards = ["" if isinstance(size, int) else operators.MICROBATCH for size in shape_of(dropout)]
     dropout.args, dropout.kwargs = with_argument(dropout.args, dropout.kwargs, dropout, "shards", ";".join(shards))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.collectives import redistribute
 from autoparallel.placements import Invariant, Layout, divides, fills_up, reaches_all, shards_of
 from autoparallel.redistribution import Redistributor, Step
@@ -87,7 +87,7 @@ def operand_fits(
 ) -> bool:
     """Whether a call can read an operand of this global shape in this layout: its shards are equal, and none is empty;
     ``pad_rows`` reads shards that differ, as long as it makes them equal."""
-    if node.target is ops.pad_rows:
+    if node.target is operators.pad_rows:
         return fills_up(shape, result, layout, axis_sizes)
     return divides(shape, layout, axis_sizes) and reaches_all(shape, layout, axis_sizes)
 

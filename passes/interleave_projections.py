@@ -14,9 +14,9 @@ Before (w is [12, 4], for two ranks):
     linear = aten.linear(x, w)
     slice_1 = aten.slice(linear, 1, 0, 8);  slice_2 = aten.slice(linear, 1, 8, 12)
 After:
-    interleave = ops.interleave(w, 0, [0, 8, 12], 2)
+    interleave = operators.interleave(w, 0, [0, 8, 12], 2)
     linear = aten.linear(x, interleave)
-    piece = ops.piece(linear, 1, 0, 8, 2);  piece_1 = ops.piece(linear, 1, 8, 12, 2)
+    piece = operators.piece(linear, 1, 0, 8, 2);  piece_1 = operators.piece(linear, 1, 8, 12, 2)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.passes.emitter import Emitter
 from autoparallel.rules.calls import arguments, shape_of
 from autoparallel.rules.shapes import runs_of_equal_product
@@ -272,14 +272,14 @@ def _rewrite(
     emit = Emitter(product.node.graph, product.node)
     for operand, dim in ((product.weight, product.weight_dim), (product.bias, 0)):
         if operand is not None:
-            product.node.replace_input_with(operand, emit(ops.interleave, operand, dim, bounds, blocks))
+            product.node.replace_input_with(operand, emit(operators.interleave, operand, dim, bounds, blocks))
     for node, dim in carried.items():
         node.meta["interleaved"] = dim
     cut: dict[fx.Node, list[fx.Node]] = {}
     for piece in pieces:
         emit = Emitter(product.node.graph, piece.reader)
         emit.node.meta.setdefault("mode", piece.source.meta["val"].fake_mode)
-        made = emit(ops.piece, piece.source, piece.dim, piece.start, piece.end, blocks)
+        made = emit(operators.piece, piece.source, piece.dim, piece.start, piece.end, blocks)
         cut.setdefault(piece.reader, []).append(_along(emit, piece, made) if piece.path else made)
     for reader, parts in cut.items():
         if reader.target is aten.glu.default:

@@ -8,12 +8,12 @@ because the parameter itself keeps its size and lies in shards that differ (see 
 Before (a vocabulary of 13, for 4 shards; the parameter w is tied):
     embedding = aten.embedding(w, ids)
     linear = aten.linear(x, w)
-    cross_entropy_sum = ops.cross_entropy_sum(linear, target)
+    cross_entropy_sum = operators.cross_entropy_sum(linear, target)
 After:
-    pad_rows = ops.pad_rows(w, 16)
-    embedding = ops.padded_embedding(pad_rows, ids, -1, 13)
+    pad_rows = operators.pad_rows(w, 16)
+    embedding = operators.padded_embedding(pad_rows, ids, -1, 13)
     linear = aten.linear(x, pad_rows)
-    cross_entropy_sum = ops.cross_entropy_sum(linear, target, None, -100, 0.0, 13)
+    cross_entropy_sum = operators.cross_entropy_sum(linear, target, None, -100, 0.0, 13)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.passes.emitter import Emitter
 from autoparallel.passes.mark_gradients import mark_new
 from autoparallel.passes.name_nodes import name_nodes
@@ -98,7 +98,7 @@ def _is_head(node: fx.Node, rows: int) -> bool:
 
 
 def _is_loss(node: fx.Node) -> bool:
-    if node.target is not ops.cross_entropy_sum:
+    if node.target is not operators.cross_entropy_sum:
         return False
     values = arguments(node)
     x = shape_of(node.args[0])  # type: ignore[arg-type]
@@ -129,18 +129,18 @@ class _Padding:
         """Lets the look-ups and the layers read a padded parameter."""
         readers = {*tables, *heads}
         first = next(n for n in self.graph.nodes if n in readers)
-        whole = Emitter(self.graph, first)(ops.pad_rows, weight, self.padded)
+        whole = Emitter(self.graph, first)(operators.pad_rows, weight, self.padded)
         for node in tables:
             values = arguments(node)
             emit = Emitter(self.graph, node)
             self._replace(
-                node, emit(ops.padded_embedding, whole, values["indices"], values["padding_idx"], self.rows)
+                node, emit(operators.padded_embedding, whole, values["indices"], values["padding_idx"], self.rows)
             )
         for node in heads:
             emit = Emitter(self.graph, node)
             bias = node.args[2] if len(node.args) > 2 else None
             if bias is not None:
-                bias = emit(ops.pad_rows, bias, self.padded)
+                bias = emit(operators.pad_rows, bias, self.padded)
             self._carry(node, emit(aten.linear.default, node.args[0], whole, bias))
 
     def _carry(self, old: fx.Node, new: fx.Node) -> None:
@@ -149,7 +149,7 @@ class _Padding:
             emit = Emitter(self.graph, user)
             if _is_loss(user):
                 target, ignored = (arguments(user)[name] for name in ("target", "ignore_index"))
-                self._replace(user, emit(ops.cross_entropy_sum, new, target, None, ignored, 0.0, self.rows))
+                self._replace(user, emit(operators.cross_entropy_sum, new, target, None, ignored, 0.0, self.rows))
             elif _keeps_classes(user, self.rows):
                 self._carry(user, emit(user.target, new, *self._sizes(user), **user.kwargs))
             else:

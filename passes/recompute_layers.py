@@ -21,7 +21,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.passes.leave_out_layers import stretches_of_layers
 from autoparallel.passes.name_nodes import layer_of
 
@@ -48,13 +48,13 @@ class Region(nn.Module):
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls ``function`` and keeps its arguments, from which the backward calls it again."""
-        state = ops.random_state()
+        state = operators.random_state()
 
         @contextmanager
         def again() -> Iterator[None]:
             with ExitStack() as stack:
-                stack.callback(ops.set_random_state, ops.random_state())
-                ops.set_random_state(state)
+                stack.callback(operators.set_random_state, operators.random_state())
+                operators.set_random_state(state)
                 stack.enter_context(self.around())
                 yield
 

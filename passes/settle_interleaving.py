@@ -1,16 +1,16 @@
 """Leaves as many blocks of interleaved pieces as a plan needs (see ``interleave_projections``).
 
 Before (the plan shards nothing of the product's output dim):
-    interleave = ops.interleave(w, 0, [0, 8, 12], 4)
+    interleave = operators.interleave(w, 0, [0, 8, 12], 4)
     linear = aten.linear(x, interleave)
-    piece = ops.piece(linear, 1, 0, 8, 4)
+    piece = operators.piece(linear, 1, 0, 8, 4)
 After:
     linear = aten.linear(x, w)
-    piece = ops.piece(linear, 1, 0, 8, 1)
+    piece = operators.piece(linear, 1, 0, 8, 1)
 After, where the plan shards it over two ranks:
-    interleave = ops.interleave(w, 0, [0, 8, 12], 2)
+    interleave = operators.interleave(w, 0, [0, 8, 12], 2)
     linear = aten.linear(x, interleave)
-    piece = ops.piece(linear, 1, 0, 8, 2)
+    piece = operators.piece(linear, 1, 0, 8, 2)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.passes.insert_collectives import typed_call
 from autoparallel.placements import Layout, shards_of
 from autoparallel.rules.typing import Mode
@@ -37,15 +37,15 @@ def settle_interleaving(
     """
     changed = False
     for node in list(module.graph.nodes):
-        if "interleaved" in node.meta and any(x.target is ops.interleave for x in node.all_input_nodes):
+        if "interleaved" in node.meta and any(x.target is operators.interleave for x in node.all_input_nodes):
             changed = True
             pieces, carriers = _readers(node)
             count = math.lcm(*(_shards(x, modes, axis_sizes) for x in (*pieces, *carriers)))
             for x in node.all_input_nodes:
-                if x.target is ops.interleave and count == 1:
+                if x.target is operators.interleave and count == 1:
                     node.replace_input_with(x, x.all_input_nodes[0])
                     module.graph.erase_node(x)
-                elif x.target is ops.interleave:
+                elif x.target is operators.interleave:
                     x.args = (*x.args[:-1], count)
             for piece in pieces:
                 piece.args = (*piece.args[:-1], count)
@@ -61,14 +61,14 @@ def _readers(product: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     carriers = [product]
     for node in carriers:
         for user in node.users:
-            (pieces if user.target is ops.piece else carriers).append(user)
+            (pieces if user.target is operators.piece else carriers).append(user)
     return pieces, carriers
 
 
 def _shards(node: fx.Node, modes: Mapping[str, Sequence[Mode]], axis_sizes: Sequence[int]) -> int:
     """Into how many shards a call's result is cut along the dim of the pieces."""
     layout: Layout = typed_call(node, modes[node.meta["key"]])[1]
-    dim = node.args[1] if node.target is ops.piece else node.meta["interleaved"]
+    dim = node.args[1] if node.target is operators.piece else node.meta["interleaved"]
     assert isinstance(dim, int)
     return math.prod(axis_sizes[axis] for axis in shards_of(layout, dim))
 

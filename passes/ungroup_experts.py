@@ -24,8 +24,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autoparallel import ops
-from autoparallel.grouped import grouped_linear
+from autoparallel import operators
+from autoparallel.operators.experts import grouped_linear
 from autoparallel.passes.emitter import Emitter, fake_tensors
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import arguments, is_tensor, map_tensor_operands, shape_of, tensor_operands
@@ -40,7 +40,7 @@ _MOVES = (
 )  # fmt: skip
 _LOOK_UPS = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
 _SORTS = (aten.argsort.default, aten.argsort.stable)
-_POSITIONS = (ops.topk_indices, aten.argmax.default, *_SORTS)
+_POSITIONS = (operators.topk_indices, aten.argmax.default, *_SORTS)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Before:
     div = aten.div(cross_entropy_sum, cross_entropy_weight)
     return (div,)
 After:
-    weighted_mean = autoparallel.ops.weighted_mean(cross_entropy_sum, cross_entropy_weight)
+    weighted_mean = autoparallel.operators.weighted_mean(cross_entropy_sum, cross_entropy_weight)
     return (weighted_mean, cross_entropy_weight)
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.rules.calls import arguments, shape_of
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ _SAME = (
     aten.alias.default, aten.squeeze.default, aten.neg.default, aten.squeeze.dims,
 )  # fmt: skip
 _SCALED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-_SUMS = (aten.sum.default, ops.cross_entropy_sum)
+_SUMS = (aten.sum.default, operators.cross_entropy_sum)
 _LOSSES = (
     aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default,
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
@@ -98,7 +98,7 @@ def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted
     if divisor.op == "placeholder" and not counted:
         return LossWeight("sum")  # an input divides the sum: the caller's own count, the same for all microbatches
     with graph.inserting_before(node):
-        mean = graph.call_function(ops.weighted_mean, (total, divisor))
+        mean = graph.call_function(operators.weighted_mean, (total, divisor))
     mean.meta = dict(node.meta)
     node.replace_all_uses_with(mean)
     graph.erase_node(node)

@@ -14,7 +14,8 @@ from unittest.mock import patch
 from torch import nn
 
 from autoparallel import planning
-from autoparallel.capture import Captured, capture
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured
 
 Captures = dict[tuple[Any, ...], Captured]
 _PLAIN = (bool, int, float, str, tuple)  # attributes that tell modules apart

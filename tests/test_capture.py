@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import Captured, CaptureError, capture, describe_inputs
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
 from tests.models import build
 
 

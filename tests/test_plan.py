@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import Captured, capture, describe_inputs
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.plan import ParameterPlan, Plan, PlanError, fingerprint
 from autoparallel.planner.hardware import profile_for
 from autoparallel.planner.presets import constraints_for

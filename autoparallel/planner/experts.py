@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autoparallel.grouped import grouped_linear
+from autoparallel.operators.experts import grouped_linear
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, shape_of, tensor_operands
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.placements import Layout
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.options import Option
@@ -22,7 +22,7 @@ from autoparallel.rules.shapes import runs_of_equal_product
 
 def deals_out(node: fx.Node) -> bool:
     """Whether a node interleaves pieces, so that its result may be dealt out in blocks."""
-    return node.target is ops.interleave
+    return node.target is operators.interleave
 
 
 def dealing_seconds(
@@ -94,7 +94,7 @@ def _heads(product: fx.Node, size: Callable[[fx.Node], Sequence[int]]) -> list[i
     readers = [product]
     for node in readers:
         for user in node.users:
-            if user.target is not ops.piece:
+            if user.target is not operators.piece:
                 readers.extend([user] if "interleaved" in user.meta else [])
                 continue
             views = [u for u in user.users if u.target is torch.ops.aten.reshape.default]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.passes.insert_collectives import call_modes, operand_fits
 from autoparallel.placements import Layout, Placement
 from autoparallel.planner.cost import exchange_seconds, operator_seconds
@@ -73,11 +73,11 @@ def operator_options(
     for i, shape in enumerate(shapes):
         even, pieces = _pieces([w.operands[i] for w in ways], combinations, axis_sizes, shape)
         read_pieces.append(pieces)
-        if node.target is ops.pad_rows:  # reads shards that differ in size
+        if node.target is operators.pad_rows:  # reads shards that differ in size
             layouts = [tuple(ways[w].operands[i] for w in row) for row in combinations.tolist()]
             even = np.array([operand_fits(node, shape, result_shape, x, axis_sizes) for x in layouts], dtype=bool)
         fits &= even
-    if node.target is ops.piece:  # a shard has whole blocks
+    if node.target is operators.piece:  # a shard has whole blocks
         values = arguments(node)
         blocks = tuple(values["blocks"] if d == values["dim"] else size for d, size in enumerate(result_shape))
         fits &= _pieces([w.result for w in ways], combinations, axis_sizes, blocks)[0]
@@ -99,7 +99,7 @@ def operator_options(
         if known is None or seconds < known.seconds:
             modes = tuple([t.mode for t in chosen])
             best[needs, result] = Option(modes, needs, result, seconds, float(saved[i]) if backward else 0.0)
-    if node.target is ops.interleave:  # paid where the blocks are dealt out: see planner.interleaving
+    if node.target is operators.interleave:  # paid where the blocks are dealt out: see planner.interleaving
         return [replace(option, seconds=0.0, saved_bytes=0.0) for option in best.values()]
     return list(best.values())
 

@@ -20,7 +20,7 @@ from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autoparallel.capture import Captured
+from autoparallel.graph.captured import Captured
 from autoparallel.placements import Layout, format_layout, parse_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError, mesh_text
 from autoparallel.rules.calls import is_tensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
-from autoparallel.capture import Captured
+from autoparallel.graph.captured import Captured
 from autoparallel.placements import Layout
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes

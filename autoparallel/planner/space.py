@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from autoparallel import ops
-from autoparallel.capture import Captured
+from autoparallel import operators
+from autoparallel.graph.captured import Captured
 from autoparallel.passes.insert_collectives import call_modes, operand_fits
 from autoparallel.passes.name_nodes import layer_of
 from autoparallel.placements import Invariant, Layout, Shard, parse_layout
@@ -264,7 +264,8 @@ class SearchSpace:
                 return "input", self.input_layouts.get(node.name, self.invariant)
             name = self.captured.parameters[node.name]
             users: Hashable = None
-            if self.constraints.data or self.constraints.tensor or any(u.target is ops.pad_rows for u in node.users):
+            padded = any(u.target is operators.pad_rows for u in node.users)
+            if self.constraints.data or self.constraints.tensor or padded:
                 users = tuple([self.size.call(u) for u in node.users if u.op == "call_function"])
             rest = self.captured.rest_dtypes.get(name)
             pinned = self.pinned.get(name)
@@ -351,7 +352,7 @@ class SearchSpace:
             layouts = [parse_layout(plan.at_rest)]
             gathers = [plan.gather]
         else:
-            fills = [user for user in node.users if user.target is ops.pad_rows]
+            fills = [user for user in node.users if user.target is operators.pad_rows]
             experts = self.experts.parameters.get(node)
             constraints = self.constraints.without(self.pins.axes(node))
             if node in self.pins:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
-from autoparallel.capture import Captured
+from autoparallel.graph.captured import Captured
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
 from autoparallel.passes.insert_collectives import Sizes, typed_call
 from autoparallel.passes.name_nodes import layer_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from autoparallel.capture import Captured, InputSpec
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.passes.insert_collectives import Sizes
 from autoparallel.placements import COLLECTIVES
 from autoparallel.planner.cost import model_flops

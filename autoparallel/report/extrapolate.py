@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
-from autoparallel.capture import Captured
+from autoparallel.graph.captured import Captured
 from autoparallel.passes.leave_out_layers import find_alike, leave_out_layers, signature
 from autoparallel.passes.name_nodes import layer_of
 from autoparallel.plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autoparallel.capture import Captured
+from autoparallel.graph.captured import Captured
 from autoparallel.passes.cut_stages import stages_of
 from autoparallel.passes.insert_collectives import Sizes
 from autoparallel.plan import Plan

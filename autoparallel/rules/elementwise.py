@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.localize import LocalCall
@@ -136,7 +136,7 @@ def _localize_dropout(call: LocalCall) -> None:
     call.set_argument("shards", ";".join(both))
 
 
-@rule(ops.dropout)
+@rule(operators.dropout)
 def _dropout(node: fx.Node) -> Rule:
     shape = shape_of(node)
     return make_rule("... -> ...", [shape], shape, linear=[(0,)], localize=_localize_dropout)

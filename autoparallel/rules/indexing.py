@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.rules.calls import Shape, arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.localize import LocalCall
@@ -21,7 +21,7 @@ def _localize_embedding(call: LocalCall) -> None:
     if group:
         weight, indices = call.args[:2]
         values = arguments(call.node)
-        call.target = ops.embedding_sharded
+        call.target = operators.embedding_sharded
         call.args, call.kwargs = (weight, indices, values["padding_idx"], group, values.get("rows")), {}
 
 
@@ -31,14 +31,14 @@ def _localize_pad_rows(call: LocalCall) -> None:
         call.args = (call.args[0], call.args[1] // count)
 
 
-@rule(ops.pad_rows)
+@rule(operators.pad_rows)
 def _pad_rows(node: fx.Node) -> Rule:
     """A rank fills up its own piece: the pieces that ``torch.chunk`` cuts begin where those of the padded whole do."""
     shape = shape_of(node)
     return make_rule("v ... -> v ...", [shape], shape, linear=[(0,)], localize=_localize_pad_rows)
 
 
-@rule(aten.embedding.default, ops.padded_embedding)
+@rule(aten.embedding.default, operators.padded_embedding)
 def _embedding(node: fx.Node) -> Rule:
     values, operands = arguments(node), tensor_operands(node)
     shapes = [shape_of(o) for o in operands]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.elementwise import elementwise
@@ -69,12 +69,12 @@ def _localize_cross_entropy(call: LocalCall) -> None:
     group = call.joint_group("c")
     if group:
         x, target = call.args[:2]
-        call.target = ops.cross_entropy_sum_sharded
+        call.target = operators.cross_entropy_sum_sharded
         values = arguments(call.node)
         call.args, call.kwargs = (x, target, values["ignore_index"], group, values["classes"]), {}
 
 
-@rule(ops.cross_entropy_sum)
+@rule(operators.cross_entropy_sum)
 def _cross_entropy_sum(node: fx.Node) -> Rule:
     operands = tensor_operands(node)
     shapes = [shape_of(o) for o in operands]
@@ -92,12 +92,12 @@ def _cross_entropy_sum(node: fx.Node) -> Rule:
     )
 
 
-@rule(ops.weighted_mean)
+@rule(operators.weighted_mean)
 def _weighted_mean(node: fx.Node) -> Rule:
     return elementwise(node, linear=[(0,)])
 
 
-@rule(ops.cross_entropy_weight)
+@rule(operators.cross_entropy_weight)
 def _cross_entropy_weight(node: fx.Node) -> Rule:
     operands = tensor_operands(node)
     shapes = [shape_of(o) for o in operands]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autoparallel.grouped import grouped_linear, grouped_linear_exchanged, grouped_linear_sharded
+from autoparallel.operators.experts import grouped_linear, grouped_linear_exchanged, grouped_linear_sharded
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.localize import LocalCall

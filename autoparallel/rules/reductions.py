@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.elementwise import keeps_sums
@@ -83,7 +83,7 @@ def _along_one_dim(node: fx.Node) -> Rule:
     return make_rule(f"{text} -> {text}", [shape], shape, blocked=[names[arguments(node)["dim"]]] if names else [])
 
 
-@rule(ops.topk_indices)
+@rule(operators.topk_indices)
 def _topk_indices(node: fx.Node) -> Rule:
     source = shape_of(tensor_operands(node)[0])
     dim = arguments(node)["dim"] % len(source)

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.rules.calls import Shape, arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 from autoparallel.rules.localize import LocalCall, divide_sizes
@@ -284,7 +284,7 @@ def _stack(node: fx.Node) -> Rule:
     )
 
 
-@rule(ops.interleave)
+@rule(operators.interleave)
 def _interleave(node: fx.Node) -> Rule:
     return _resized(node, {arguments(node)["dim"]})
 
@@ -296,7 +296,7 @@ def _localize_piece(call: LocalCall) -> None:
     call.args, call.kwargs = (call.args[0], v["dim"], *(v[name] // count for name in ("start", "end", "blocks"))), {}
 
 
-@rule(ops.piece)
+@rule(operators.piece)
 def _piece(node: fx.Node) -> Rule:
     v, source = arguments(node), shape_of(tensor_operands(node)[0])
     dim, blocks = v["dim"], v["blocks"]

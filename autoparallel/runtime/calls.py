@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import Captured, InputSpec
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.placements import Layout
 from autoparallel.program import LocalProgram
 

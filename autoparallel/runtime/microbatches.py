@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
-from autoparallel.capture import Captured, InputSpec
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.groups import communicator_of
 from autoparallel.passes.cut_stages import StageGraph
 from autoparallel.runtime.calls import Call

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture import Captured, InputSpec, _Constant, describe_inputs
+from autoparallel.graph.captured import Captured, Constant, InputSpec, describe_inputs
 from autoparallel.groups import before_next_collective, settle
-from autoparallel.ops import RandomState
+from autoparallel.operators import RandomState
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.runtime.accumulation import T, Weight, Window, windows
@@ -256,7 +256,7 @@ class ParallelModule(nn.Module):
             placements, layout = kind.runner.specs[i]
             if any(p.kind == "S" for p in layout):
                 values[i] = self._as_dtensor(values[i], layout, placements)
-        leaves = [o.value if isinstance(o, _Constant) else values[o] for o in captured.outputs]
+        leaves = [o.value if isinstance(o, Constant) else values[o] for o in captured.outputs]
         return pytree.tree_unflatten(leaves, captured.output_spec)
 
     def _weight(self, captured: Captured, values: Sequence[Any], call: Call) -> Weight:

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoparallel.capture import Captured, InputSpec
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.groups import settle
-from autoparallel.ops import RandomState, set_random_state
+from autoparallel.operators import RandomState, set_random_state
 from autoparallel.passes.cut_stages import Crossing, StageGraph
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout, to_dtensor_placements

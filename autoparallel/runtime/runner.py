@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from autoparallel.capture import Captured
-from autoparallel.ops import RandomState, set_random_state
+from autoparallel.graph.captured import Captured
+from autoparallel.operators import RandomState, set_random_state
 from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import Captured, capture, describe_inputs
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.passes.insert_collectives import Sizes, insert_collectives
 from autoparallel.placements import Layout, format_layout, parse_layout
 from autoparallel.redistribution import Redistributor

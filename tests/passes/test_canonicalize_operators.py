@@ -38,9 +38,9 @@ class TestTheExample:
         assert lines_of(lambda x: F.dropout(x, 0.1, True), logits, target, loss_fn=F.cross_entropy) == [
             "args_0",
             "args_1",
-            "dropout = ops.dropout(args_0, 0.1, 0)",
-            "cross_entropy_sum = ops.cross_entropy_sum(dropout, args_1, None, -100, 0.0)",
-            "cross_entropy_weight = ops.cross_entropy_weight(args_1, None, -100, torch.float32)",
+            "dropout = random.dropout(args_0, 0.1, 0)",
+            "cross_entropy_sum = losses.cross_entropy_sum(dropout, args_1, None, -100, 0.0)",
+            "cross_entropy_weight = operators.cross_entropy_weight(args_1, None, -100, torch.float32)",
             "div_tensor = aten.div.Tensor(cross_entropy_sum, cross_entropy_weight)",
             "return [div_tensor]",
         ]
@@ -49,7 +49,7 @@ class TestTheExample:
 class TestRandomness:
     def test_every_dropout_has_a_number_of_its_own(self) -> None:
         lines = lines_of(lambda x: F.dropout(F.dropout(x, 0.5, True) + 1, 0.1, True), torch.rand(8, 4))
-        assert [line.split(", ")[-1] for line in lines if "ops.dropout" in line] == ["0)", "1)"]
+        assert [line.split(", ")[-1] for line in lines if "random.dropout" in line] == ["0)", "1)"]
 
     @pytest.mark.parametrize("p, training", [(0.5, False), (0.0, True)])
     def test_one_that_does_nothing_is_gone(self, p: float, training: bool) -> None:
@@ -61,7 +61,7 @@ class TestRandomness:
             return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5, is_causal=True)
 
         found = operators(lines_of(attend, torch.rand(8, 2, 3, 4)))
-        assert "ops.dropout" in found and "aten.scaled_dot_product_attention" not in found
+        assert "random.dropout" in found and "aten.scaled_dot_product_attention" not in found
 
     def test_attention_without_dropout_stays_whole(self) -> None:
         found = operators(lines_of(lambda q: F.scaled_dot_product_attention(q, q, q), torch.rand(8, 2, 3, 4)))

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel import ops
-from autoparallel.capture import Captured, capture, describe_inputs
+from autoparallel import operators
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.rules.typing import parse_mode
 from tests.models.fused import GATES, WAYS, FusedAttention, FusedConfig, GatedMLP
@@ -50,11 +51,11 @@ def test_a_split_product_is_interleaved() -> None:
     captured = _captured(Fused(12, lambda y: y[:, :8].sum(1) * y[:, 8:].sum(1), bias=True), torch.randn(8, 4), ranks=2)
     lines = show(captured.module)
     assert lines[3:7] + [line for line in lines[7:] if "piece(" in line] == [
-        "interleave = ops.interleave(p_model_joined_weight, 0, [0, 8, 12], 2)",
-        "interleave_1 = ops.interleave(p_model_joined_bias, 0, [0, 8, 12], 2)",
+        "interleave = tables.interleave(p_model_joined_weight, 0, [0, 8, 12], 2)",
+        "interleave_1 = tables.interleave(p_model_joined_bias, 0, [0, 8, 12], 2)",
         "linear = aten.linear(args_0, interleave, interleave_1)",
-        "piece = ops.piece(linear, 1, 0, 8, 2)",
-        "piece_1 = ops.piece(linear, 1, 8, 12, 2)",
+        "piece = tables.piece(linear, 1, 0, 8, 2)",
+        "piece_1 = tables.piece(linear, 1, 8, 12, 2)",
     ]
 
 
@@ -73,7 +74,7 @@ def test_every_way_of_writing_attention_computes_the_same(way: str) -> None:
     config = FusedConfig(keys=4 if way == "groups" else 2)
     model, x = FusedAttention(config, way).double(), torch.randn(8, 3, 16).double()
     captured = _captured(model, x)
-    blocks = [n.args[-1] for n in captured.graph.nodes if n.target is ops.piece]
+    blocks = [n.args[-1] for n in captured.graph.nodes if n.target is operators.piece]
     assert blocks == [RANKS] * 3
     torch.testing.assert_close(_run(captured, model, x), model(x), rtol=1e-12, atol=1e-12)
 
@@ -83,7 +84,7 @@ def test_every_way_of_writing_a_gate_computes_the_same(gate: str) -> None:
     torch.manual_seed(0)
     model, x = GatedMLP(FusedConfig(), gate).double(), torch.randn(8, 3, 16).double()
     captured = _captured(model, x)
-    assert _targets(captured).count(ops.piece) == 2
+    assert _targets(captured).count(operators.piece) == 2
     torch.testing.assert_close(_run(captured, model, x), model(x), rtol=1e-12, atol=1e-12)
 
 
@@ -99,7 +100,7 @@ def test_torchs_own_attention_is_interleaved() -> None:
     torch.manual_seed(0)
     model, x = Own().double(), torch.randn(8, 3, 8).double()
     captured = _captured(model, x)
-    assert _targets(captured).count(ops.piece) == 3
+    assert _targets(captured).count(operators.piece) == 3
     torch.testing.assert_close(_run(captured, model, x), model(x), rtol=1e-12, atol=1e-12)
 
 
@@ -116,12 +117,12 @@ def test_torchs_own_attention_is_interleaved() -> None:
 )
 def test_what_is_not_split_into_pieces_stays(rows: int, read: Callable[[Tensor], Tensor]) -> None:
     captured = _captured(Fused(rows, read), torch.randn(8, 4))
-    assert not {ops.interleave, ops.piece} & set(_targets(captured))
+    assert not {operators.interleave, operators.piece} & set(_targets(captured))
 
 
 def test_rows_that_nobody_reads_are_a_piece_of_their_own() -> None:
     captured = _captured(Fused(12, lambda y: y[:, 4:8] * y[:, 8:]), torch.randn(8, 4))
-    (interleave,) = (n for n in captured.graph.nodes if n.target is ops.interleave)
+    (interleave,) = (n for n in captured.graph.nodes if n.target is operators.interleave)
     assert interleave.args[1:] == (0, [0, 4, 8, 12], 4)
 
 
@@ -141,15 +142,15 @@ class TestSettling:
     def test_without_shards_nothing_is_interleaved(self) -> None:
         assert self.settled("I", "shard:...0") == [
             "linear = aten.linear(args_0, p_model_joined_weight)",
-            "piece = ops.piece(linear, 1, 0, 8, 1)",
-            "piece_1 = ops.piece(linear, 1, 8, 12, 1)",
+            "piece = tables.piece(linear, 1, 0, 8, 1)",
+            "piece_1 = tables.piece(linear, 1, 8, 12, 1)",
         ]
 
     @pytest.mark.parametrize(("piece", "linear"), [("shard:o", "shard:n"), ("shard:o", "I"), ("I", "shard:n")])
     def test_there_are_as_many_blocks_as_shards(self, piece: str, linear: str) -> None:
         assert self.settled(piece, linear) == [
-            "interleave = ops.interleave(p_model_joined_weight, 0, [0, 8, 12], 2)",
+            "interleave = tables.interleave(p_model_joined_weight, 0, [0, 8, 12], 2)",
             "linear = aten.linear(args_0, interleave)",
-            "piece = ops.piece(linear, 1, 0, 8, 2)",
-            "piece_1 = ops.piece(linear, 1, 8, 12, 2)",
+            "piece = tables.piece(linear, 1, 0, 8, 2)",
+            "piece_1 = tables.piece(linear, 1, 8, 12, 2)",
         ]

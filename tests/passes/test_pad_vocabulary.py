@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import Captured, capture, describe_inputs
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
 from tests.passes.support import show
 
@@ -61,8 +62,8 @@ def test_before_and_after() -> None:
     lines = text(captured(Tied(), IDS, IDS, shards=4, loss_fn=flat_loss))
     start = next(i for i, line in enumerate(lines) if line.startswith("pad_rows"))
     assert lines[start : start + 2] == [
-        "pad_rows = ops.pad_rows(p_model_tok_weight, 16)",
-        "padded_embedding = ops.padded_embedding(pad_rows, args_0, -1, 13)",
+        "pad_rows = tables.pad_rows(p_model_tok_weight, 16)",
+        "padded_embedding = tables.padded_embedding(pad_rows, args_0, -1, 13)",
     ]
     assert any("= aten.linear(padded_embedding, pad_rows, None)" in line for line in lines)
     assert any(line.startswith("cross_entropy_sum") and line.endswith("None, -100, 0.0, 13)") for line in lines)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import Captured, InputSpec, capture, describe_inputs
-from autoparallel.ops import weighted_mean
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, InputSpec, describe_inputs
+from autoparallel.operators import weighted_mean
 from tests.passes.support import show
 
 
@@ -43,9 +44,9 @@ def test_before_and_after() -> None:
         "args_0",
         "args_1",
         "linear = aten.linear(args_0, p_model_w_weight)",
-        "cross_entropy_sum = ops.cross_entropy_sum(linear, args_1, None, -100, 0.0)",
-        "cross_entropy_weight = ops.cross_entropy_weight(args_1, None, -100, torch.float32)",
-        "weighted_mean = ops.weighted_mean(cross_entropy_sum, cross_entropy_weight)",
+        "cross_entropy_sum = losses.cross_entropy_sum(linear, args_1, None, -100, 0.0)",
+        "cross_entropy_weight = operators.cross_entropy_weight(args_1, None, -100, torch.float32)",
+        "weighted_mean = losses.weighted_mean(cross_entropy_sum, cross_entropy_weight)",
         "return [weighted_mean, cross_entropy_weight]",
     ]
     assert graph.weight is not None and (graph.weight.kind, graph.weight.output) == ("mean", 1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoparallel.capture import Captured
+from autoparallel.graph.captured import Captured
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.experts import find_experts
 from autoparallel.planner.hardware import CPU

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import capture, describe_inputs
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import describe_inputs
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner import highs, integer_program
 from autoparallel.planner import search as search_module

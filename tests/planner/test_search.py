@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import Captured, capture, describe_inputs
+from autoparallel.graph.capture import capture
+from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.placements import parse_layout
 from autoparallel.plan import Plan, PlanError
 from autoparallel.planner.factors import evaluate

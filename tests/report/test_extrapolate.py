@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel.capture import Captured
+from autoparallel.graph.captured import Captured
 from autoparallel.plan import Plan
 from autoparallel.planner.hardware import H100
 from autoparallel.planning import Planner, Request, call_of

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel import ops
-from autoparallel.grouped import grouped_linear
+from autoparallel import operators
+from autoparallel.operators.experts import grouped_linear
 from tests.rules.proof import Example
 
 aten = torch.ops.aten
@@ -112,7 +112,7 @@ def _elementwise() -> list[Example]:
         e(aten.masked_fill.Tensor, (real(6, 6), truth(6, 1), real())),
         e(aten.prelu.default, (real(6, 6, 3), real(6))),
         e(aten.prelu.default, (real(6, 6), real(1)), label="one slope"),
-        e(ops.dropout, (real(6, 6, 2), 0.4, 3)),
+        e(operators.dropout, (real(6, 6, 2), 0.4, 3)),
     ]
     return found
 
@@ -255,8 +255,8 @@ def _reductions() -> list[Example]:
         e(aten.logcumsumexp.default, (real(6, 6), 0)),
         e(aten.argsort.default, (real(6, 6), 1)),
         e(aten.argsort.stable, (whole(6, 6),), {"stable": True, "dim": 0, "descending": True}),
-        e(ops.topk_indices, (real(6, 6, 4), 2)),
-        e(ops.topk_indices, (real(6, 6), 3, 0, False), label="smallest"),
+        e(operators.topk_indices, (real(6, 6, 4), 2)),
+        e(operators.topk_indices, (real(6, 6), 3, 0, False), label="smallest"),
         e(aten.histc.default, (whole(6, 6).double(), 6, 0, 5), constant=frozenset({0})),
         e(aten.histc.default, (real(6, 6), 4, -1, 1), constant=frozenset({0}), label="out of range"),
         e(aten.layer_norm.default, (real(6, 6, 4), [4], real(4), real(4))),
@@ -303,17 +303,27 @@ def _losses() -> list[Example]:
         ]
     wide = real(6, 12, 6)
     found += [
-        e(ops.cross_entropy_sum, (real(6, 12), ignored[0])),
-        e(ops.cross_entropy_sum, (wide, ignored), label="dims"),
-        e(ops.cross_entropy_sum, (wide, whole(6, 6, high=12), None, 5), label="ignored class"),
-        e(ops.cross_entropy_sum, (real(12), whole(high=12)), label="one row"),
-        e(ops.cross_entropy_sum, (real(6, 12), ignored[1], None, -100, 0.1), label="smoothing"),
-        e(ops.cross_entropy_sum, (wide, ignored, positive(12), -100, 0.1), constant=frozenset({2}), label="weights"),
-        e(ops.cross_entropy_sum, (_masked_logits(), torch.tensor([0, 1, 7, -100, 11, 3])), label="masked logits"),
-        e(ops.cross_entropy_sum, (real(6, 12), ignored[1], None, -100, 0.0, 12), label="told the classes"),
-        e(ops.weighted_mean, (real(6), torch.arange(1, 7))),
-        e(ops.cross_entropy_weight, (ignored, None, -100, torch.float64)),
-        e(ops.cross_entropy_weight, (ignored, positive(12), -100, torch.float64), constant=frozenset({1}), label="w"),
+        e(operators.cross_entropy_sum, (real(6, 12), ignored[0])),
+        e(operators.cross_entropy_sum, (wide, ignored), label="dims"),
+        e(operators.cross_entropy_sum, (wide, whole(6, 6, high=12), None, 5), label="ignored class"),
+        e(operators.cross_entropy_sum, (real(12), whole(high=12)), label="one row"),
+        e(operators.cross_entropy_sum, (real(6, 12), ignored[1], None, -100, 0.1), label="smoothing"),
+        e(
+            operators.cross_entropy_sum,
+            (wide, ignored, positive(12), -100, 0.1),
+            constant=frozenset({2}),
+            label="weights",
+        ),
+        e(operators.cross_entropy_sum, (_masked_logits(), torch.tensor([0, 1, 7, -100, 11, 3])), label="masked logits"),
+        e(operators.cross_entropy_sum, (real(6, 12), ignored[1], None, -100, 0.0, 12), label="told the classes"),
+        e(operators.weighted_mean, (real(6), torch.arange(1, 7))),
+        e(operators.cross_entropy_weight, (ignored, None, -100, torch.float64)),
+        e(
+            operators.cross_entropy_weight,
+            (ignored, positive(12), -100, torch.float64),
+            constant=frozenset({1}),
+            label="w",
+        ),
     ]
     return found
 
@@ -332,13 +342,13 @@ def _indexing() -> list[Example]:
         e(aten.embedding.default, (real(12, 6), whole(6, 6, high=12), 3), label="padding"),
         e(aten.embedding.default, (real(12, 6), whole(6, 6, high=3), -1, True), label="scaled"),
         e(aten.embedding.default, (real(12, 6), whole(high=12)), label="one"),
-        e(ops.padded_embedding, (real(12, 6), whole(6, 6, high=12), -1, 12)),
-        e(ops.pad_rows, (real(12, 6), 12)),
-        e(ops.interleave, (real(24, 6), 0, [0, 12, 18, 24], 6)),
-        e(ops.interleave, (real(6, 12), 1, [0, 6, 12], 3), label="columns"),
-        e(ops.piece, (real(6, 36), 1, 12, 24, 6)),
-        e(ops.piece, (real(6, 36, 6), 1, 0, 24, 6), label="inside"),
-        e(ops.piece, (real(6, 12), 1, 3, 6, 1), label="one block"),
+        e(operators.padded_embedding, (real(12, 6), whole(6, 6, high=12), -1, 12)),
+        e(operators.pad_rows, (real(12, 6), 12)),
+        e(operators.interleave, (real(24, 6), 0, [0, 12, 18, 24], 6)),
+        e(operators.interleave, (real(6, 12), 1, [0, 6, 12], 3), label="columns"),
+        e(operators.piece, (real(6, 36), 1, 12, 24, 6)),
+        e(operators.piece, (real(6, 36, 6), 1, 0, 24, 6), label="inside"),
+        e(operators.piece, (real(6, 12), 1, 3, 6, 1), label="one block"),
         e(aten.one_hot.default, (whole(6, 6, high=5), 5)),
         e(aten.gather.default, (real(6, 6, 4), 2, whole(6, 6, 6, high=4))),
         e(aten.gather.default, (real(6, 6), 0, whole(3, 4)), label="part"),

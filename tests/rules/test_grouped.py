@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoparallel.grouped import grouped_linear, grouped_linear_exchanged
+from autoparallel.operators.experts import grouped_linear, grouped_linear_exchanged
 from autoparallel.simulate import simulate
 from tests.rules.examples import real
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoparallel import ops
+from autoparallel import operators
 from autoparallel.simulate import simulate
 from tests.rules.examples import real, whole
 
@@ -15,12 +15,12 @@ from tests.rules.examples import real, whole
 def test_a_sum_of_losses_in_half_precision_does_not_overflow() -> None:
     x = torch.zeros(40_000, 8, dtype=torch.float16)
     target = whole(40_000, high=8)
-    total = ops.cross_entropy_sum(x, target)
+    total = operators.cross_entropy_sum(x, target)
     assert total.dtype == torch.float32
     assert total / len(x) == pytest.approx(float(F.cross_entropy(x.float(), target)), rel=1e-3)
 
     def rank(index: int) -> Tensor:
-        return ops.cross_entropy_sum_sharded(x.chunk(2, 1)[index], target, -100, "mesh/tp")
+        return operators.cross_entropy_sum_sharded(x.chunk(2, 1)[index], target, -100, "mesh/tp")
 
     assert [float(t) for t in simulate(rank, (2,), ("tp",))] == pytest.approx([float(total)] * 2, rel=1e-3)
 
@@ -32,7 +32,7 @@ def test_an_index_outside_of_a_sharded_table_is_an_error_as_in_torch(wrong: int)
         F.embedding(indices, weight)
     with pytest.raises(IndexError):
         simulate(
-            lambda rank: ops.embedding_sharded(weight.chunk(3)[rank], indices, -1, "mesh/tp"), (3,), ("tp",)
+            lambda rank: operators.embedding_sharded(weight.chunk(3)[rank], indices, -1, "mesh/tp"), (3,), ("tp",)
         )
 
 
@@ -43,27 +43,29 @@ def test_a_class_outside_of_sharded_logits_is_an_error_as_in_torch(wrong: int) -
         F.cross_entropy(x, target)
     with pytest.raises((IndexError, RuntimeError)):
         simulate(
-            lambda rank: ops.cross_entropy_sum_sharded(x.chunk(3, 1)[rank], target, -100, "mesh/tp"), (3,), ("tp",)
+            lambda rank: operators.cross_entropy_sum_sharded(x.chunk(3, 1)[rank], target, -100, "mesh/tp"),
+            (3,),
+            ("tp",),
         )
 
 
 class TestDropout:
-    def _mask(self, state: ops.RandomState, number: int = 0, p: float = 0.3) -> Tensor:
-        ops.set_random_state(state)
+    def _mask(self, state: operators.RandomState, number: int = 0, p: float = 0.3) -> Tensor:
+        operators.set_random_state(state)
         try:
-            return ops.dropout(torch.ones(60, 60), p, number)
+            return operators.dropout(torch.ones(60, 60), p, number)
         finally:
-            ops.set_random_state(ops.RandomState(0, 0))
+            operators.set_random_state(operators.RandomState(0, 0))
 
     def test_masks_depend_on_seed_call_and_operator(self) -> None:
-        base = self._mask(ops.RandomState(1, 1))
-        assert torch.equal(base, self._mask(ops.RandomState(1, 1)))
+        base = self._mask(operators.RandomState(1, 1))
+        assert torch.equal(base, self._mask(operators.RandomState(1, 1)))
         for seed, call, number in ((2, 1, 0), (1, 2, 0), (1, 1, 1)):
-            other = self._mask(ops.RandomState(seed, call), number)
+            other = self._mask(operators.RandomState(seed, call), number)
             assert 0.3 < ((base > 0) != (other > 0)).double().mean() < 0.55  # 2 p (1 - p) = 0.42 for independent masks
 
     def test_the_share_of_zeros_and_the_mean_are_right(self) -> None:
-        mask = self._mask(ops.RandomState(3, 0))
+        mask = self._mask(operators.RandomState(3, 0))
         assert (mask == 0).double().mean() == pytest.approx(0.3, abs=0.03)
         assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
-        assert not self._mask(ops.RandomState(3, 0), p=1.0).any()
+        assert not self._mask(operators.RandomState(3, 0), p=1.0).any()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoparallel.groups import axis_index, axis_size, communicator_of
-from autoparallel.ops import shard_index
+from autoparallel.operators.tables import shard_index
 
 
 def grouped_linear(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:

@@ -1,0 +1,103 @@
+"""What is captured of a model: its forward graph on global shapes, and the inputs it was captured for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autoparallel.passes.weigh_loss import LossWeight
+
+
+class CaptureError(RuntimeError):
+    """The model cannot be captured as one graph; the message names the line and says what to change."""
+
+
+@dataclass
+class Captured:
+    """A model's forward graph, on global shapes.
+
+    Attributes:
+        module: the graph; its placeholders are parameters, buffers, constants and inputs, its output a flat tuple:
+            first the new values of mutated buffers, then the model's outputs.
+        parameters, buffers: placeholder name to the name in the model (one name for a tied weight).
+        constants: placeholder name to the tensor.
+        inputs: for each leaf of the call's inputs, the placeholder's name, or None where the graph ignores it.
+        mutated_buffers: the names of the buffers that the first outputs are new values of.
+        outputs: for each leaf of the model's output, the index among the graph's outputs, or the constant itself.
+        output_spec: how the outputs nest.
+        scalars: the indices (among the graph's outputs) of the scalar outputs that are differentiated.
+        actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
+        weight: what the loss weighs among the microbatches of a step; None where there is no loss.
+        rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
+    """
+
+    module: fx.GraphModule
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    constants: dict[str, torch.Tensor]
+    inputs: list[str | None]
+    mutated_buffers: list[str]
+    outputs: list[int | Constant]
+    output_spec: pytree.TreeSpec
+    scalars: list[int]
+    actual: dict[sympy.Symbol, int] = field(default_factory=dict)
+    weight: LossWeight | None = None
+    rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def size(self, value: Any) -> int:
+        """A traced size as it is in the actual call."""
+        if isinstance(value, int):
+            return value
+        return int(value.node.expr.subs(self.actual))
+
+    def copy(self) -> Captured:
+        """The same graph once more, for another program to be made of."""
+        graph = fx.Graph()
+        known: dict[fx.Node, fx.Node] = {}
+        graph.output(graph.graph_copy(self.graph, known))
+        graph.output_node().meta = dict(self.graph.output_node().meta)
+        return replace(self, module=fx.GraphModule(nn.Module(), graph))
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: Any
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor among the inputs of a call.
+
+    Attributes:
+        shape: the global shape of the actual call.
+        batch: how many rows of the batch one unit of dim 0 stands for; 0 when dim 0 is not the batch.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    batch: int
+
+
+def describe_inputs(leaves: Sequence[Any]) -> tuple[list[InputSpec | Any], int]:
+    """Tells the batch dim of each input: dim 0, where it is the first tensor's batch size or a multiple of it."""
+    batch = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim > 0), 0)
+    specs: list[InputSpec | Any] = []
+    for x in leaves:
+        if not isinstance(x, torch.Tensor):
+            specs.append(x)
+            continue
+        rows = x.shape[0] if x.ndim else 0
+        multiple = rows // batch if batch and rows and rows % batch == 0 and (batch > 1 or rows == 1) else 0
+        specs.append(InputSpec(tuple(x.shape), x.dtype, x.requires_grad, multiple))
+    return specs, batch

@@ -1,0 +1,33 @@
+"""Operators of our own that appear in a program: what torch's operator computes, in a form that can be sharded.
+
+What depends on a rank (its rows of a table, its positions in a dropout mask) is asked for by the name of the axis
+when the operator runs, so that the program is the same text on every rank.  May import ``groups`` and ``collectives``.
+
+- ``random``: numbers by global position, and the seed and call that they belong to.
+- ``tables``: sharded, padded and interleaved tables, and look-ups in them.
+- ``losses``: cross-entropy as a sum and a weight, also of sharded classes.
+- ``experts``: linear layers of which every row picks its own.
+"""
+
+from autoparallel.operators.losses import (
+    cross_entropy_sum,
+    cross_entropy_sum_sharded,
+    cross_entropy_weight,
+    weighted_mean,
+)
+from autoparallel.operators.random import MICROBATCH, RandomState, dropout, random_state, set_random_state
+from autoparallel.operators.tables import (
+    embedding_sharded,
+    interleave,
+    pad_rows,
+    padded_embedding,
+    piece,
+    shard_index,
+    topk_indices,
+)
+
+__all__ = [
+    "MICROBATCH", "RandomState", "cross_entropy_sum", "cross_entropy_sum_sharded", "cross_entropy_weight", "dropout",
+    "embedding_sharded", "interleave", "pad_rows", "padded_embedding", "piece", "random_state", "set_random_state",
+    "shard_index", "topk_indices", "weighted_mean",
+]  # fmt: skip

@@ -1,0 +1,111 @@
+"""Cross-entropies as sums and weights, also of sharded classes, and means of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoparallel.collectives import all_reduce
+from autoparallel.groups import axis_index
+from autoparallel.operators.tables import local_rows
+
+
+def cross_entropy_sum(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    classes: int | None = None,
+) -> Tensor:
+    """The sum of the cross-entropies of ``x`` [N, C, ...] or [C] and class indices ``target`` [N, ...] or [].
+
+    float32 or wider: a sum over a batch does not fit into half precision.  The columns from ``classes`` on are padding.
+    """
+    if classes is not None:
+        x = x.narrow(1, 0, classes)
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    losses = F.cross_entropy(
+        x,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none" if half else "sum",
+    )
+    return losses.float().sum() if half else losses
+
+
+def cross_entropy_weight(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """What ``reduction="mean"`` divides by: the number (or summed class weight) of the targets not ignored."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum().to(dtype)
+    return (weight[target.where(valid, 0)] * valid).sum().to(dtype)
+
+
+def weighted_mean(total: Tensor, weight: Tensor) -> Tensor:
+    """``total / weight``, element by element, with a gradient that stays finite where ``weight`` is 0: ``total``'s."""
+    return _WeightedMean.apply(total, weight)
+
+
+class _WeightedMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, weight: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(weight)
+        return total / weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is None:
+            return None, None
+        (weight,) = ctx.saved_tensors
+        return grads[0] / torch.where(weight == 0, 1, weight), None
+
+
+def cross_entropy_sum_sharded(
+    x: Tensor, target: Tensor, ignore_index: int, group: str, classes: int | None = None
+) -> Tensor:
+    """``cross_entropy_sum`` of logits whose classes (dim 1, or dim 0 of a vector) are sharded over ``group``.
+
+    Two all-reduces of [N]-shaped tensors forward, none backward (Shoeybi et al. 2019, Megatron-LM, section 3).
+    """
+    return _ShardedCrossEntropy.apply(x, target, ignore_index, group, classes)
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str, total: int | None) -> Tensor:
+        classes = 0 if x.ndim == 1 else 1
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        if x.dtype in (torch.float16, torch.bfloat16):
+            x = x.float()
+        if total is not None:  # columns of padding count as minus infinity
+            own = max(0, min(x.shape[classes], total - axis_index(group) * x.shape[classes]))
+            if own < x.shape[classes]:
+                x = x.clone()
+                x.narrow(classes, own, x.shape[classes] - own).fill_(-torch.inf)
+        valid = target != ignore_index
+        local, mine = local_rows(target.where(valid, 0), x.shape[classes], group, total)
+        local = local.unsqueeze(classes)
+        shifted = x - all_reduce(x.amax(classes), "max", group).unsqueeze(classes)
+        exp = shifted.exp()
+        picked = shifted.gather(classes, local).squeeze(classes).where(mine, 0)
+        totals = all_reduce(torch.stack([exp.sum(classes), picked]), "sum", group)
+        softmax = exp / totals[0].unsqueeze(classes)
+        ctx.save_for_backward(softmax, local, mine, valid)
+        return (totals[0].log() - totals[1]).where(valid, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads[0] is None:
+            return None, None, None, None, None
+        softmax, local, mine, valid = ctx.saved_tensors
+        classes = 0 if softmax.ndim == 1 else 1
+        grad = softmax.scatter_add(classes, local, -mine.to(softmax.dtype).unsqueeze(classes))
+        return (grad.where(valid.unsqueeze(classes), 0) * grads[0]).to(ctx.dtype), None, None, None, None
