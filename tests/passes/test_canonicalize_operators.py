@@ -40,7 +40,7 @@ class TestTheExample:
             "args_1",
             "dropout = random.dropout(args_0, 0.1, 0)",
             "cross_entropy_sum = losses.cross_entropy_sum(dropout, args_1, None, -100, 0.0)",
-            "cross_entropy_weight = operators.cross_entropy_weight(args_1, None, -100, torch.float32)",
+            "cross_entropy_weight = losses.cross_entropy_weight(args_1, None, -100, torch.float32)",
             "div_tensor = aten.div.Tensor(cross_entropy_sum, cross_entropy_weight)",
             "return [div_tensor]",
         ]

@@ -96,7 +96,7 @@ def test_nothing_is_sorted_any_more_and_the_numbers_stay(way: str) -> None:
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
     graph = captured(model, x)
     found = operators(show(graph.module))
-    assert found.count("grouped.grouped_linear") == 2
+    assert found.count("experts.grouped_linear") == 2
     assert not [name for name in found if any(w in name for w in ("sort", "grouped_mm", "index", "histc", "bmm"))]
     calls = [n for n in graph.graph.nodes if n.op == "call_function" and isinstance(n.meta["val"], Tensor)]
     assert all(rule_for(n) is not None for n in calls)
@@ -126,7 +126,7 @@ class TestTheExample:
             "argmax = aten.argmax(args_0, -1)",
             "_to_copy_default = aten._to_copy(args_0, dtype=torch.bfloat16)",
             "_to_copy_3 = aten._to_copy(p_model_weight, dtype=torch.bfloat16)",
-            "grouped_linear = grouped.grouped_linear(_to_copy_default, _to_copy_3, argmax)",
+            "grouped_linear = experts.grouped_linear(_to_copy_default, _to_copy_3, argmax)",
             "relu_default = aten.relu(grouped_linear)",
             "return [relu_default]",
         ]
@@ -138,7 +138,7 @@ class TestTheExample:
 
             args, kwargs = case.make_batch(0, 4)
             lines = show(_capture(case.model, args, kwargs).module)
-            assert operators(lines).count("grouped.grouped_linear") == 4, name
+            assert operators(lines).count("experts.grouped_linear") == 4, name
             assert not any("sort" in line or "grouped_mm" in line for line in lines), name
 
 
@@ -148,7 +148,7 @@ class TestWhatIsNotRecognisedStays:
             return torch.bmm(x.unsqueeze(1), weight[ids])
 
         found = operators(show(captured(Function(layer), torch.randn(8, WIDTH), torch.randint(0, 4, (8,))).module))
-        assert "aten.bmm" in found and "grouped.grouped_linear" not in found
+        assert "aten.bmm" in found and "experts.grouped_linear" not in found
 
     def test_another_order_than_the_sort(self) -> None:
         def layer(weight: Tensor, x: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class TestWhatIsNotRecognisedStays:
             return F.grouped_mm(x[order].bfloat16(), weight.bfloat16(), offs=ends)[order.argsort()]
 
         found = operators(show(captured(Function(layer), torch.randn(8, WIDTH)).module))
-        assert "aten._grouped_mm" in found and "grouped.grouped_linear" not in found
+        assert "aten._grouped_mm" in found and "experts.grouped_linear" not in found
 
     def test_counts_of_other_experts(self) -> None:
         def layer(weight: Tensor, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class TestWhatIsNotRecognisedStays:
             return F.grouped_mm(x[order].bfloat16(), weight.bfloat16(), offs=ends)[order.argsort()]
 
         found = operators(show(captured(Function(layer), torch.randn(8, WIDTH)).module))
-        assert "aten._grouped_mm" in found and "grouped.grouped_linear" not in found
+        assert "aten._grouped_mm" in found and "experts.grouped_linear" not in found
 
     def test_sorted_rows_that_are_mixed(self) -> None:
         def layer(weight: Tensor, x: Tensor) -> Tensor:

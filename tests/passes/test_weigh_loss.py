@@ -45,7 +45,7 @@ def test_before_and_after() -> None:
         "args_1",
         "linear = aten.linear(args_0, p_model_w_weight)",
         "cross_entropy_sum = losses.cross_entropy_sum(linear, args_1, None, -100, 0.0)",
-        "cross_entropy_weight = operators.cross_entropy_weight(args_1, None, -100, torch.float32)",
+        "cross_entropy_weight = losses.cross_entropy_weight(args_1, None, -100, torch.float32)",
         "weighted_mean = losses.weighted_mean(cross_entropy_sum, cross_entropy_weight)",
         "return [weighted_mean, cross_entropy_weight]",
     ]
