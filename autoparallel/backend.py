@@ -22,7 +22,7 @@ from autoparallel import _torch
 from autoparallel.api import BACKENDS, usable_mesh
 from autoparallel.dynamo import GraphModel, Piece, find_graph_break
 from autoparallel.graph.capture import capture
-from autoparallel.graph.captured import Captured, CaptureError, InputSpec
+from autoparallel.graph.captured import Captured, CaptureError, InputSpec, leaf_value
 from autoparallel.groups import bind
 from autoparallel.operators import RandomState, dropout, set_random_state
 from autoparallel.passes.bucket_collectives import Bucket
@@ -398,7 +398,7 @@ class _Runner:
         if flowing:
             for i, value in zip(flowing, _Outputs.apply(*(outputs[i] for i in flowing)), strict=True):
                 outputs[i] = value
-        return tuple(outputs[o] if isinstance(o, int) else o.value for o in self.program.captured.outputs)
+        return tuple(leaf_value(leaf, outputs, {}) for leaf in self.program.captured.outputs)
 
 
 class _Unshard(torch.autograd.Function):

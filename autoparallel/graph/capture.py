@@ -12,19 +12,23 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch import free_unbacked_symbols, make_fake_mode
-from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec
+from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
+from autoparallel.graph.globals_read import GlobalsRead, owners_of
 from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_out
+from autoparallel.graph.plain_tensors import is_attribute, make_buffer, plain_tensors
+from autoparallel.graph.recorder import Recorder, StateChangedError, first_line
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import (
@@ -43,9 +47,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Found:
-    """What tracing found; an object of its own, because export resets the attributes of what it traces."""
+    """What tracing found; an object of its own, because export resets the attributes of what it traces.
 
-    counted: bool = False  # whether the loss function returned a sum and a count
+    Attributes:
+        counted: whether the loss function returned a sum and a count.
+        spec: how the outputs nest.
+        attributes: the attributes that the call sets, and how their values nest.
+    """
+
+    counted: bool = False
+    spec: pytree.TreeSpec | None = None
+    attributes: dict[str, pytree.TreeSpec] = field(default_factory=dict)
 
 
 class _Training(nn.Module):
@@ -55,7 +67,11 @@ class _Training(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, precision: MixedPrecisionPolicy | None
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        precision: MixedPrecisionPolicy | None,
+        recorder: Recorder,
     ) -> None:
         super().__init__()
         self.model = model
@@ -64,8 +80,18 @@ class _Training(nn.Module):
         self.input_dtype = precision.param_dtype if precision is not None and cast else None
         self.output_dtype = precision.output_dtype if precision is not None else None
         self.found = _Found()
+        self.recorder = recorder
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of the outputs, and of the attributes that the call sets."""
+        with self.recorder:
+            leaves, self.found.spec = pytree.tree_flatten(self._outputs(args, kwargs))
+        for name, value in self.recorder.take().items():
+            more, self.found.attributes[name] = pytree.tree_flatten(value)
+            leaves += more
+        return leaves
+
+    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.loss_fn is None:
             return self._run(args, kwargs)
         *inputs, target = args
@@ -158,16 +184,29 @@ def capture(
     args, kwargs = pytree.tree_unflatten(leaves, in_spec)
     shapes = pytree.tree_unflatten(dynamic, in_spec)
 
+    tensors = plain_tensors(model)
+    with mode:
+        for tensor in tensors.values():
+            memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    attributes = {name: t for name, t in tensors.items() if is_attribute(model, name)}
+    owners |= {name: name for name in attributes}
+    references = {id(memo[id(t)]): t for t in tensors.values()}
+    recorders: list[Recorder] = []
+
     def make() -> _Training:
+        table = dict(memo)
         try:
-            plain = copy.deepcopy(model, dict(memo))
+            plain = copy.deepcopy(model, table)
         except Exception as error:
             raise CaptureError(
                 f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"
             ) from error
+        for name in attributes:
+            make_buffer(plain, name)
         if training is not None:
             plain.train(training)
-        wrapper = _Training(plain, loss_fn, precision)
+        recorders.append(Recorder(model, plain, table))
+        wrapper = _Training(plain, loss_fn, precision, recorders[-1])
         wrapper.training = plain.training
         return wrapper
 
@@ -175,8 +214,8 @@ def capture(
         wrapper = make()
         leave_out(wrapper, runs)
         program = _export(wrapper, (args, kwargs), shapes, model)
-        counted = wrapper.found.counted
-        captured = _describe(program, model, owners, specs, detach_beside_loss, counted, ranks)
+        captured = _describe(program, model, owners, references, specs, detach_beside_loss, wrapper.found, ranks)
+        captured.state = wrapper.recorder.state()
         for run in runs:
             inner = replace(run, path=run.path.removeprefix("model."))
             fill_up(captured.graph, inner, captured.parameters, captured.buffers)
@@ -185,14 +224,54 @@ def capture(
             captured.module.recompile()
         return captured
 
-    with mode:
-        runs = find_runs(make, lambda wrapper: wrapper(args, kwargs))
+    reads = GlobalsRead(owners_of(loss_fn))
     try:
-        captured = trace(runs)
-    except NotAlike:
-        captured = trace([])
+        with mode:
+            whole = make()
+            try:
+                runs, failed = _rehearse(whole, make, lambda wrapper: wrapper(args, kwargs), reads)
+            except StateChangedError as error:
+                raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn)), (args, kwargs)) from None
+        with reads if failed else nullcontext():
+            try:
+                captured = trace(runs)
+            except NotAlike:
+                captured = trace([])
+        captured.state.merge(whole.recorder.state())
+        captured.state.merge(reads.state())
+    finally:
+        for recorder in recorders:
+            recorder.close()
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
     return captured
+
+
+def _rehearse(
+    whole: _Training, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], reads: GlobalsRead
+) -> tuple[list[Run], bool]:
+    """Runs the whole model once, without a trace, to see what it reads of Python: the runs of layers that need not be
+    traced, and whether it failed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runs = find_runs(whole, make, run, reads)
+    except CaptureError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
+        return [], True
+    return ([] if whole.found.attributes else runs), False
+
+
+def _with_line(
+    error: StateChangedError, wrapper: _Training, reads: GlobalsRead, inputs: tuple[Any, Any]
+) -> CaptureError:
+    """What a run changes that no trace can show, with the line that does, for which a copy runs again."""
+
+    def run() -> None:
+        with reads:
+            wrapper(*inputs)
+
+    return CaptureError(error.message(first_line(run, lambda: error.has_changed(wrapper.recorder, reads))))
 
 
 def _export(wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module) -> ExportedProgram:
@@ -200,6 +279,8 @@ def _export(wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return export(wrapper, inputs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+    except CaptureError:
+        raise
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error
 
@@ -241,9 +322,10 @@ def _describe(
     program: ExportedProgram,
     model: nn.Module,
     owners: Mapping[str, str],
+    references: Mapping[int, torch.Tensor],
     specs: Sequence[InputSpec | Any],
     detach_beside_loss: bool,
-    counted: bool,
+    found: _Found,
     ranks: int,
 ) -> Captured:
     module = fx.GraphModule(torch.nn.Module(), program.graph)
@@ -273,7 +355,7 @@ def _describe(
             value = (program.state_dict | program.constants).get(str(spec.target))
             if not isinstance(value, torch.Tensor):
                 raise CaptureError(f"the model uses {spec.target!r}, which is not a tensor, as an input of its graph")
-            constants[node.name] = value
+            constants[node.name] = references.get(id(value), value)
     for node in list(graph.nodes):  # inputs that the graph ignores keep their placeholder, constants lose it
         if node.op == "placeholder" and node.name not in {*parameters, *buffers, *constants, *inputs}:
             if node.users:
@@ -282,7 +364,7 @@ def _describe(
 
     mutated: list[str] = []
     results: list[fx.Node] = []
-    outputs: list[int | Constant] = []
+    outputs: list[Leaf] = []
     nodes = {n.name: n for n in graph.nodes}
     for out in program.graph_signature.output_specs:
         if out.kind == OutputKind.BUFFER_MUTATION:
@@ -291,6 +373,9 @@ def _describe(
         elif out.kind == OutputKind.USER_OUTPUT:
             if isinstance(out.arg, ConstantArgument):
                 outputs.append(Constant(out.arg.value))
+            elif isinstance(out.arg, SymIntArgument):
+                size = nodes[out.arg.name].meta["val"]
+                outputs.append(Constant(size) if isinstance(size, int) else Size(size.node.expr))
             else:
                 outputs.append(len(results))
                 results.append(nodes[out.arg.name])
@@ -308,7 +393,7 @@ def _describe(
         n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
     }
     mark_differentiable(graph, differentiable)
-    weight = _weigh(module, len(mutated), counted)
+    weight = _weigh(module, len(mutated), found.counted)
     name_nodes(graph)
     scalars = detach_outputs(graph, len(mutated), detach_beside_loss)
     mark_backward(graph)
@@ -321,9 +406,14 @@ def _describe(
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 actual[size.node.expr] = real
     module.recompile()
+    assert found.spec is not None
+    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
+    for name, nesting in reversed(found.attributes.items()):
+        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
+        del outputs[len(outputs) - nesting.num_leaves :]
     return Captured(
-        module, parameters, buffers, constants, inputs, mutated, outputs, program.call_spec.out_spec, scalars, actual,
-        weight,
+        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, scalars, actual, weight,
+        attributes=attributes,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +11,37 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autoparallel.graph.python_state import PythonState
 from autoparallel.passes.weigh_loss import LossWeight
 
 
 class CaptureError(RuntimeError):
     """The model cannot be captured as one graph; the message names the line and says what to change."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A leaf of the output that is no tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Size:
+    """A leaf of the output that is a size, as an expression of the traced symbols."""
+
+    expression: sympy.Expr
+
+
+Leaf = int | Constant | Size
+"""One leaf of the output; a tensor as its index among the graph's outputs."""
+
+
+def leaf_value(leaf: Leaf, results: Sequence[Any], sizes: Mapping[Any, int]) -> Any:
+    """One leaf of a call's output, from the graph's outputs and the sizes of the traced symbols."""
+    if isinstance(leaf, Constant):
+        return leaf.value
+    return int(leaf.expression.subs(sizes)) if isinstance(leaf, Size) else results[leaf]
 
 
 @dataclass
@@ -29,12 +55,14 @@ class Captured:
         constants: placeholder name to the tensor.
         inputs: for each leaf of the call's inputs, the placeholder's name, or None where the graph ignores it.
         mutated_buffers: the names of the buffers that the first outputs are new values of.
-        outputs: for each leaf of the model's output, the index among the graph's outputs, or the constant itself.
+        outputs: for each leaf of the model's output, the index among the graph's outputs, or what it is instead.
         output_spec: how the outputs nest.
         scalars: the indices (among the graph's outputs) of the scalar outputs that are differentiated.
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
         weight: what the loss weighs among the microbatches of a step; None where there is no loss.
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
+        attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
+        state: the values of Python's that the trace has read.
     """
 
     module: fx.GraphModule
@@ -43,12 +71,14 @@ class Captured:
     constants: dict[str, torch.Tensor]
     inputs: list[str | None]
     mutated_buffers: list[str]
-    outputs: list[int | Constant]
+    outputs: list[Leaf]
     output_spec: pytree.TreeSpec
     scalars: list[int]
     actual: dict[sympy.Symbol, int] = field(default_factory=dict)
     weight: LossWeight | None = None
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)
+    state: PythonState = field(default_factory=PythonState)
 
     @property
     def graph(self) -> fx.Graph:
@@ -60,6 +90,12 @@ class Captured:
             return value
         return int(value.node.expr.subs(self.actual))
 
+    @property
+    def returns_sizes(self) -> bool:
+        """Whether a leaf of the outputs is a size of the call."""
+        leaves = [*self.outputs, *(leaf for _, parts in self.attributes.values() for leaf in parts)]
+        return any(isinstance(leaf, Size) for leaf in leaves)
+
     def copy(self) -> Captured:
         """The same graph once more, for another program to be made of."""
         graph = fx.Graph()
@@ -67,11 +103,6 @@ class Captured:
         graph.output(graph.graph_copy(self.graph, known))
         graph.output_node().meta = dict(self.graph.output_node().meta)
         return replace(self, module=fx.GraphModule(nn.Module(), graph))
-
-
-@dataclass(frozen=True)
-class Constant:
-    value: Any
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ differs, the whole model is traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -51,25 +52,30 @@ class Run:
         return range(self.template + 1, self.first + self.count)
 
 
-def find_runs(make: Callable[[], nn.Module], run: Callable[[nn.Module], Any]) -> list[Run]:
-    """The runs of layers that need not be traced (see [Note: when that is sound]).
+def find_runs(
+    model: nn.Module, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], watch: AbstractContextManager[Any]
+) -> list[Run]:
+    """The runs of layers that need not be traced (see [Note: when that is sound]); the model runs in any case.
 
     Args:
-        make: a copy of the model, its tensors fake.
-        run: calls it as it will be traced.
+        model: a copy of the model, its tensors fake.
+        make: makes another one.
+        run: calls a copy as it will be traced.
+        watch: is entered while the whole model runs.
     """
-    model = make()
-    if not _stacks(model):
-        return []
-    try:
-        whole = _Record(model, run)
-        runs = whole.runs()
-        if not runs:
+    with watch:
+        if not _stacks(model):
+            run(model)
             return []
-        part = make()
-        leave_out(part, runs)
+        whole = _Record(model, run)
+    runs = whole.runs()
+    if not runs:
+        return []
+    part = make()
+    leave_out(part, runs)
+    try:
         short = _Record(part, run)
-    except Exception:  # noqa: BLE001 - whatever a model cannot do here, tracing the whole of it will say better
+    except Exception:  # noqa: BLE001 - a model that needs all its layers is traced with all of them
         return []
     return runs if whole.without(runs) == short.without([]) else []
 

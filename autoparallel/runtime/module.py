@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.graph.captured import Captured, Constant, InputSpec, describe_inputs
+from autoparallel.graph.captured import Captured, InputSpec, describe_inputs, leaf_value
+from autoparallel.graph.plain_tensors import tensor_at
+from autoparallel.graph.python_state import PythonState
 from autoparallel.groups import before_next_collective, settle
 from autoparallel.operators import RandomState
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements
@@ -31,8 +36,28 @@ from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.runner import Kind, Outputs
 from autoparallel.runtime.state import distribute_like
 
+_LOGGER = logging.getLogger("autoparallel")
+
+MANY_VALUES = 3
+"""Of so many changes of one value of Python's a call is advised to read a tensor instead."""
+
 CHECKED_CALLS = 3
 """On so many first calls the values of plain inputs are compared between the ranks, too."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What tells kinds of calls apart.
+
+    Attributes:
+        call: what can be seen of a call.
+        state: which of the states of Python that such calls have met.
+        batch: the batch size, where the trace fixes it.
+    """
+
+    call: Any
+    state: int
+    batch: int | None = None
 
 
 class ParallelModule(nn.Module):
@@ -57,18 +82,20 @@ class ParallelModule(nn.Module):
         super().__init__()
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
-        self.__dict__["_plain"] = plain
         self.training = plain.training
         self._mesh, self._agreement, self._store = mesh, agreement, store
         self._make_kind, self._has_loss_fn = make_kind, has_loss_fn
         self._signature = inspect.signature(plain.forward)
         self._kinds: dict[Any, Kind] = {}
         self._ready: dict[Any, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
+        self._structures: list[tuple[nn.Module, ...]] = []  # the submodules that there have been: one may be replaced
+        self._states: dict[Any, list[PythonState]] = {}  # by kind: what Python was when each of its traces was made
         self._calls, self._seed = 0, seed
         self._clipper = Clipper(store, plain, clip_grad_norm)
         self._parameter_ids = {id(p) for p in plain.parameters()}
         self._plan: Plan | None = None
         watch_optimizers(self._clipper)
+        self.__dict__["_plain"] = plain  # from now on other attributes are set on the plain model
 
     # -- calling ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +189,13 @@ class ParallelModule(nn.Module):
             (s.batch, s.shape[1:] if s.batch else s.shape, s.dtype, s.requires_grad) if isinstance(s, InputSpec) else s
             for s in call.specs
         )
-        return call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts, call.with_target
+        modules = tuple(self._plain.modules())
+        if modules not in self._structures:
+            self._structures.append(modules)
+        structure = self._structures.index(modules)
+        key = structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts, call.with_target
+        states = self._states.get(key, [])
+        return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
 
     def _agree(self, call: Call, problem: str | None) -> Kind:
         """The program of this kind of call, once all ranks have shown that they are about to make the same call; or,
@@ -178,19 +211,49 @@ class ParallelModule(nn.Module):
             return self._ready[known]
         kind = self._kinds.get(key)
         if kind is not None and not fits(kind.runner.captured, call.specs):
-            key = (*key, call.batch)
+            key = replace(key, batch=call.batch)
             kind = self._kinds.get(key)
         if kind is None:
-            with torch.inference_mode(False):  # what is made now is used for training, too
-                kind = self._make_kind(self, call)
-            if not self._kinds or self._plan is None:
-                self._plan = kind.plan
+            kind = self._new_kind(key, call)
             if not fits(kind.runner.captured, call.specs):
-                key = (*key, call.batch) if len(key) == 6 else key
+                key = replace(key, batch=call.batch)
             self._kinds[key] = kind
         kind.runner.require_fits(call)
         self._ready[known] = kind
         return kind
+
+    def _new_kind(self, key: Key, call: Call) -> Kind:
+        """Captures and plans; says why where only a value of Python's is new."""
+        states = self._states.setdefault(key.call, [])
+        changes = [(label, state) for state in states if (label := state.changed()) is not None]
+        started = time.perf_counter()
+        with torch.inference_mode(False):  # what is made now is used for training, too
+            kind = self._make_kind(self, call)
+        if not self._kinds or self._plan is None:
+            self._plan = kind.plan
+        read = kind.runner.captured.state
+        if key.state < len(states):
+            states[key.state].merge(read)
+        else:
+            states.append(read)
+            self._note_change(changes, time.perf_counter() - started)
+        return kind
+
+    def _note_change(self, changes: Sequence[tuple[str, PythonState]], seconds: float) -> None:
+        """Logs which value of Python's made a new kind of call, and what that took."""
+        if not changes:
+            return
+        label, state = changes[-1]
+        before, now = state.describe(label)
+        _LOGGER.warning(
+            "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s", label, before, now,
+            seconds,
+        )  # fmt: skip
+        if sum(name == label for name, _ in changes) == MANY_VALUES:
+            _LOGGER.warning(
+                "%s has had %d values by now, each with a trace of its own: make it a tensor, such as a registered "
+                "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,
+            )  # fmt: skip
 
     def _compare_call(self, call: Call, key: Any, problem: str | None) -> Callable[[], None]:
         """Shows the other ranks which call this is; the function returned raises where theirs differ."""
@@ -243,7 +306,7 @@ class ParallelModule(nn.Module):
         count = len(captured.mutated_buffers)
         with torch.no_grad():
             for path, value in zip(captured.mutated_buffers, results[:count], strict=True):
-                self._plain.get_buffer(path).copy_(value)
+                tensor_at(self._plain, path).copy_(value)
         values: list[Any] = list(results)
         weight = self._weight(captured, values, call)
         kept = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
@@ -256,7 +319,12 @@ class ParallelModule(nn.Module):
             placements, layout = kind.runner.specs[i]
             if any(p.kind == "S" for p in layout):
                 values[i] = self._as_dtensor(values[i], layout, placements)
-        leaves = [o.value if isinstance(o, Constant) else values[o] for o in captured.outputs]
+        sizes = sizes_of(captured, call.specs) if captured.returns_sizes else {}
+        for name, (spec, parts) in captured.attributes.items():
+            path, _, attribute = name.rpartition(".")
+            value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
+            setattr(self._plain.get_submodule(path), attribute, value)
+        leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
         return pytree.tree_unflatten(leaves, captured.output_spec)
 
     def _weight(self, captured: Captured, values: Sequence[Any], call: Call) -> Weight:
@@ -447,6 +515,20 @@ class ParallelModule(nn.Module):
                     value = value.redistribute(home, parameter.placements)
             converted[name] = value
         return super().load_state_dict(converted, strict=strict)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the plain model, but for those that are this object's."""
+        plain = self.__dict__.get("_plain")
+        if plain is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(plain, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self._plain, name)
 
     def __getattr__(self, name: str) -> Any:
         try:

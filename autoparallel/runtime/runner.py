@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, set_random_state
 from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
@@ -69,7 +70,7 @@ class Runner:
         values: dict[str, Any] = {**self.fixed, **(held or {})}
         for name, path in self.program.captured.buffers.items():
             given = buffers.get(path) if buffers else None
-            values[name] = self.plain.get_buffer(path) if given is None else given
+            values[name] = tensor_at(self.plain, path) if given is None else given
         for leaf_name, leaf in zip(self.leaf_names, leaves, strict=True):
             if leaf_name is not None:
                 values[leaf_name] = leaf

@@ -1,0 +1,91 @@
+"""Tensors that a model holds without having registered them.
+
+A plain attribute is read at every call like a buffer; tensors in lists, dicts and objects are constants of the program,
+by reference: what is changed in them in place is seen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.python_state import is_data
+
+
+def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that are no parameters and no buffers, by where they are.
+
+    Raises:
+        CaptureError: for one that is trained, which no optimizer of the model's parameters would see.
+    """
+    registered = {id(t) for t in (*model.parameters(), *model.buffers())}
+    modules = {id(m) for m in model.modules()}
+    tensors: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        tables = {id(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}
+        for name, value in vars(module).items():
+            if id(value) in tables:
+                continue
+            label = f"{path}.{name}" if path else name
+            for place, tensor in _tensors(value, label, modules, set()):
+                if id(tensor) in registered:
+                    continue
+                if tensor.requires_grad:
+                    raise CaptureError(
+                        f"{place} is trained, but it is not among the model's parameters\nWhat to change: register it "
+                        "(self.weight = nn.Parameter(...), nn.ParameterList, nn.ModuleList), or detach it."
+                    )
+                tensors[place] = tensor
+    return tensors
+
+
+def _tensors(value: Any, label: str, modules: set[int], seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield label, value
+        return
+    if id(value) in modules or id(value) in seen:
+        return
+    seen.add(id(value))
+    entries: Iterator[tuple[str, Any]]
+    if isinstance(value, nn.Module):
+        entries = iter([*value.named_parameters(), *value.named_buffers()])
+        entries = ((f"{label}.{name}", x) for name, x in entries)
+    elif isinstance(value, Mapping):
+        entries = ((f"{label}[{key!r}]", x) for key, x in value.items())
+    elif isinstance(value, list | tuple | set | deque):
+        entries = ((f"{label}[{i}]", x) for i, x in enumerate(value))
+    elif is_data(value):
+        entries = ((f"{label}.{name}", x) for name, x in vars(value).items())
+    else:
+        return
+    for place, entry in entries:
+        yield from _tensors(entry, place, modules, seen)
+
+
+def is_attribute(model: nn.Module, name: str) -> bool:
+    """Whether a tensor is an attribute of a module, not one in a container."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        return isinstance(vars(model.get_submodule(path)).get(attribute), torch.Tensor)
+    except AttributeError:
+        return False
+
+
+def make_buffer(model: nn.Module, name: str) -> None:
+    """Makes a plain attribute of a copy a buffer, so that a trace takes it as an input."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    tensor = vars(module).pop(attribute)
+    module.register_buffer(attribute, tensor, persistent=False)
+
+
+def tensor_at(model: nn.Module, name: str) -> torch.Tensor:
+    """A buffer, or a tensor that is a plain attribute, by its path."""
+    path, _, attribute = name.rpartition(".")
+    value: torch.Tensor = getattr(model.get_submodule(path), attribute)
+    return value

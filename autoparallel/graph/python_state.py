@@ -1,0 +1,189 @@
+"""Python state that a trace depends on: attributes, globals and closures that a call reads.
+
+A trace holds the values that Python had when it was made.  What was read belongs to the kind of call: it is compared at
+every call, and a value that has changed makes another kind.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+MISSING: Any = object()
+"""Stands for an attribute or a global that is not there."""
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, type(...), range, slice, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, enum.Enum,
+)  # fmt: skip
+OPAQUE = (
+    types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, nn.Module
+)  # fmt: skip
+"""What is compared by identity: what is in it is looked at where it is read."""
+
+
+_HEAP_TYPE = 1 << 9  # of a class that is made at run time, as all are that are written in Python
+_DEEPEST = 8  # objects in objects whose attributes are compared
+LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "autoparallel")) - {"__main__"}
+"""Top-level packages whose own state is no model's."""
+
+
+class _Same:
+    """An object that is compared by identity, and kept alive so that another cannot take its place."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value cannot change in place and is compared by what it is."""
+    return isinstance(value, _PLAIN)
+
+
+def freeze(value: Any, seen: tuple[int, ...] = ()) -> Hashable:
+    """What a value is compared by: containers, arrays and data objects by what is in them, others by identity."""
+    if is_plain(value):
+        return type(value), repr(value) if value != value else str(value) if isinstance(value, slice) else value
+    if id(value) in seen:
+        return "again", seen.index(id(value))
+    seen = (*seen, id(value))
+    if isinstance(value, tuple | list | deque):
+        return type(value), tuple([freeze(x, seen) for x in value])
+    if isinstance(value, Mapping) and not isinstance(value, OPAQUE):
+        return type(value), tuple([(freeze(k, seen), freeze(v, seen)) for k, v in value.items()])
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset([freeze(x, seen) for x in value])
+    if isinstance(value, np.ndarray):
+        return "array", value.shape, value.dtype.str, hash(value.tobytes())
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    if isinstance(value, partial):
+        return "partial", freeze((value.func, value.args, value.keywords), seen)
+    if isinstance(value, (torch.Tensor, OPAQUE)) or not is_data(value):
+        return _Same(value)
+    if len(seen) > _DEEPEST:
+        return _Same(value)
+    return _Same(value), tuple([(name, freeze(x, seen)) for name, x in vars(value).items()])
+
+
+def is_data(value: Any) -> bool:
+    """Whether an object is one of a user's class, whose attributes are its state."""
+    cls = type(value)
+    if not cls.__flags__ & _HEAP_TYPE or not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, OPAQUE)):
+        return False
+    return cls.__module__.partition(".")[0] not in LIBRARIES or cls is types.SimpleNamespace or cls is Namespace
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One value that a trace has read.
+
+    Attributes:
+        label: what it is called in messages.
+        read: reads it now; ``MISSING`` where it is gone.
+        value: what it was, frozen.
+    """
+
+    label: str
+    read: Callable[[], Any]
+    value: Hashable
+
+    def holds(self) -> bool:
+        """Whether the value is what it was."""
+        return freeze(self.read()) == self.value
+
+
+@dataclass
+class PythonState:
+    """Everything that a trace has read of Python.
+
+    Attributes:
+        attributes: values in the ``__dict__`` of an object or a module that do not change in place, by label: the dict,
+            the name, the value.
+        guards: all others.
+    """
+
+    attributes: dict[str, tuple[Mapping[str, Any], str, Any]] = field(default_factory=dict)
+    guards: dict[str, Guard] = field(default_factory=dict)
+
+    def changed(self) -> str | None:
+        """The label of a value that is not what it was; None where all are."""
+        for label, (table, name, value) in self.attributes.items():
+            now = table.get(name, MISSING)
+            if now is not value and (type(now) is not type(value) or not is_plain(value) or now != value):
+                return label
+        return next((guard.label for guard in self.guards.values() if not guard.holds()), None)
+
+    def describe(self, label: str) -> tuple[str, str]:
+        """What a value was, and what it is now."""
+        if label in self.attributes:
+            table, name, value = self.attributes[label]
+            return shown(value), shown(table.get(name, MISSING))
+        guard = self.guards[label]
+        before = guard.value[1] if isinstance(guard.value, tuple) and len(guard.value) == 2 else "another"
+        return shown(before), shown(guard.read())
+
+    def add(self, label: str, table: Mapping[str, Any], name: str) -> None:
+        """Notes a value that is looked up in a dict."""
+        value = table.get(name, MISSING)
+        if value is MISSING or is_plain(value) or isinstance(value, OPAQUE):
+            self.attributes[label] = table, name, value
+        else:
+            self.watch(label, partial(table.get, name, MISSING))
+
+    def watch(self, label: str, read: Callable[[], Any]) -> None:
+        """Notes a value that a function reads."""
+        self.guards[label] = Guard(label, read, freeze(read()))
+
+    def merge(self, other: PythonState) -> None:
+        """Notes what another trace has read, too."""
+        self.attributes.update(other.attributes)
+        self.guards.update(other.guards)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.attributes, *self.guards))
+
+
+def shown(value: Any) -> str:
+    """A value in a message, in short."""
+    if value is MISSING:
+        return "nothing"
+    if isinstance(value, Sized) and not is_plain(value) and not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value) if is_plain(value) else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@cache
+def is_library(filename: str) -> bool:
+    """Whether a file of Python is of a library whose state is no model's."""
+    if filename.startswith("<"):
+        return True
+    parts = filename.replace("\\", "/").split("/")
+    if "site-packages" in parts:
+        root = parts[parts.index("site-packages") + 1] if parts[-1] != "site-packages" else ""
+        return root.removesuffix(".py") in LIBRARIES
+    return filename.startswith(_PREFIXES)
+
+
+_PREFIXES = tuple({enum.__file__.rpartition("/")[0] + "/", torch.__file__.rpartition("/")[0] + "/",
+                   __file__.rpartition("/graph/")[0] + "/"})  # fmt: skip
