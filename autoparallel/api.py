@@ -300,8 +300,9 @@ class _OpenCompiler:
         planner = Planner(settings.model, self.request)
         captured = agreement.together(lambda: planner.capture(call, training=None if module.training else True))
         search = MeshSearch(
-            settings.model, self.request, captured, call, self.mesh.size(), settings.pipeline, self.unable
-        )
+            settings.model, self.request, captured, call, self.mesh.size(), settings.pipeline,
+            self.unable or (_attributes_in_pipeline(captured) if captured.attributes else ""),
+        )  # fmt: skip
         choice = search.choose(agreement.share)
         mesh = self.mesh
         if choice.mesh != self.request.axes:
@@ -393,6 +394,8 @@ class _StagedCompiler(_Compiler):
         self.owners: dict[str, int] = {}
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
+        if captured.attributes:
+            raise PlanError(_attributes_in_pipeline(captured))
         plan = super()._plan(captured, call, at_rest)
         if plan.pipeline is None or plan.pipeline.ranks != self.planner.ranks:
             raise PlanError(f"the plan is not for a pipeline over {self.planner.ranks} ranks: plan again")
@@ -418,6 +421,13 @@ class _StagedCompiler(_Compiler):
     def _homes(self) -> dict[str, DeviceMesh]:
         slices = other_slices(self.mesh, PIPELINE_AXIS, self.store.mesh)
         return {name: slices[self.owners[name]] for name in self.store.parameters}
+
+
+def _attributes_in_pipeline(captured: Captured) -> str:
+    return (
+        f"a call sets {', '.join(captured.attributes)}, which a pipeline does not carry from stage to stage: return "
+        "what is set as an output, or use a mesh without 'pp'"
+    )
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

@@ -91,6 +91,17 @@ class Captured:
         return int(value.node.expr.subs(self.actual))
 
     @property
+    def saved_buffers(self) -> frozenset[str]:
+        """The buffers that a call changes although the backward may need what they were."""
+        changed = set(self.mutated_buffers)
+        return frozenset(
+            self.buffers[node.name]
+            for node in self.graph.nodes
+            if node.op == "placeholder" and self.buffers.get(node.name) in changed
+            if any(user.meta.get("backward") for user in node.users)
+        )
+
+    @property
     def returns_sizes(self) -> bool:
         """Whether a leaf of the outputs is a size of the call."""
         leaves = [*self.outputs, *(leaf for _, parts in self.attributes.values() for leaf in parts)]

@@ -1,6 +1,6 @@
 """Finds the globals, closure cells and library generators that Python functions read while a model runs.
 
-A profile hook learns which functions run; their byte code says which globals and cells they load.  What a function
+A trace hook learns which functions run; their byte code says which globals and cells they load.  What a function
 loads is snapshotted before its first line runs, and compared when the run has ended.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.python_state import (
@@ -52,11 +53,11 @@ class _Root:
         self.key, self.label, self.read, self.write, self.table = key, label, read, write, table
         self.now = ""
         self.value = read()
-        self.frozen: Hashable = freeze(self.value)
+        self.frozen: Hashable = freeze(self.value, deep=True)
         self.content = _content(self.value)
 
     def changed(self) -> bool:
-        return freeze(self.read()) != self.frozen
+        return freeze(self.read(), deep=True) != self.frozen
 
     def restore(self) -> None:
         """Puts back what was there, as far as it goes: a container's entries, or the value itself."""
@@ -71,6 +72,18 @@ def _content(value: Any) -> Any:
     return value.copy() if isinstance(value, list | dict | set | deque) else None
 
 
+class _Suspended(TorchDispatchMode):
+    """Has no calls traced inside of operators, where no code of the model runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.settrace(before)
+
+
 class GlobalsRead:
     """A context that records which globals and cells the functions running in it load, and who draws from Python's and
     numpy's generators.
@@ -81,18 +94,21 @@ class GlobalsRead:
 
     def __init__(self, owners: tuple[Any, ...] = ()) -> None:
         self._roots: dict[Hashable, _Root] = {}
-        self._codes: dict[int, types.CodeType] = {}
+        self._codes: dict[int, tuple[types.CodeType, _Loads | None]] = {}
         self._owners = {id(owner): owner for owner in owners}
         self._problem = ""
 
     def __enter__(self) -> GlobalsRead:
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._before = sys.getprofile()
-        sys.setprofile(self._hook)
+        self._before = sys.gettrace()
+        self._suspended = _Suspended()
+        self._suspended.__enter__()
+        sys.settrace(self._hook)
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        sys.setprofile(self._before)
+        sys.settrace(self._before)
+        self._suspended.__exit__(None, None, None)
         drawn = self.drawn()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -130,23 +146,26 @@ class GlobalsRead:
         state = PythonState()
         for root in self._roots.values():
             if root.table is not None:
-                state.add(root.label, root.table, root.label)
+                state.add(root.label, root.table, root.label, deep=True)
             else:
-                state.watch(root.label, root.read)
+                state.watch(root.label, root.read, deep=True)
         return state
 
     # -- while functions run ----------------------------------------------------------------------------------------
 
     def _hook(self, frame: types.FrameType, event: str, _: Any) -> None:
-        if event != "call":
-            return
+        """Is told of every call of a Python function; returns nothing, so that it is not told of lines."""
         code = frame.f_code
-        loads = _loads(code)
+        seen = self._codes.get(id(code))
+        if seen is None:
+            loads = None if is_library(code.co_filename) else _loads(code)
+            self._codes[id(code)] = code, loads
+            if loads is not None:
+                self._note_globals(frame, loads.globals)
+        else:
+            loads = seen[1]
         if loads is None:
             return
-        if id(code) not in self._codes:
-            self._codes[id(code)] = code
-            self._note_globals(frame, loads.globals)
         if loads.cells:
             self._note_cells(frame, loads.cells)
         if self._owners and loads.first:
@@ -216,7 +235,8 @@ class GlobalsRead:
         if key in self._roots:
             return
         value = read()
-        if isinstance(value, types.ModuleType):
+        # Of an installed package only numbers and the like are watched: its registries are no model's state.
+        if isinstance(value, types.ModuleType) or not is_plain(value) and "/site-packages/" in frame.f_code.co_filename:
             return
         if isinstance(value, Iterator):
             self._problem = self._problem or (
@@ -297,6 +317,5 @@ class _Loads:
 
 
 @cache
-def _loads(code: types.CodeType) -> _Loads | None:
-    """What a function loads; None for one of a library."""
-    return None if is_library(code.co_filename) else _Loads(code)
+def _loads(code: types.CodeType) -> _Loads:
+    return _Loads(code)

@@ -59,38 +59,42 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def freeze(value: Any, seen: tuple[int, ...] = ()) -> Hashable:
-    """What a value is compared by: containers, arrays and data objects by what is in them, others by identity."""
+def freeze(value: Any, deep: bool = False, seen: tuple[int, ...] = ()) -> Hashable:
+    """What a value is compared by: containers and arrays by what is in them, others by identity.
+
+    Args:
+        deep: compares objects by their attributes, too.
+    """
     if is_plain(value):
         return type(value), repr(value) if value != value else str(value) if isinstance(value, slice) else value
     if id(value) in seen:
         return "again", seen.index(id(value))
     seen = (*seen, id(value))
     if isinstance(value, tuple | list | deque):
-        return type(value), tuple([freeze(x, seen) for x in value])
+        return type(value), tuple([freeze(x, deep, seen) for x in value])
     if isinstance(value, Mapping) and not isinstance(value, OPAQUE):
-        return type(value), tuple([(freeze(k, seen), freeze(v, seen)) for k, v in value.items()])
+        return type(value), tuple([(freeze(k, deep, seen), freeze(v, deep, seen)) for k, v in value.items()])
     if isinstance(value, set | frozenset):
-        return type(value), frozenset([freeze(x, seen) for x in value])
+        return type(value), frozenset([freeze(x, deep, seen) for x in value])
     if isinstance(value, np.ndarray):
         return "array", value.shape, value.dtype.str, hash(value.tobytes())
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
     if isinstance(value, partial):
-        return "partial", freeze((value.func, value.args, value.keywords), seen)
-    if isinstance(value, (torch.Tensor, OPAQUE)) or not is_data(value):
+        return "partial", freeze((value.func, value.args, value.keywords), deep, seen)
+    if not deep or isinstance(value, (torch.Tensor, OPAQUE)) or not is_data(value) or len(seen) > _DEEPEST:
         return _Same(value)
-    if len(seen) > _DEEPEST:
-        return _Same(value)
-    return _Same(value), tuple([(name, freeze(x, seen)) for name, x in vars(value).items()])
+    return _Same(value), tuple([(name, freeze(x, deep, seen)) for name, x in vars(value).items()])
 
 
 def is_data(value: Any) -> bool:
     """Whether an object is one of a user's class, whose attributes are its state."""
     cls = type(value)
+    if cls is types.SimpleNamespace or cls is Namespace:
+        return True
     if not cls.__flags__ & _HEAP_TYPE or not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, OPAQUE)):
         return False
-    return cls.__module__.partition(".")[0] not in LIBRARIES or cls is types.SimpleNamespace or cls is Namespace
+    return cls.__module__.partition(".")[0] not in LIBRARIES
 
 
 @dataclass(frozen=True)
@@ -101,15 +105,19 @@ class Guard:
         label: what it is called in messages.
         read: reads it now; ``MISSING`` where it is gone.
         value: what it was, frozen.
+        shown: the same, in short.
+        deep: whether objects are compared by their attributes.
     """
 
     label: str
     read: Callable[[], Any]
     value: Hashable
+    shown: str
+    deep: bool
 
     def holds(self) -> bool:
         """Whether the value is what it was."""
-        return freeze(self.read()) == self.value
+        return freeze(self.read(), self.deep) == self.value
 
 
 @dataclass
@@ -139,20 +147,21 @@ class PythonState:
             table, name, value = self.attributes[label]
             return shown(value), shown(table.get(name, MISSING))
         guard = self.guards[label]
-        before = guard.value[1] if isinstance(guard.value, tuple) and len(guard.value) == 2 else "another"
-        return shown(before), shown(guard.read())
+        now = shown(guard.read())
+        return guard.shown, now if now != guard.shown else f"another {now.removeprefix('a ')}"
 
-    def add(self, label: str, table: Mapping[str, Any], name: str) -> None:
-        """Notes a value that is looked up in a dict."""
+    def add(self, label: str, table: Mapping[str, Any], name: str, deep: bool = False) -> None:
+        """Notes a value that is looked up in a dict; ``deep`` as for ``freeze``."""
         value = table.get(name, MISSING)
-        if value is MISSING or is_plain(value) or isinstance(value, OPAQUE):
+        if value is MISSING or is_plain(value) or isinstance(value, OPAQUE) or not deep and is_data(value):
             self.attributes[label] = table, name, value
         else:
-            self.watch(label, partial(table.get, name, MISSING))
+            self.watch(label, partial(table.get, name, MISSING), deep)
 
-    def watch(self, label: str, read: Callable[[], Any]) -> None:
+    def watch(self, label: str, read: Callable[[], Any], deep: bool = False) -> None:
         """Notes a value that a function reads."""
-        self.guards[label] = Guard(label, read, freeze(read()))
+        value = read()
+        self.guards[label] = Guard(label, read, freeze(value, deep), shown(value), deep)
 
     def merge(self, other: PythonState) -> None:
         """Notes what another trace has read, too."""
@@ -169,7 +178,7 @@ def shown(value: Any) -> str:
         return "nothing"
     if isinstance(value, Sized) and not is_plain(value) and not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__} of {len(value)}"
-    text = repr(value) if is_plain(value) else f"a {type(value).__name__}"
+    text = repr(value) if is_plain(value) else getattr(value, "__name__", None) or f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

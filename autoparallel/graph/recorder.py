@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import linecache
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -146,11 +146,12 @@ class Recorder:
 
         tables = {id(vars(w.original)) for w in self._watched.values()}
         tables |= {id(vars(m)[kind]) for m in model.modules() for kind in ("_buffers", "_parameters")}
-        self._containers = [
-            (memo[id(x)], copy.copy(memo[id(x)]))
+        self._held = [
+            memo[id(x)]
             for x in originals
             if isinstance(x, list | dict | set | deque) and id(x) not in tables and memo.get(id(x), x) is not x
         ]
+        self._containers: list[tuple[Any, Any]] = []
 
     def _watch(self, path: str, original: Any, copied: Any) -> None:
         watched = _Watched(path, original, copied)
@@ -168,6 +169,7 @@ class Recorder:
         self._tables = {
             (id(vars(w.copy)), kind): dict(vars(w.copy)[kind]) for w in modules for kind in ("_buffers", *_TABLES)
         }
+        self._containers = [(container, copy.copy(container)) for container in self._held]
         self._recording = True
         return self
 
@@ -190,8 +192,9 @@ class Recorder:
 
     def write(self, table: dict[str, Any], name: str) -> None:
         """Notes that an attribute is written."""
-        if self._recording:
-            self._watched[id(table)].writes[name] = line_of_frame(sys._getframe(2))
+        frame = sys._getframe(2)
+        if self._recording and not (name[0] == "_" and _is_bookkeeping(frame.f_globals.get("__name__"))):
+            self._watched[id(table)].writes[name] = line_of_frame(frame)
 
     # -- when it has run --------------------------------------------------------------------------------------------
 
@@ -206,14 +209,16 @@ class Recorder:
         for watched in list(self._watched.values()):
             for name, line in list(watched.changed().items()):
                 self._take(watched, name, line, written)
-        container = self.changed_container()
-        if container:
+        number = next((i for i in range(len(self._containers)) if self.is_changed(i)), None)
+        if number is not None:
+            container = self._containers[number][0]
+            what = f"{self._holder(container)}, a {type(container).__name__}"
             raise StateChangedError(
                 lambda line: (
-                    f"a call changes {container} that outlives it, at {line}\n"
+                    f"a call changes {what} that outlives it, at {line}\n"
                     "What to change: return what is collected as an output, or keep it in a registered buffer."
                 ),
-                lambda recorder, _: bool(recorder.changed_container()),
+                lambda recorder, _: recorder.is_changed(number),
             )
         for watched in self._watched.values():
             watched.writes.clear()
@@ -276,12 +281,12 @@ class Recorder:
         with torch.no_grad():
             before.copy_(now)
 
-    def changed_container(self) -> str:
-        """The name of a list, dict or set of the model's that the run has changed; empty where there is none."""
-        for container, entries in self._containers:
-            if len(container) != len(entries) or not all(map(_is_same, _flat(container), _flat(entries))):
-                return f"{self._holder(container)}, a {type(container).__name__}"
-        return ""
+    def is_changed(self, number: int) -> bool:
+        """Whether the run has changed one of the lists, dicts and sets that the model holds."""
+        container, entries = self._containers[number]
+        if isinstance(container, OrderedDict):  # hooks, among others
+            container = {k: f for k, f in container.items() if not _is_bookkeeping(getattr(f, "__module__", ""))}
+        return len(container) != len(entries) or not all(map(_is_same, _flat(container), _flat(entries)))
 
     def _holder(self, container: Any) -> str:
         for watched in self._watched.values():
@@ -315,8 +320,17 @@ class Recorder:
             state.watch(label, _tensor_reader(table, name))
         elif name in table or not hasattr(type(owner), name):
             state.add(label, table, name)
-        elif is_plain(value := getattr(type(owner), name)) or isinstance(value, list | tuple | dict | set):
-            state.watch(label, _reader(owner, name))
+        else:  # an attribute of the class, until the object has one of this name
+            cls = next(c for c in type(owner).__mro__ if name in vars(c))
+            if is_plain(value := vars(cls)[name]) or isinstance(value, list | tuple | dict | set):
+                state.add(label, table, name)
+                state.add(f"{cls.__name__}.{name}", vars(cls), name)
+
+
+def _is_bookkeeping(module: Any) -> bool:
+    """Whether code is that of transformers, which installs hooks of its own when a model is first called, and notes
+    that it has: every copy gets them anew."""
+    return str(module).partition(".")[0] == "transformers"
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -340,11 +354,6 @@ def _tensor_reader(table: Mapping[str, Any], name: str) -> Callable[[], Any]:
         return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
     return read
-
-
-def _reader(owner: Any, name: str) -> Callable[[], Any]:
-    """Reads an attribute of a class, or of an object where it has come to have one of that name."""
-    return lambda: getattr(owner, name, MISSING)
 
 
 def _is_first_value(before: Any, now: Any) -> bool:

@@ -43,6 +43,7 @@ class Runner:
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
         self.fixed: dict[str, torch.Tensor] = dict(captured.constants)
         self.leaf_names = captured.inputs
+        self.saved_buffers = captured.saved_buffers  # copied, because the call changes them before the backward
         self.specs = [(to_dtensor_placements(layout), layout) for layout in program.output_layouts]
         self.regathered: list[int] = []
 
@@ -70,7 +71,8 @@ class Runner:
         values: dict[str, Any] = {**self.fixed, **(held or {})}
         for name, path in self.program.captured.buffers.items():
             given = buffers.get(path) if buffers else None
-            values[name] = tensor_at(self.plain, path) if given is None else given
+            value = tensor_at(self.plain, path) if given is None else given
+            values[name] = value.clone() if path in self.saved_buffers else value
         for leaf_name, leaf in zip(self.leaf_names, leaves, strict=True):
             if leaf_name is not None:
                 values[leaf_name] = leaf
