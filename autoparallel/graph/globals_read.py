@@ -1,6 +1,6 @@
 """Finds the globals, closure cells and library generators that Python functions read while a model runs.
 
-A trace hook learns which functions run; their byte code says which globals and cells they load.  What a function
+A profile hook learns which functions run; their byte code says which globals and cells they load.  What a function
 loads is snapshotted before its first line runs, and compared when the run has ended.
 """
 
@@ -76,12 +76,12 @@ class _Suspended(TorchDispatchMode):
     """Has no calls traced inside of operators, where no code of the model runs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = sys.gettrace()
-        sys.settrace(None)
+        before = sys.getprofile()
+        sys.setprofile(None)
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            sys.settrace(before)
+            sys.setprofile(before)
 
 
 class GlobalsRead:
@@ -96,18 +96,19 @@ class GlobalsRead:
         self._roots: dict[Hashable, _Root] = {}
         self._codes: dict[int, tuple[types.CodeType, _Loads | None]] = {}
         self._owners = {id(owner): owner for owner in owners}
+        self._closures: set[Hashable] = set()
         self._problem = ""
 
     def __enter__(self) -> GlobalsRead:
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._before = sys.gettrace()
+        self._before = sys.getprofile()
         self._suspended = _Suspended()
         self._suspended.__enter__()
-        sys.settrace(self._hook)
+        sys.setprofile(self._hook)
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        sys.settrace(self._before)
+        sys.setprofile(self._before)
         self._suspended.__exit__(None, None, None)
         drawn = self.drawn()
         random.setstate(self._python)
@@ -154,7 +155,8 @@ class GlobalsRead:
     # -- while functions run ----------------------------------------------------------------------------------------
 
     def _hook(self, frame: types.FrameType, event: str, _: Any) -> None:
-        """Is told of every call of a Python function; returns nothing, so that it is not told of lines."""
+        if event != "call":
+            return
         code = frame.f_code
         seen = self._codes.get(id(code))
         if seen is None:
@@ -166,7 +168,7 @@ class GlobalsRead:
             loads = seen[1]
         if loads is None:
             return
-        if loads.cells:
+        if loads.cells and "/site-packages/" not in code.co_filename:
             self._note_cells(frame, loads.cells)
         if self._owners and loads.first:
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -197,6 +199,10 @@ class GlobalsRead:
                 self._add_chain(name, value, tuple(attributes), frame)
                 continue
             if cells is None:
+                held = id(frame.f_code), tuple([id(values.get(n)) for n in frame.f_code.co_freevars])
+                if held in self._closures:
+                    return
+                self._closures.add(held)
                 cells = _cells_of(frame.f_code, values)
             cell = cells.get(name)
             if cell is not None:

@@ -15,7 +15,7 @@ differs, the whole model is traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -63,11 +63,11 @@ def find_runs(
         run: calls a copy as it will be traced.
         watch: is entered while the whole model runs.
     """
-    with watch:
-        if not _stacks(model):
+    if not _stacks(model):
+        with watch:
             run(model)
-            return []
-        whole = _Record(model, run)
+        return []
+    whole = _Record(model, run, watch)
     runs = whole.runs()
     if not runs:
         return []
@@ -149,7 +149,9 @@ class _Recorder(TorchDispatchMode):
 class _Record:
     """What one call of a model did, cut where the layers of its lists begin and end."""
 
-    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+    def __init__(
+        self, model: nn.Module, run: Callable[[nn.Module], Any], watch: AbstractContextManager[Any] | None = None
+    ) -> None:
         names = {id(t): f"buffer {n}" for n, t in reversed(list(model.named_buffers(remove_duplicate=False)))}
         names |= {id(t): f"parameter {n}" for n, t in reversed(list(model.named_parameters(remove_duplicate=False)))}
         recorder = _Recorder(names)
@@ -161,7 +163,7 @@ class _Record:
                 for name, layer in module.named_children():
                     layer.register_forward_pre_hook(self._before((path, name), recorder), with_kwargs=True)
                     layer.register_forward_hook(self._after((path, name), recorder))
-        with recorder:
+        with recorder, watch or nullcontext():
             results = run(model)
         self.lines = recorder.lines
         self.kinds = {  # what cannot be seen in the record: the kinds of what parameters and buffers are

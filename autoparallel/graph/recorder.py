@@ -7,7 +7,6 @@ an output; what is read and then written has another value at the next call, and
 
 from __future__ import annotations
 
-import copy
 import linecache
 import sys
 from collections import OrderedDict, deque
@@ -169,7 +168,7 @@ class Recorder:
         self._tables = {
             (id(vars(w.copy)), kind): dict(vars(w.copy)[kind]) for w in modules for kind in ("_buffers", *_TABLES)
         }
-        self._containers = [(container, copy.copy(container)) for container in self._held]
+        self._containers = [(container, container.copy()) for container in self._held]
         self._recording = True
         return self
 
@@ -284,6 +283,8 @@ class Recorder:
     def is_changed(self, number: int) -> bool:
         """Whether the run has changed one of the lists, dicts and sets that the model holds."""
         container, entries = self._containers[number]
+        if not container and not entries:
+            return False
         if isinstance(container, OrderedDict):  # hooks, among others
             container = {k: f for k, f in container.items() if not _is_bookkeeping(getattr(f, "__module__", ""))}
         return len(container) != len(entries) or not all(map(_is_same, _flat(container), _flat(entries)))
