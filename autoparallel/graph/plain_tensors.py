@@ -68,12 +68,13 @@ def _tensors(value: Any, label: str, modules: set[int], seen: set[int]) -> Itera
 
 
 def is_attribute(model: nn.Module, name: str) -> bool:
-    """Whether a tensor is an attribute of a module, not one in a container."""
+    """Whether a tensor is an attribute of a module, not one in a container, and hides none of its class."""
     path, _, attribute = name.rpartition(".")
     try:
-        return isinstance(vars(model.get_submodule(path)).get(attribute), torch.Tensor)
+        module = model.get_submodule(path)
     except AttributeError:
         return False
+    return isinstance(vars(module).get(attribute), torch.Tensor) and not hasattr(type(module), attribute)
 
 
 def make_buffer(model: nn.Module, name: str) -> None:

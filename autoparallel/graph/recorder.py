@@ -317,7 +317,7 @@ class Recorder:
                 return
             if name in table["_parameters"] or name in table["_modules"]:
                 return  # a kind of call depends on which there are, whether they are read or not
-        if isinstance(table.get(name), torch.Tensor):
+        if isinstance(table.get(name), torch.Tensor) and not hasattr(type(owner), name):
             state.watch(label, _tensor_reader(table, name))
         elif name in table or not hasattr(type(owner), name):
             state.add(label, table, name)

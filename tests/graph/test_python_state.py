@@ -1,0 +1,248 @@
+"""Values of Python's that a call reads make kinds of calls; what a call changes of them is carried or refused."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoparallel
+from autoparallel.graph.python_state import MISSING, PythonState, freeze
+
+GAIN = 1.0
+SETTINGS = types.SimpleNamespace(alpha=0.5)
+SEEN: list[Tensor] = []
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.tau = 1.0
+
+
+class Temperature(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) / self.tau).pow(2).mean()
+
+
+class Globals(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * GAIN * SETTINGS.alpha).mean()
+
+
+class Rebound(Linear):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, before = self.linear(x), self.mean
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return (h - self.mean + before).pow(2).mean()
+
+
+class Unregistered(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(4, dtype=torch.float64)
+        self.shifts = [torch.ones(4, dtype=torch.float64)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.scale + self.shifts[0]).pow(2).mean()
+
+
+class Cached(Linear):
+    mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.arange(4, dtype=torch.float64)
+        return (self.linear(x) * self.mask).pow(2).mean()
+
+
+def train(make: Callable[[], nn.Module], between: Callable[[Any, int], None] = lambda model, step: None) -> Any:
+    """Trains a plain and a compiled copy, and holds them together; returns the compiled one."""
+    torch.manual_seed(0)
+    plain = make()
+    compiled = autoparallel.compile(copy.deepcopy(plain))
+    for step in range(3):
+        x = torch.randn(6 + 2 * (step % 2), 4, dtype=torch.float64)
+        losses = []
+        for model in (plain, compiled):
+            between(model, step)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
+    for theirs, ours in zip(plain.buffers(), compiled.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    return compiled
+
+
+def kinds(model: Any) -> int:
+    return len(model._kinds)
+
+
+def test_an_attribute_that_a_schedule_sets_makes_a_kind_and_one_note(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="autoparallel"):
+        model = train(Temperature, lambda model, step: setattr(model, "tau", 1.0 / (1 + step // 2)))
+    assert kinds(model) == 2 and vars(model._plain)["tau"] == 0.5
+    assert [r.getMessage() for r in caplog.records if "tau has changed from 1.0 to 0.5" in r.getMessage()]
+
+
+def test_an_attribute_that_nobody_reads_makes_none() -> None:
+    assert kinds(train(Temperature, lambda model, step: setattr(model, "epoch", step))) == 1
+
+
+def test_globals_and_attributes_of_global_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    def between(model: Any, step: int) -> None:
+        monkeypatch.setitem(globals(), "GAIN", 1.0 + step)
+        monkeypatch.setattr(SETTINGS, "alpha", 0.5 + step)
+
+    assert kinds(train(Globals, between)) == 3
+
+
+def test_a_closure_of_the_loss() -> None:
+    weight = 1.0
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return weight * (output - target).pow(2).mean()
+
+    model = autoparallel.compile(nn.Linear(4, 4, dtype=torch.float64), loss_fn=loss_fn)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    first = model(x, x)
+    weight = 3.0
+    torch.testing.assert_close(model(x, x), 3 * first)
+
+
+def test_a_buffer_that_is_bound_anew_is_carried() -> None:
+    assert kinds(train(Rebound)) == 1
+
+
+def test_unregistered_tensors_are_read_live() -> None:
+    def between(model: Any, step: int) -> None:
+        model.scale = model.scale * 1.5
+        model.shifts[0].mul_(1.1)
+
+    assert kinds(train(Unregistered, between)) == 1
+
+
+def test_a_cache_that_is_filled_is_there_from_then_on() -> None:
+    model = train(Cached)
+    assert kinds(model) == 2 and torch.equal(model.mask, torch.arange(4, dtype=torch.float64))
+
+
+def test_a_submodule_is_replaced() -> None:
+    def between(model: Any, step: int) -> None:
+        model.act = (nn.Tanh(), nn.Sigmoid(), nn.ReLU())[step]
+
+    class Activated(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.linear(x)).pow(2).mean()
+
+    assert kinds(train(Activated, between)) == 3
+
+
+def _counter(model: Any, x: Tensor) -> Tensor:
+    model.count = getattr(model, "tau", 0.0)
+    model.tau += 1.0
+    return model.linear(x).mean()
+
+
+def _history(model: Any, x: Tensor) -> Tensor:
+    model.history.append(x.shape[0])
+    return model.linear(x).mean()
+
+
+def _global_list(model: Any, x: Tensor) -> Tensor:
+    SEEN.append(x)
+    return model.linear(x).mean()
+
+
+def _python_draw(model: Any, x: Tensor) -> Tensor:
+    return model.linear(x).mean() * random.random()
+
+
+def _numpy_draw(model: Any, x: Tensor) -> Tensor:
+    return model.linear(x).mean() * float(np.random.rand())
+
+
+def _new_shape(model: Any, x: Tensor) -> Tensor:
+    model.state = torch.cat([model.state, model.state])
+    return model.linear(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "says"),
+    [
+        (_counter, r"tau is 1.0 before it and 2.0 after it, at .*model.tau \+= 1.0\n.*registered buffer"),
+        (_history, r"history, a list that outlives it, at .*model.history.append.*\n.*as an output"),
+        (_global_list, r"SEEN is a list of 0 before it and a list of 1 after it, at .*SEEN.append.*\n.*as an output"),
+        (_python_draw, r"Python's random at .*random.random\(\)[^\n]*\n.*torch.rand"),
+        (_numpy_draw, r"numpy.random at .*np.random.rand\(\)[^\n]*\n.*torch.rand"),
+        (_new_shape, r"replaces the buffer state, \(2,\) .*model.state = torch.cat[^\n]*\n.*keep its shape"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_call_that_changes_what_it_reads_is_refused(forward: Callable[..., Tensor], says: str) -> None:
+    class Model(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.history: list[int] = []
+            self.register_buffer("state", torch.zeros(2))
+
+    Model.forward = forward  # type: ignore[method-assign]
+    states = random.getstate(), freeze(np.random.get_state())
+    model = autoparallel.compile(Model())
+    with pytest.raises(autoparallel.CaptureError, match=says):
+        model(torch.randn(4, 4, dtype=torch.float64))
+    assert not SEEN and (random.getstate(), freeze(np.random.get_state())) == states
+
+
+class TestPythonState:
+    def test_values_are_compared_with_their_types(self) -> None:
+        table: dict[str, Any] = {"a": 1, "b": [1, {"c": 2.0}]}
+        state = PythonState()
+        state.add("a", table, "a")
+        state.add("b", table, "b")
+        state.add("gone", table, "gone")
+        assert state.changed() is None
+        table["a"] = True
+        assert state.changed() == "a" and state.describe("a") == ("1", "True")
+        table["a"] = 1
+        table["b"][1]["c"] = 3.0
+        assert state.changed() == "b"
+        table["b"][1]["c"] = 2.0
+        table["gone"] = 0
+        assert state.changed() == "gone"
+
+    def test_frozen_values(self) -> None:
+        loop: list[Any] = [1]
+        loop.append(loop)
+        assert freeze(loop) == freeze(loop)
+        assert freeze(float("nan")) == freeze(float("nan"))
+        assert freeze(0) != freeze(False) and freeze(MISSING) != freeze(0)
+        assert freeze(np.arange(3)) == freeze(np.arange(3)) != freeze(np.arange(4))
+        one, other = types.SimpleNamespace(a=1), types.SimpleNamespace(a=1)
+        assert freeze(one) != freeze(other) and freeze(one) == freeze(one)
+        before = freeze(one, deep=True)
+        one.a = 2
+        assert freeze(one, deep=True) != before and freeze(one) == freeze(one)
