@@ -4,18 +4,23 @@ What depends on a rank (its rows of a table, its positions in a dropout mask) is
 when the operator runs, so that the program is the same text on every rank.  May import ``groups`` and ``collectives``.
 
 - ``random``: numbers by global position, and the seed and call that they belong to.
+- ``draws``: what is drawn with them: dropout, the usual distributions.
+- ``torch_random``: torch's random operators in terms of these.
+- ``plain_randomness``: the same numbers for a plain model in eager.
 - ``tables``: sharded, padded and interleaved tables, and look-ups in them.
 - ``losses``: cross-entropy as a sum and a weight, also of sharded classes.
 - ``experts``: linear layers of which every row picks its own.
 """
 
+from autoparallel.operators.draws import DRAWS, dropout
 from autoparallel.operators.losses import (
     cross_entropy_sum,
     cross_entropy_sum_sharded,
     cross_entropy_weight,
     weighted_mean,
 )
-from autoparallel.operators.random import MICROBATCH, RandomState, dropout, random_state, set_random_state
+from autoparallel.operators.plain_randomness import UnsupportedRandomness, plain_randomness
+from autoparallel.operators.random import MICROBATCH, RandomState, random_state, set_random_state
 from autoparallel.operators.tables import (
     embedding_sharded,
     interleave,
@@ -27,7 +32,7 @@ from autoparallel.operators.tables import (
 )
 
 __all__ = [
-    "MICROBATCH", "RandomState", "cross_entropy_sum", "cross_entropy_sum_sharded", "cross_entropy_weight", "dropout",
-    "embedding_sharded", "interleave", "pad_rows", "padded_embedding", "piece", "random_state", "set_random_state",
-    "shard_index", "topk_indices", "weighted_mean",
+    "DRAWS", "MICROBATCH", "RandomState", "UnsupportedRandomness", "cross_entropy_sum", "cross_entropy_sum_sharded",
+    "cross_entropy_weight", "dropout", "embedding_sharded", "interleave", "pad_rows", "padded_embedding", "piece",
+    "plain_randomness", "random_state", "set_random_state", "shard_index", "topk_indices", "weighted_mean",
 ]  # fmt: skip

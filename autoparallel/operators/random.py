@@ -1,8 +1,16 @@
-"""Random numbers that depend on the seed, the operator, the call and the global position of an element only."""
+"""Random numbers that depend on the seed, the operator, the call and the global position of an element only.
+
+Every number is a function of a key (the seed, the call, and the number of the draw among those of a call) and of where
+its element stands in the whole tensor: the splitmix64 generator (Steele, Lea, Flood 2014), entered at that position.
+What a rank makes of its part is therefore the same as that part of what one process makes.  What is drawn with these
+numbers stands in ``draws``.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +21,7 @@ from autoparallel.groups import axis_index, axis_size
 
 @dataclass(frozen=True)
 class RandomState:
-    """What a call's dropout masks depend on beside the operator and the global position of an element.
+    """What a call's random numbers depend on beside the draw and the global position of an element.
 
     The rows of microbatch ``microbatch`` of ``microbatches`` stand in the batch behind those of the ones before it.
     """
@@ -31,26 +39,30 @@ class _Current(threading.local):
 _CURRENT = _Current()
 
 MICROBATCH = "microbatch"
-"""Stands for an axis in what shards a dropout's dim: the microbatches of a pipeline cut the batch."""
+"""Stands for an axis in what shards a draw's dim: the microbatches of a pipeline cut the batch."""
 
 _MASK64 = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def set_random_state(state: RandomState) -> None:
-    """Sets the seed and the call number of the dropout masks that this thread makes from now on."""
+    """Sets what the random numbers that this thread draws from now on depend on."""
     _CURRENT.state = state
 
 
 def random_state() -> RandomState:
-    """What this thread's dropout masks depend on now."""
+    """What this thread's random numbers depend on now."""
     return _CURRENT.state
 
 
 def _mix(z: int) -> int:
-    """One round of splitmix64 (Steele, Lea, Flood 2014) on a Python integer."""
-    z = (z + 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    """One step of splitmix64 on a Python integer."""
+    z = (z + _GAMMA) & _MASK64
+    z = ((z ^ (z >> 30)) * _FIRST) & _MASK64
+    z = ((z ^ (z >> 27)) * _SECOND) & _MASK64
     return z ^ (z >> 31)
 
 
@@ -62,29 +74,65 @@ def _logical_shift(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@torch.library.custom_op("autoparallel::dropout_mask", mutates_args=())
-def _dropout_mask(x: Tensor, p: float, operator: int, shards: str) -> Tensor:
-    state = _CURRENT.state
-    key = _mix(_mix(_mix(state.seed & _MASK64) ^ operator) ^ state.call)
-    index = torch.zeros((), dtype=torch.int64, device=x.device)
-    groups = shards.split(";") if shards else [""] * x.ndim
+class Numbers:
+    """The random numbers of one draw, for this rank's part of a tensor.
+
+    Args:
+        number: of the draw, among those of a call.
+        shape: of this rank's part.
+        shards: for each dim (joined by ";") the axes that shard it (joined by ",", outermost first); empty when whole.
+            ``MICROBATCH`` counts as one.
+
+    ``stream`` tells several numbers of one element apart.
+    """
+
+    def __init__(self, number: int, shape: Sequence[int], shards: str, device: torch.device) -> None:
+        state = _CURRENT.state
+        self._key = _mix(_mix(_mix(state.seed & _MASK64) ^ number) ^ state.call)
+        self._scaled = _positions(shape, shards, device) * _signed(_GAMMA)
+
+    def bits(self, stream: int = 0) -> Tensor:
+        """64 random bits for each element, as int64."""
+        z = self._scaled + _signed(_mix(self._key ^ stream))
+        z = (z ^ _logical_shift(z, 30)) * _signed(_FIRST)
+        z = (z ^ _logical_shift(z, 27)) * _signed(_SECOND)
+        return z ^ _logical_shift(z, 31)
+
+    def below(self, p: float) -> Tensor:
+        """Whether ``uniform(float64)`` is below p, without making it."""
+        return _logical_shift(self.bits(), 11) < math.ceil(p * (1 << 53))
+
+    def uniform(self, dtype: torch.dtype, stream: int = 0) -> Tensor:
+        """In [0, 1), in float64, but with no more digits than ``dtype`` has, so that a cast does not give 1."""
+        digits = _DIGITS.get(dtype, 53)
+        return _logical_shift(self.bits(stream), 64 - digits).double() * 2.0**-digits
+
+    def inside(self, stream: int = 0) -> Tensor:
+        """In (0, 1), neither end included, in float64."""
+        return (_logical_shift(self.bits(stream), 12).double() + 0.5) * 2.0**-52
+
+    def normal(self, stream: int = 0) -> Tensor:
+        """Of mean 0 and deviation 1 (Box and Muller 1958), in float64; takes two streams."""
+        radius = self.inside(stream).log().mul(-2).sqrt()
+        return radius * self.inside(stream + 1).mul(2 * math.pi).cos()
+
+    def exponential(self, dtype: torch.dtype, stream: int = 0) -> Tensor:
+        """Of rate 1, positive in ``dtype`` too."""
+        return self.inside(stream).log().neg().clamp(min=torch.finfo(dtype).tiny)
+
+
+def _positions(shape: Sequence[int], shards: str, device: torch.device) -> Tensor:
+    """Where each element of this rank's part stands in the whole tensor, counted row by row."""
+    groups = shards.split(";") if shards else [""] * len(shape)
+    index = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
-    for dim in range(x.ndim - 1, -1, -1):
-        local = x.shape[dim]
+    for dim in range(len(shape) - 1, -1, -1):
+        local = shape[dim]
         coordinate, count = _coordinate(groups[dim])
-        positions = torch.arange(local, dtype=torch.int64, device=x.device) + coordinate * local
-        index = index + (positions * stride).view([-1 if d == dim else 1 for d in range(x.ndim)])
+        positions = torch.arange(local, dtype=torch.int64, device=device) + coordinate * local
+        index = index + (positions * stride).view([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= local * count
-    z = index + _signed(key)
-    z = (z ^ _logical_shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _logical_shift(z, 27)) * _signed(0x94D049BB133111EB)
-    keep = _logical_shift(z ^ _logical_shift(z, 31), 40) >= round(p * (1 << 24))
-    return keep.to(x.dtype) * (1.0 / (1.0 - p) if p < 1 else 0.0)
-
-
-@_dropout_mask.register_fake
-def _(x: Tensor, p: float, operator: int, shards: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return index
 
 
 def _coordinate(groups: str) -> tuple[int, int]:
@@ -99,14 +147,4 @@ def _coordinate(groups: str) -> tuple[int, int]:
     return index, count
 
 
-def dropout(x: Tensor, p: float, operator: int, shards: str = "") -> Tensor:
-    """Dropout whose mask depends on the seed, the operator, the call and the *global* position of each element.
-
-    Args:
-        x: any shape.
-        p: the probability of a zero.
-        operator: a number that tells this dropout from the others of the program.
-        shards: for each dim (joined by ";") the axes that shard it (joined by ",", outermost first); empty when whole.
-            ``MICROBATCH`` counts as one.
-    """
-    return x * torch.ops.autoparallel.dropout_mask(x.detach(), p, operator, shards)
+__all__ = ["MICROBATCH", "Numbers", "RandomState", "random_state", "set_random_state"]

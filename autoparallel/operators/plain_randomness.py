@@ -1,0 +1,98 @@
+"""The plain model with the numbers that its compiled self would draw.
+
+[Note: which draw is which] Draws are numbered in the order in which the plain model makes them, and so is the traced
+graph.  A model's own ``torch.utils.checkpoint`` draws some of them again in its backward, after it has put back the
+state that torch's generator had in the forward.  So torch's generator is moved on by every draw, and what is drawn at a
+state where something was drawn before gets that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoparallel.operators.random import RandomState, random_state, set_random_state
+from autoparallel.operators.torch_random import BASIC, Draw, EagerEmit, arguments_of, rrelu_slope, silent
+
+aten = torch.ops.aten
+
+
+class UnsupportedRandomness(NotImplementedError):
+    """A random operator whose numbers cannot be made to depend on the global position."""
+
+
+class _Numbered(TorchDispatchMode):
+    """Draws our numbers wherever a random operator of torch is called."""
+
+    def __init__(self, state: RandomState) -> None:
+        super().__init__()
+        self.state = state
+        self.numbers: dict[bytes, int] = {}  # by the state that torch's generator had
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or silent(func, arguments_of(func, args, kwargs)):
+            return func(*args, **kwargs)
+        arguments = arguments_of(func, args, kwargs)
+        if arguments.get("generator") is not None or func not in BASIC and func not in _FUSED:
+            raise UnsupportedRandomness(f"{func} is not supported by autoparallel (or not with this generator)")
+        before = random_state()
+        set_random_state(self.state)
+        try:
+            draw = Draw(EagerEmit(), func, arguments, self._take)
+            if func in _FUSED:
+                return _FUSED[func](draw)
+            value = BASIC[func](draw)
+        finally:
+            set_random_state(before)
+        return args[0].copy_(value) if func._schema.name.endswith("_") else value
+
+    def _take(self) -> int:
+        """The number of the draw that is made now (see [Note: which draw is which])."""
+        state = torch.get_rng_state().numpy().tobytes()
+        torch.rand((), generator=torch.default_generator)
+        return self.numbers.setdefault(state, len(self.numbers))
+
+
+def _dropout(draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    x, p = draw["input"], draw["p"]
+    keep = draw.draw("bernoulli", 1 - p, sizes=list(x.shape), dtype=x.dtype, device=x.device)
+    return x * keep.div(1 - p), keep.bool()
+
+
+def _rrelu_with_noise(draw: Draw) -> torch.Tensor:
+    x: torch.Tensor = draw["self"]
+    noise = draw["noise"].copy_(rrelu_slope(draw))
+    return x.mul_(noise) if draw.target is aten.rrelu_with_noise_.default else x * noise
+
+
+_FUSED = {
+    aten.native_dropout.default: _dropout,
+    aten.rrelu_with_noise.default: _rrelu_with_noise,
+    aten.rrelu_with_noise_.default: _rrelu_with_noise,
+}
+"""What one device or another makes in one piece of what the traced graph has otherwise."""
+
+
+@contextmanager
+def plain_randomness(state: RandomState) -> Iterator[None]:
+    """A context in which a plain model, in eager, draws what the compiled one draws in a call with this state.
+
+    One context holds one call, its backward included.
+
+    Raises:
+        UnsupportedRandomness: at a random operator that a compiled model would be refused for.
+    """
+    with ExitStack() as stack:
+        if torch.cuda.is_available():  # kernels that draw inside are left for those whose numbers can be given
+            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        stack.enter_context(_Numbered(state))
+        yield
+
+
+__all__ = ["UnsupportedRandomness", "plain_randomness"]
