@@ -2,21 +2,20 @@
 
 Reductions whose divisor depends on the data are split, so that a mean over a sharded batch is the global mean;
 operators that return several tensors become several operators; views become reshapes, because a rank's local tensor
-may have other strides than the global one; randomness becomes a function of the global position.
+may have other strides than the global one.
 
 Before:
-    native_dropout = aten.native_dropout(x, 0.1, True);  getitem = native_dropout[0]
-    cross_entropy_loss = aten.cross_entropy_loss(getitem, target)
+    view = aten.view(x, [-1, 10])
+    cross_entropy_loss = aten.cross_entropy_loss(view, target)
 After:
-    dropout = autoparallel.operators.dropout(x, 0.1, 0)
-    cross_entropy_sum = autoparallel.operators.cross_entropy_sum(dropout, target)
+    reshape = aten.reshape(x, [-1, 10])
+    cross_entropy_sum = autoparallel.operators.cross_entropy_sum(reshape, target)
     cross_entropy_weight = autoparallel.operators.cross_entropy_weight(target, None, -100, torch.float32)
     div = aten.div(cross_entropy_sum, cross_entropy_weight)
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -25,6 +24,7 @@ import torch
 from torch import fx
 
 from autoparallel import operators
+from autoparallel.operators.draws import traced_dropout
 from autoparallel.passes.emitter import Emitter, fake_tensors
 from autoparallel.passes.ungroup_experts import ungroup_experts
 from autoparallel.rules.calls import arguments, shape_of
@@ -36,18 +36,12 @@ def canonicalize_operators(module: fx.GraphModule) -> fx.GraphModule:
     """Rewrites the graph of ``module`` in place, and returns it."""
     graph = module.graph
     mode = next((v.fake_mode for n in graph.nodes for v in fake_tensors(n.meta.get("val"))), None)
-    dropouts = 0
     for node in list(graph.nodes):
         if node.op != "call_function" or node._erased:
             continue
         node.meta["mode"] = mode
         emit = Emitter(graph, node)
-        if node.target in _DROPOUTS:
-            dropouts += _replace_dropout(emit, node, dropouts)
-        elif node.target is aten.scaled_dot_product_attention.default and arguments(node)["dropout_p"]:
-            _expand_attention(emit, node, dropouts)
-            dropouts += 1
-        elif node.target in _REWRITES:
+        if node.target in _REWRITES:
             _REWRITES[node.target](emit, node)
         elif node.target in _SPLITS:
             _replace_split(emit, node)
@@ -82,49 +76,16 @@ def _replace_parts(node: fx.Node, part: Callable[[int], Any]) -> None:
     node.graph.erase_node(node)
 
 
-_DROPOUTS = (aten.native_dropout.default, aten.dropout.default)
+def _replace_dropout(emit: Emitter, node: fx.Node) -> None:
+    _replace(node, emit(operators.dropout, *node.args))
 
 
-def _replace_dropout(emit: Emitter, node: fx.Node, number: int) -> int:
-    x, p, train = node.args[:3]
-    active = bool(train) and p != 0
-    new = emit(operators.dropout, x, p, number) if active else x
+def _drop_inactive(emit: Emitter, node: fx.Node) -> None:
+    """Dropout that drops nothing; what drops something was replaced before."""
     if node.target is aten.dropout.default:
-        _replace(node, new)  # type: ignore[arg-type]
+        _replace(node, node.args[0])  # type: ignore[arg-type]
     else:
-        _replace_parts(node, lambda i: new)
-    return int(active)
-
-
-def _expand_attention(emit: Emitter, node: fx.Node, number: int) -> None:
-    """Attention whose weights are dropped out, in elementary operators."""
-    v = arguments(node)
-    q, k, value, mask = v["query"], v["key"], v["value"], v["attn_mask"]
-    if v["enable_gqa"]:
-        k, value = (_repeat_heads(emit, t, shape_of(q)[-3]) for t in (k, value))
-    scale = v["scale"] if v["scale"] is not None else 1.0 / math.sqrt(shape_of(q)[-1])
-    scores = emit(aten.matmul.default, emit(aten.mul.Tensor, q, scale), emit(aten.transpose.int, k, -2, -1))
-    if v["is_causal"]:
-        rows, columns = shape_of(q)[-2], shape_of(k)[-2]
-        ones = emit(aten.ones.default, [rows, columns], dtype=torch.bool, device=torch.device("cpu"))
-        mask = emit(aten.tril.default, ones)
-    if mask is not None and mask.meta["val"].dtype == torch.bool:
-        scores = emit(aten.masked_fill.Scalar, scores, emit(aten.logical_not.default, mask), float("-inf"))
-    elif mask is not None:
-        scores = emit(aten.add.Tensor, scores, mask)
-    weights = emit(operators.dropout, emit(aten._safe_softmax.default, scores, -1), v["dropout_p"], number)
-    _replace(node, emit(aten.matmul.default, weights, value))
-
-
-def _repeat_heads(emit: Emitter, x: fx.Node, heads: int) -> fx.Node:
-    shape = shape_of(x)
-    ratio = heads // shape[-3]
-    if ratio == 1:
-        return x
-    sizes: list[Any] = [emit.size(x, d) for d in range(len(shape))]
-    wide = emit(aten.unsqueeze.default, x, len(shape) - 2)
-    wide = emit(aten.expand.default, wide, [*sizes[:-2], ratio, *sizes[-2:]])
-    return emit(aten.reshape.default, wide, [*sizes[:-3], heads, *sizes[-2:]])
+        _replace_parts(node, lambda i: node.args[0])
 
 
 def _count(emit: Emitter, x: fx.Node, dims: list[int]) -> Any:
@@ -256,6 +217,16 @@ def _replace_whole_batch_norm(emit: Emitter, node: fx.Node) -> None:
         _replace(node, _frozen_norm(emit, x, weight, bias, v["running_mean"], v["running_var"], eps))
     elif v["running_mean"] is None:
         _replace(node, _batch_statistics_norm(emit, x, weight, bias, eps)[0])
+
+
+def _replace_copy(emit: Emitter, node: fx.Node) -> None:
+    """What fills a tensor wholly is all that is left of it; torch has no derivative of ``aten.copy``."""
+    filled, source = (cast(fx.Node, x) for x in node.args[:2])
+    if source.meta["val"].dtype != filled.meta["val"].dtype:
+        source = emit(aten._to_copy.default, source, dtype=filled.meta["val"].dtype)
+    if shape_of(source) != shape_of(filled):
+        source = emit(aten.expand.default, source, [emit.size(filled, d) for d in range(len(shape_of(filled)))])
+    _replace(node, source)
 
 
 def _replace_view(emit: Emitter, node: fx.Node) -> None:
@@ -447,12 +418,15 @@ _REWRITES: dict[Any, Callable[[Emitter, fx.Node], None]] = {
     aten._unsafe_view.default: _replace_view,
     aten.batch_norm.default: _replace_whole_batch_norm,
     aten.broadcast_tensors.default: _replace_broadcast,
+    aten.copy.default: _replace_copy,
     aten.cross_entropy_loss.default: _replace_cross_entropy,
+    aten.dropout.default: _drop_inactive,
     aten.embedding.default: _replace_sparse_embedding,
     aten.empty_like.default: _replace_empty_like,
     aten.max.dim: _replace_extremum,
     aten.max_pool2d_with_indices.default: _replace_pool_with_indices,
     aten.min.dim: _replace_extremum,
+    aten.native_dropout.default: _drop_inactive,
     aten.nll_loss_nd.default: _replace_nll_loss,
     aten.repeat.default: _replace_repeat,
     aten.repeat_interleave.self_int: _replace_repeat_interleave,
@@ -464,5 +438,6 @@ _REWRITES: dict[Any, Callable[[Emitter, fx.Node], None]] = {
     aten.var_mean.correction: _replace_variance_and_mean,
     aten.var_mean.dim: _replace_variance_and_mean,
     aten.view.default: _replace_view,
+    traced_dropout: _replace_dropout,
     **{target: _replace_new for target in _FILLS},
 }

@@ -27,6 +27,7 @@ from autoparallel._torch import free_unbacked_symbols, make_fake_mode
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
 from autoparallel.graph.globals_read import GlobalsRead, owners_of
 from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_out
+from autoparallel.graph.lines import line_of as _line_of
 from autoparallel.graph.plain_tensors import is_attribute, make_buffer, plain_tensors
 from autoparallel.graph.recorder import Recorder, StateChangedError, first_line
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
@@ -38,6 +39,7 @@ from autoparallel.passes.mark_gradients import (
     mark_differentiable,
 )
 from autoparallel.passes.name_nodes import name_nodes
+from autoparallel.passes.replace_random_operators import replace_random_operators
 from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
 from autoparallel.rules import operator_name
 
@@ -278,7 +280,9 @@ def _export(wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return export(wrapper, inputs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+            program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
+            replace_random_operators(program.graph_module)
+            return program.run_decompositions({})
     except CaptureError:
         raise
     except Exception as error:
@@ -303,6 +307,10 @@ def _explain(error: Exception, model: nn.Module) -> str:
             "Python control flow or a size depends on a tensor's values: use torch.where or masks, or compute it "
             "outside of the model and pass it in"
         )
+    elif kind == "UnsupportedOperatorException" and _draws(text):
+        advice = "torch cannot trace this random operator: draw outside of the model, and pass the numbers in"
+    elif kind == "SyntaxError" and "proxy_tensor" in text:
+        advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
     elif ".item()" in text or "scalar" in text:
         advice = "a tensor's value is read into Python: keep it a tensor"
     elif "Constraints violated" in text or "specialized" in text:
@@ -311,6 +319,15 @@ def _explain(error: Exception, model: nn.Module) -> str:
         advice = "the model must run under torch.export(strict=False) with a symbolic batch"
     first = text.splitlines()[0] if text else ""
     return f"{type(model).__name__} cannot be captured at {where}\n{kind}: {first}\nWhat to change: {advice}."
+
+
+def _draws(text: str) -> bool:
+    """Whether a text begins with the name of an operator that torch tags as random."""
+    names = text.split()[0].split(".")
+    target: Any = torch.ops
+    for name in names:
+        target = getattr(target, name, None)
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _loops_over_experts(module: nn.Module) -> bool:
@@ -382,7 +399,6 @@ def _describe(
         else:
             raise CaptureError(_explain_mutation(str(out.target), nodes[out.arg.name], model))
     _require_static(graph)
-    _require_deterministic(graph)
     output = graph.output_node()
     output.args = (tuple(results),)
     canonicalize_operators(module)
@@ -443,17 +459,6 @@ def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
     )
 
 
-def _line_of(node: fx.Node) -> str:
-    """The line of the model that made a node, as the trace noted it."""
-    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    files = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "/') and "/torch/" not in line]
-    if files:
-        return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2])
-    # Under torch.no_grad() the trace keeps modules, but no lines.
-    modules = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
-    return f"forward of {modules[-1]}" if modules else "an unknown line"
-
-
 def _require_static(graph: fx.Graph) -> None:
     """Refuses sizes and numbers that are known only when the program runs."""
     for node in graph.nodes:
@@ -466,25 +471,6 @@ def _require_static(graph: fx.Graph) -> None:
                 f"{what} at {_line_of(node)}\nWhat to change: {advice}, or compute it outside of the model and "
                 "pass it in."
             )
-
-
-def _require_deterministic(graph: fx.Graph) -> None:
-    allowed = ("aten::native_dropout", "aten::dropout", "aten::scaled_dot_product_attention")
-    for node in graph.nodes:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or target._schema.name in allowed:
-            continue
-        if torch.Tag.nondeterministic_seeded in target.tags and _is_random(target):
-            raise CaptureError(
-                f"{operator_name(target)} draws random numbers, which would differ from rank to rank and from plan to "
-                f"plan, at {_line_of(node)}\nWhat to change: use nn.Dropout or F.dropout, or draw the numbers outside "
-                "of the model and pass them in."
-            )
-
-
-def _is_random(target: torch._ops.OpOverload) -> bool:
-    name = target._schema.name
-    return any(word in name for word in ("rand", "bernoulli", "normal", "multinomial", "dropout", "uniform", "rrelu"))
 
 
 def set_device(graph: fx.Graph, device: torch.device) -> None:

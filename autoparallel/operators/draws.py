@@ -61,6 +61,7 @@ def _draw(
     distribution: str,
     parameters: Sequence[float],
     number: int,
+    *,
     dtype: torch.dtype,
     device: torch.device,
     shards: str = "",
@@ -75,6 +76,7 @@ def _(
     distribution: str,
     parameters: Sequence[float],
     number: int,
+    *,
     dtype: torch.dtype,
     device: torch.device,
     shards: str = "",
@@ -88,6 +90,7 @@ def _draw_integers(
     low: int,
     last: int,
     number: int,
+    *,
     dtype: torch.dtype,
     device: torch.device,
     shards: str = "",
@@ -107,6 +110,7 @@ def _(
     low: int,
     last: int,
     number: int,
+    *,
     dtype: torch.dtype,
     device: torch.device,
     shards: str = "",
@@ -115,12 +119,12 @@ def _(
 
 
 @torch.library.custom_op("autoparallel::draw_permutation", mutates_args=())
-def _draw_permutation(n: int, number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _draw_permutation(n: int, number: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return Numbers(number, (n,), "", device).bits().argsort(stable=True).to(dtype)
 
 
 @_draw_permutation.register_fake
-def _(n: int, number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _(n: int, number: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty((n,), dtype=dtype, device=device)
 
 
@@ -219,6 +223,17 @@ def dropout(x: Tensor, p: float, number: int, shards: str = "") -> Tensor:
     return x * torch.ops.autoparallel.dropout_mask(x.detach(), p, number, shards)
 
 
+@torch.library.custom_op("autoparallel::dropout", mutates_args=())
+def _traced_dropout(x: Tensor, p: float, number: int) -> Tensor:
+    """Stands for :func:`dropout` in a trace, which would look inside of a function."""
+    return dropout(x, p, number)
+
+
+@_traced_dropout.register_fake
+def _(x: Tensor, p: float, number: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 _library = torch.ops.autoparallel
 draw = _library.draw.default
 draw_classes = _library.draw_classes.default
@@ -226,11 +241,12 @@ draw_gamma = _library.draw_gamma.default
 draw_integers = _library.draw_integers.default
 draw_permutation = _library.draw_permutation.default
 draw_poisson = _library.draw_poisson.default
+traced_dropout = _library.dropout.default
 
 DRAWS = (dropout, draw, draw_classes, draw_gamma, draw_integers, draw_permutation, draw_poisson)
 """Every operator of a program whose result is random."""
 
 __all__ = [
     "DISTRIBUTIONS", "DRAWS", "draw", "draw_classes", "draw_gamma", "draw_integers", "draw_permutation",
-    "draw_poisson", "dropout",
+    "draw_poisson", "dropout", "traced_dropout",
 ]  # fmt: skip

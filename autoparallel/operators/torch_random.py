@@ -169,7 +169,8 @@ def rrelu_slope(draw: Draw) -> Any:
 
 
 def _classes(draw: Draw) -> Any:
-    return draw.emit(draws.draw_classes, draw["self"], draw["num_samples"], draw["replacement"], draw.take())
+    weights = draw.emit(aten.detach.default, draw["self"])
+    return draw.emit(draws.draw_classes, weights, draw["num_samples"], draw["replacement"], draw.take())
 
 
 def _permutation(draw: Draw) -> Any:
@@ -177,7 +178,8 @@ def _permutation(draw: Draw) -> Any:
 
 
 def _poisson(draw: Draw) -> Any:
-    return draw.constant(draw.emit(draws.draw_poisson, draw["self"], draw.take()), draw["self"])
+    rate = draw.emit(aten.detach.default, draw["self"])
+    return draw.constant(draw.emit(draws.draw_poisson, rate, draw.take()), draw["self"])
 
 
 def _gamma(draw: Draw) -> Any:

@@ -1,0 +1,171 @@
+"""Replaces torch's random operators by ours, whose numbers depend on the global position only.
+
+It works on the trace as ``torch.export`` leaves it, before anything is decomposed or left out, so that the draws are
+numbered as the plain model makes them: in the order of the calls, those included whose result nobody reads.
+
+Before:
+    dropout = aten.dropout(x, 0.1, True)
+    normal_ = aten.normal_(empty_like, 0.0, 1.0)
+After:
+    dropout = autoparallel.dropout(x, 0.1, 0)
+    draw = autoparallel.draw([sym_size, 4], "normal", [0.0, 1.0], 1, torch.float32, cpu)
+    normal_ = aten.copy_(empty_like, draw)
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.lines import line_of
+from autoparallel.operators.composite_random import COMPOSITES
+from autoparallel.operators.torch_random import BASIC, Draw, silent
+from autoparallel.passes.emitter import Emitter, fake_tensors
+from autoparallel.rules import operator_name
+from autoparallel.rules.calls import arguments
+
+aten = torch.ops.aten
+
+_TRANSPARENT = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+"""Higher-order operators that run their graph once, where they stand."""
+
+
+def replace_random_operators(module: fx.GraphModule) -> int:
+    """Rewrites a trace in place, and returns how many draws it makes.
+
+    Raises:
+        CaptureError: naming the line, where numbers are drawn in a way that has no counterpart.
+    """
+    mode = next((v.fake_mode for n in module.graph.nodes for v in fake_tensors(n.meta.get("val"))), None)
+    numbering = _Numbering(mode)
+    numbering.rewrite(module)
+    return numbering.count
+
+
+class _Numbering:
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+        self.count = 0
+
+    def take(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def rewrite(self, module: fx.GraphModule) -> None:
+        """Rewrites the calls of one graph, and of those that it runs, in their order."""
+        before = self.count
+        for node in list(module.graph.nodes):
+            if node.op != "call_function" or node._erased:
+                continue
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                self._enter(module, node)
+            elif is_random(node):
+                self._replace(node)
+        if self.count > before:
+            module.graph.lint()
+            module.recompile()
+
+    def _enter(self, module: fx.GraphModule, node: fx.Node) -> None:
+        inner = [module.get_submodule(str(x.target)) for x in node.all_input_nodes if x.op == "get_attr" and
+                 isinstance(getattr(module, str(x.target), None), fx.GraphModule)]  # fmt: skip
+        for graph in cast(list[fx.GraphModule], inner):
+            if node.target.name() in _TRANSPARENT:  # type: ignore[union-attr]
+                self.rewrite(graph)
+                continue
+            for call in _random_calls(graph):
+                raise CaptureError(
+                    f"{operator_name(call.target)} draws random numbers inside of torch.{node.target.name()}, which "  # type: ignore[union-attr]
+                    f"may run it any number of times, at {line_of(call)}\nWhat to change: draw the numbers before, and "
+                    "pass them in."
+                )
+
+    def _replace(self, node: fx.Node) -> None:
+        target, given = node.target, arguments(node)
+        make = COMPOSITES.get(target) or BASIC.get(target)
+        if given.get("generator") is not None:
+            raise CaptureError(
+                f"{operator_name(target)} draws from a torch.Generator of its own, whose numbers would be those of the "
+                f"trace in every call, at {line_of(node)}\nWhat to change: leave out generator=, so that the model's "
+                "own numbers are used (they follow torch.manual_seed), or draw outside of the model and pass the "
+                "numbers in."
+            )
+        if make is None:
+            raise CaptureError(
+                f"{operator_name(target)} draws random numbers, which would differ from rank to rank and from plan to "
+                f"plan, at {line_of(node)}\nWhat to change: draw with one of the operators that docs/randomness.md "
+                "lists, or draw the numbers outside of the model and pass them in."
+            )
+        node.meta.setdefault("mode", self.mode)
+        emit = _GraphEmit(node.graph, node)
+        value = node.meta.get("val")
+        like = value if isinstance(value, torch.Tensor) else None
+        result = make(Draw(emit, target, given, self.take, like))
+        node.meta.pop("mode", None)
+        if isinstance(result, tuple):
+            for user in list(node.users):
+                _become(user, result[cast(int, user.args[1])], emit)
+            node.graph.erase_node(node)
+            return
+        if target._schema.name.endswith("_"):  # type: ignore[union-attr]
+            filled = node.args[0]
+            assert isinstance(filled, fx.Node)
+            draw = Draw(emit, target, given, self.take, like)
+            result = draw.constant(result, filled) if _may_flow(filled) else result
+            result = emit(aten.copy_.default, filled, result)
+        _become(node, result, emit)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, as torch itself says."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return not silent(target, arguments(node))
+
+
+def _random_calls(module: fx.GraphModule) -> list[fx.Node]:
+    graphs = [m for m in module.modules() if isinstance(m, fx.GraphModule)]
+    return [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function" and is_random(node)]
+
+
+_FRESH = ("empty", "zeros", "ones", "full")
+
+
+def _may_flow(filled: fx.Node) -> bool:
+    """Whether a tensor that is filled may have been computed, so that torch gives what it came from zero gradients."""
+    return filled.op != "call_function" or not any(word in operator_name(filled.target) for word in _FRESH)
+
+
+def _become(node: fx.Node, value: fx.Node, emit: _GraphEmit) -> None:
+    """Makes ``node``, whose name the trace's signature may speak of, the call that gives ``value``."""
+    if value in emit.made and not value.users:
+        node.target, node.args, node.kwargs = value.target, value.args, value.kwargs
+        emit.made.discard(value)
+        value.graph.erase_node(value)
+    else:
+        node.target, node.args, node.kwargs = aten.clone.default, (value,), {}
+
+
+class _GraphEmit(Emitter):
+    """Inserts calls before a random one."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+        super().__init__(graph, node)
+        self.made: set[fx.Node] = set()
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = super().__call__(target, *args, **kwargs)
+        self.made.add(new)
+        return new
+
+    def sizes(self, x: fx.Node) -> list[Any]:
+        return [self.size(x, dim) for dim in range(len(x.meta["val"].shape))]
+
+    def value(self, x: fx.Node) -> torch.Tensor:
+        return cast(torch.Tensor, x.meta["val"])
+
+
+__all__ = ["is_random", "replace_random_operators"]
