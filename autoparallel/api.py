@@ -168,7 +168,6 @@ def compile(
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
     broadcast_from_first(tensors, mesh, whole_group(prefix))
     note_replaced(make_dtensors(model, mesh))
-    seed = int(agreement.from_first(lambda: str(torch.initial_seed())))
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
     settings = _Settings(model, agreement, store, pipeline, grad_scaler)
@@ -180,7 +179,6 @@ def compile(
         store=store,
         make_kind=compiler.make_kind,
         has_loss_fn=loss_fn is not None,
-        seed=seed,
         clip_grad_norm=clip_grad_norm,
     )
     if example_inputs is not None:

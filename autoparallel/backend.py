@@ -8,7 +8,7 @@ complete gradients, equal on every rank, reduced in buckets; there is no ``no_sy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel import _torch
 from autoparallel.api import BACKENDS, usable_mesh
@@ -24,7 +23,7 @@ from autoparallel.dynamo import GraphModel, Piece, find_graph_break
 from autoparallel.graph.capture import capture
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec, leaf_value
 from autoparallel.groups import bind
-from autoparallel.operators import RandomState, dropout, set_random_state
+from autoparallel.operators import set_random_state
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.placements import Invariant, Layout, format_layout
 from autoparallel.plan import ParameterPlan, Plan, PlanError
@@ -41,6 +40,7 @@ from autoparallel.runtime.calls import fits, require_divides
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.module import CHECKED_CALLS
+from autoparallel.runtime.randomness import STREAM, Place, pack, unpack
 
 OPTIONS = ("mesh", "plan", "memory_limit", "backend")
 
@@ -117,7 +117,7 @@ def autoparallel(
     if broken is not None:
         raise GraphBreakError(broken)
     session.require_same_parameters(piece, example_inputs)
-    fragment = Fragment(piece, parsed, session, _counter_of(piece, example_inputs))
+    fragment = Fragment(piece, parsed, session)
     with _torch.outside_of_dynamo():
         fragment.prepare(example_inputs)
     return fragment
@@ -150,11 +150,12 @@ class _Session:
         self.meet(mine + bytes(32), lambda: broken or f"compiles a graph of {len(text)} nodes, plan {plan[:40]!r}")
 
     def meet(self, mine: bytes, describe: Callable[[], str]) -> torch.Tensor:
-        """The table of 64 bytes of every rank; raises on all of them when the first 32 differ.
+        """The table of every rank's 64 bytes, and of its place in the stream of random numbers; raises on all of them
+        when the first 32 bytes differ.
 
         Compilations and calls open alike, so that a rank that compiles meets one that calls in one collective.
         """
-        table = self.agreement.table(mine)
+        table = self.agreement.table(mine + pack(STREAM.place()))
         if not bool((table[:, :32] == table[0, :32]).all()):
             self.agreement.fail("the ranks call or compile the model differently:", describe())
         return table
@@ -186,32 +187,14 @@ def _session(mesh: DeviceMesh) -> _Session:
     return known
 
 
-@dataclass
-class _Counter:
-    """How many calls of one model have drawn dropout masks, whichever of its graphs they ran."""
-
-    calls: int = 0
-
-
-_COUNTERS: MutableMapping[torch.Tensor, _Counter] = WeakIdKeyDictionary()
-
-
-def _counter_of(piece: Piece, example_inputs: Sequence[Any]) -> _Counter:
-    """The counter of the model that has these parameters."""
-    owned = next((example_inputs[i] for i, state in piece.states.items() if state.is_parameter), None)
-    return _Counter() if owned is None else _COUNTERS.setdefault(owned, _Counter())
-
-
 # -- running --------------------------------------------------------------------------------------------------------
 
 
 class Fragment:
     """What Dynamo calls in place of its graph: the program of one rank, one for each kind of call."""
 
-    def __init__(self, piece: Piece, options: Options, session: _Session, counter: _Counter) -> None:
+    def __init__(self, piece: Piece, options: Options, session: _Session) -> None:
         self.piece, self.options, self.session = piece, options, session
-        self.counter = counter
-        self.seed = int(session.agreement.from_first(lambda: str(torch.initial_seed())))
         self.model = GraphModel(piece)
         self.store = GradientStore(session.mesh, session.prefix, {})
         self.positions = {state.name: i for i, state in piece.states.items()}
@@ -225,13 +208,12 @@ class Fragment:
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         specs, batch = self._describe(arguments)
-        self._require_same_call(specs, arguments)
+        place = self._require_same_call(specs, arguments)
         runner = self._runner(specs, batch)
         require_divides(runner.program, specs, batch)
         self.calls += 1
-        if runner.draws:
-            self.counter.calls += 1
-            set_random_state(RandomState(self.seed, self.counter.calls))
+        if runner.program.captured.draws:
+            set_random_state(STREAM.draw(place))
         return runner(arguments)
 
     def _describe(self, arguments: Sequence[Any]) -> tuple[list[Any], int]:
@@ -249,20 +231,21 @@ class Fragment:
             specs.append(InputSpec(shape, x.dtype, x.requires_grad, multiple))
         return specs, batch
 
-    def _require_same_call(self, specs: Sequence[Any], arguments: Sequence[Any]) -> None:
-        agreement = self.session.agreement
-        if agreement.alone:
-            return
-        mine = digest("call", repr(specs), torch.is_grad_enabled(), self.counter.calls, len(self._runners))
+    def _require_same_call(self, specs: Sequence[Any], arguments: Sequence[Any]) -> Place:
+        """The place of the first rank in its stream of random numbers, once all ranks have shown the same call."""
+        if self.session.agreement.alone:
+            return STREAM.place()
+        mine = digest("call", repr(specs), torch.is_grad_enabled(), self.calls, len(self._runners))
         tensors = [arguments[i] for i in self.piece.inputs if isinstance(arguments[i], torch.Tensor)]
         values = digest(*map(tensor_digest, tensors)) if self.calls < CHECKED_CALLS else bytes(32)
         shown = [f"{list(s.shape)} {s.dtype}" if isinstance(s, InputSpec) else repr(s) for s in specs]
         table = self.session.meet(mine + values, lambda: f"calls with inputs {', '.join(shown)}")
-        if not bool((table == table[0]).all()):
+        if not bool((table[:, :64] == table[0, :64]).all()):
             raise RankMismatchError(
                 "the ranks pass different values as inputs. An input is the global batch, the same on every rank "
                 "(unlike DistributedDataParallel, which takes each rank's own rows): pass the same batch everywhere"
             )
+        return unpack(table[0, 64:])
 
     def _runner(self, specs: Sequence[Any], batch: int) -> _Runner:
         key = repr([
@@ -375,7 +358,6 @@ class _Runner:
                 self.positions[node] = position
         self.mutated = [fragment.positions[name] for name in captured.mutated_buffers]
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
-        self.draws = any(n.target is dropout for n in program.body.graph.nodes)
         self.body: Callable[..., Any] = program.body
         if fragment.options.backend == "inductor":
             self.body = compile_body(program)

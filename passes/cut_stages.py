@@ -27,7 +27,9 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.graph.captured import Captured
-from autoparallel.rules.calls import is_tensor, shape_of, tensor_operands, with_argument
+from autoparallel.graph.lines import line_of
+from autoparallel.rules import operator_name
+from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands, with_argument
 
 
 class CutError(ValueError):
@@ -264,7 +266,7 @@ class _Cutter:
                     dim = next(d for d, s in enumerate(shape_of(holder)) if _same(s, node.meta["val"]))
                     copies[node] = graph.call_function(torch.ops.aten.sym_size.int, (copies[holder], dim))
                 copies[node].meta = dict(node.meta)
-                if node.target is operators.dropout:
+                if node.target in operators.DRAWS:
                     _note_microbatches(copies[node])
         names = {node.name: node for node in self.order}
         made = self.made.get(stage, [])
@@ -289,10 +291,22 @@ class _Cutter:
         return StageGraph(captured, tuple(made[len(buffers) :]), received, sent)
 
 
-def _note_microbatches(dropout: fx.Node) -> None:
-    """Lets a dropout's mask depend on where the microbatch's rows stand in the batch."""
-    shards = ["" if isinstance(size, int) else operators.MICROBATCH for size in shape_of(dropout)]
-    dropout.args, dropout.kwargs = with_argument(dropout.args, dropout.kwargs, dropout, "shards", ";".join(shards))
+def _note_microbatches(draw: fx.Node) -> None:
+    """Lets random numbers depend on where the microbatch's rows stand in the batch.
+
+    Raises:
+        CutError: where what is drawn is no number for each row.
+    """
+    given = arguments(draw)
+    bounds = [given[name] for name in ("n", "low", "last") if isinstance(given.get(name), fx.Node)]
+    if bounds:
+        raise CutError(
+            f"{operator_name(draw.target)} draws among the rows of the batch, which a pipeline cuts into microbatches, "
+            f"at {line_of(draw)}: draw outside of the model and pass the numbers in, or use a plan without a pipeline"
+        )
+    if "shards" in given:
+        shards = ["" if isinstance(size, int) else operators.MICROBATCH for size in shape_of(draw)]
+        draw.args, draw.kwargs = with_argument(draw.args, draw.kwargs, draw, "shards", ";".join(shards))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -215,9 +215,10 @@ def capture(
     def trace(runs: list[Run]) -> Captured:
         wrapper = make()
         leave_out(wrapper, runs)
-        program = _export(wrapper, (args, kwargs), shapes, model)
+        program, draws = _export(wrapper, (args, kwargs), shapes, model)
         captured = _describe(program, model, owners, references, specs, detach_beside_loss, wrapper.found, ranks)
         captured.state = wrapper.recorder.state()
+        captured.draws = draws
         for run in runs:
             inner = replace(run, path=run.path.removeprefix("model."))
             fill_up(captured.graph, inner, captured.parameters, captured.buffers)
@@ -276,13 +277,16 @@ def _with_line(
     return CaptureError(error.message(first_line(run, lambda: error.has_changed(wrapper.recorder, reads))))
 
 
-def _export(wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module) -> ExportedProgram:
+def _export(
+    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module
+) -> tuple[ExportedProgram, int]:
+    """The trace, and how many times it draws random numbers."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
-            replace_random_operators(program.graph_module)
-            return program.run_decompositions({})
+            draws = replace_random_operators(program.graph_module)
+            return program.run_decompositions({}), draws
     except CaptureError:
         raise
     except Exception as error:

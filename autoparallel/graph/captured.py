@@ -63,6 +63,7 @@ class Captured:
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
         attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
         state: the values of Python's that the trace has read.
+        draws: how many times a call draws random numbers.
     """
 
     module: fx.GraphModule
@@ -79,6 +80,7 @@ class Captured:
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)
     state: PythonState = field(default_factory=PythonState)
+    draws: int = 0
 
     @property
     def graph(self) -> fx.Graph:

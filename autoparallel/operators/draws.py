@@ -202,7 +202,7 @@ _draw_gamma.register_autograd(
 @torch.library.custom_op("autoparallel::dropout_mask", mutates_args=())
 def _dropout_mask(x: Tensor, p: float, number: int, shards: str = "") -> Tensor:
     keep = Numbers(number, x.shape, shards, x.device).below(1 - p)
-    return keep.to(x.dtype).div_(1 - p)
+    return keep.to(x.dtype).div_(1 - p) if p < 1 else keep.to(x.dtype)
 
 
 @_dropout_mask.register_fake

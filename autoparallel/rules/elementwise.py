@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autoparallel import operators
 from autoparallel.rules.calls import arguments, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
-from autoparallel.rules.localize import LocalCall
 
 aten = torch.ops.aten
 
@@ -127,16 +125,3 @@ def _prelu(node: fx.Node) -> Rule:
     return make_rule(
         f"{' '.join(names)}, {channel if len(weight) else ''} -> {' '.join(names)}", [x, weight], x
     )
-
-
-def _localize_dropout(call: LocalCall) -> None:
-    groups = call.dim_groups()
-    before = arguments(call.node)["shards"].split(";") if arguments(call.node)["shards"] else [""] * len(groups)
-    both = [",".join(filter(None, pair)) for pair in zip(before, groups, strict=True)]  # microbatches are outermost
-    call.set_argument("shards", ";".join(both))
-
-
-@rule(operators.dropout)
-def _dropout(node: fx.Node) -> Rule:
-    shape = shape_of(node)
-    return make_rule("... -> ...", [shape], shape, linear=[(0,)], localize=_localize_dropout)

@@ -33,6 +33,7 @@ from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
 from autoparallel.runtime.optimizers import watch_optimizers
+from autoparallel.runtime.randomness import STREAM, Place, from_tensor, may_draw, pack, to_tensor, unpack
 from autoparallel.runtime.runner import Kind, Outputs
 from autoparallel.runtime.state import distribute_like
 
@@ -76,7 +77,6 @@ class ParallelModule(nn.Module):
         store: GradientStore,
         make_kind: Callable[[ParallelModule, Call], Kind],
         has_loss_fn: bool,
-        seed: int,
         clip_grad_norm: ClipGradNorm | None = None,
     ) -> None:
         super().__init__()
@@ -90,7 +90,8 @@ class ParallelModule(nn.Module):
         self._ready: dict[Any, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._structures: list[tuple[nn.Module, ...]] = []  # the submodules that there have been: one may be replaced
         self._states: dict[Any, list[PythonState]] = {}  # by kind: what Python was when each of its traces was made
-        self._calls, self._seed = 0, seed
+        self._calls = 0
+        self._place: Place = (0, 0)  # of the random numbers of the call that is agreed upon
         self._clipper = Clipper(store, plain, clip_grad_norm)
         self._parameter_ids = {id(p) for p in plain.parameters()}
         self._plan: Plan | None = None
@@ -113,10 +114,10 @@ class ParallelModule(nn.Module):
         kind = self._agree(call, problem)
         if self._store.window is not None and torch.is_grad_enabled():
             self._require_weight(kind)
-        calls = self._calls + self.training
-        results = kind.runner.run(call, RandomState(self._seed, calls if self.training else 0))
+        random = STREAM.draw(self._place) if kind.runner.captured.draws else RandomState(0, 0)
+        results = kind.runner.run(call, random)
         settle(self._store.prefix)
-        self._calls = calls
+        self._calls += self.training
         return self._finish(kind, results, call)
 
     def _require_weight(self, kind: Kind) -> None:
@@ -204,8 +205,12 @@ class ParallelModule(nn.Module):
         known = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
         require_same = self._compare_call(call, key, problem)
         if known in self._ready and self._calls >= CHECKED_CALLS and not problem:
-            before_next_collective(self._store.prefix, require_same)
-            return self._ready[known]
+            kind = self._ready[known]
+            if kind.runner.captured.draws:  # what the first rank draws comes with the table
+                require_same()
+            else:
+                before_next_collective(self._store.prefix, require_same)
+            return kind
         require_same()
         if known in self._ready:
             return self._ready[known]
@@ -267,10 +272,11 @@ class ParallelModule(nn.Module):
             if layout is None and isinstance(leaf, torch.Tensor)
         ]
         values = digest(*[tensor_digest(x) for x in plain]) if checked else bytes(32)
-        table_of_all = self._agreement.ask(structure + values)
+        table_of_all = self._agreement.ask(structure + values + pack(STREAM.place()))
 
         def require_same() -> None:
-            table = table_of_all()
+            rows = table_of_all()
+            table, self._place = rows[:, :64], unpack(rows[0, 64:])
             if not bool((table[:, :32] == table[0, :32]).all()):
                 self._agreement.fail("the ranks call the model differently:", problem or self._describe(call, *modes))
             if problem:
@@ -529,6 +535,20 @@ class ParallelModule(nn.Module):
             super().__delattr__(name)
         else:
             delattr(self._plain, name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Adds the place in the stream of random numbers, where the model may draw."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if any(kind.runner.captured.draws for kind in self._kinds.values()) or may_draw(self._plain):
+            destination[f"{prefix}_extra_state"] = to_tensor(STREAM.place())
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        """Goes on drawing from where the state was saved; a state without a place leaves the stream as it is."""
+        rest = dict(state_dict)
+        saved = rest.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(rest, prefix, *others)
+        if saved is not None:
+            STREAM.move(from_tensor(saved))
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from autoparallel import operators
+from autoparallel.operators import draws
 from autoparallel.operators.experts import grouped_linear
 from tests.rules.proof import Example
 
@@ -112,7 +113,6 @@ def _elementwise() -> list[Example]:
         e(aten.masked_fill.Tensor, (real(6, 6), truth(6, 1), real())),
         e(aten.prelu.default, (real(6, 6, 3), real(6))),
         e(aten.prelu.default, (real(6, 6), real(1)), label="one slope"),
-        e(operators.dropout, (real(6, 6, 2), 0.4, 3)),
     ]
     return found
 
@@ -421,10 +421,28 @@ def _shapes() -> list[Example]:
     return found
 
 
+def _random() -> list[Example]:
+    e = Example
+    form = {"dtype": torch.float64, "device": torch.device("cpu")}
+    whole_numbers = {"dtype": torch.int64, "device": torch.device("cpu")}
+    return [
+        e(operators.dropout, (real(6, 6, 2), 0.4, 3)),
+        e(draws.draw, ([6, 12, 1], "normal", [0.0, 1.0], 3), form),
+        e(draws.draw, ([6, 12], "bernoulli", [0.3], 3), form, label="bernoulli"),
+        e(draws.draw_integers, ([12, 6], 2, 90, 3), whole_numbers),
+        e(draws.draw_poisson, (positive(6, 6), 3), constant=frozenset({0})),
+        e(draws.draw_gamma, (positive(6, 6), 3)),
+        e(draws.draw_classes, (positive(6, 5), 3, False, 4)),
+        e(draws.draw_classes, (positive(6, 5), 7, True, 4), label="with replacement"),
+        e(draws.draw_classes, (positive(6), 3, False, 4), label="one row"),
+    ]
+
+
 FAMILIES: dict[str, list[Example]] = {
     "elementwise": _elementwise(),
     "matmul": _matmul(),
     "convolution": _convolution(),
+    "random": _random(),
     "reductions": _reductions(),
     "losses": _losses(),
     "indexing": _indexing(),
