@@ -59,7 +59,11 @@ class Stream:
 
     def draw(self, place: Place) -> RandomState:
         """What a call at a place draws, which is over then."""
-        self._note(place)
+        seed = torch.initial_seed()
+        if _state() == _fresh(seed):  # what came after the last time it was seeded so means nothing any more
+            self.places = {key: known for key, known in self.places.items() if key[0] != seed}
+        else:
+            self._note(place)
         torch.rand((), generator=torch.default_generator)
         self._note((place[0], place[1] + 1))
         return RandomState(*place)
