@@ -35,11 +35,12 @@ class _Numbered(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or silent(func, arguments_of(func, args, kwargs)):
-            return func(*args, **kwargs)
         arguments = arguments_of(func, args, kwargs)
-        if arguments.get("generator") is not None or func not in BASIC and func not in _FUSED:
-            raise UnsupportedRandomness(f"{func} is not supported by autoparallel (or not with this generator)")
+        theirs = arguments.get("generator") is not None  # a compiled model is refused for it; a loss may have one
+        if torch.Tag.nondeterministic_seeded not in func.tags or theirs or silent(func, arguments):
+            return func(*args, **kwargs)
+        if func not in BASIC and func not in _FUSED:
+            raise UnsupportedRandomness(f"{func} draws random numbers that a compiled model cannot draw")
         before = random_state()
         set_random_state(self.state)
         try:
@@ -82,7 +83,7 @@ _FUSED = {
 def plain_randomness(state: RandomState) -> Iterator[None]:
     """A context in which a plain model, in eager, draws what the compiled one draws in a call with this state.
 
-    One context holds one call, its backward included.
+    One context holds one call, its backward included.  What is drawn from a generator of its own stays as it is.
 
     Raises:
         UnsupportedRandomness: at a random operator that a compiled model would be refused for.

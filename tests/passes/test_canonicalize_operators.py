@@ -40,7 +40,7 @@ class TestTheExample:
             "args_1",
             "reshape_default = aten.reshape(args_0, [-1, 10])",
             "cross_entropy_sum = losses.cross_entropy_sum(reshape_default, args_1, None, -100, 0.0)",
-            "cross_entropy_weight = operators.cross_entropy_weight(args_1, None, -100, torch.float32)",
+            "cross_entropy_weight = losses.cross_entropy_weight(args_1, None, -100, torch.float32)",
             "div_tensor = aten.div.Tensor(cross_entropy_sum, cross_entropy_weight)",
             "return [div_tensor]",
         ]
