@@ -326,7 +326,7 @@ def test_unusable_options(options: dict[str, Any], message: str) -> None:
 
 class DrawsNumbers(Blocks):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return self.down(self.up(x) + torch.rand_like(self.up(x)))  # breaks here
+        return self.down(torch.randint_like(self.up(x), self.up(x).max()))  # breaks here
 
 
 def test_what_cannot_be_captured_names_the_line_of_the_model() -> None:

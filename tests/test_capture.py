@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -70,24 +69,22 @@ class _Nonzero(nn.Module):
         return rows * 2
 
 
-class _Rand(nn.Module):
+class _Generator(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.rand(8)  # the line
+        return x + torch.rand(8, generator=torch.Generator())  # the line
 
 
-class _RandLike(nn.Module):
+class _Seeds(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x)  # the line
+        torch.manual_seed(0)  # the line
+        return x + torch.rand(8)
 
 
-class _Bernoulli(nn.Module):
+class _Forks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.bernoulli(torch.full_like(x, 0.5))  # the line
-
-
-class _RandomLeaky(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rrelu(x, training=True)  # the line
+        with torch.random.fork_rng():
+            x = x + torch.rand(8)  # which comes again after the fork
+        return x + torch.rand(8)
 
 
 class _Numpy(nn.Module):
@@ -144,10 +141,8 @@ REFUSED = {
     "item": (_Item, r"tensor's value is read into Python|on a tensor's values", "keep it a tensor"),
     "loop over a value": (_Loop, r"depends on a tensor's values|read into Python", "pass it in|keep it a tensor"),
     "size of a selection": (_Nonzero, r"depends on a tensor's values", "masks"),
-    "rand": (_Rand, r"rand.* draws random numbers", r"nn\.Dropout"),
-    "randn_like": (_RandLike, r"rand.* draws random numbers", r"nn\.Dropout"),
-    "bernoulli": (_Bernoulli, r"bernoulli.* draws random numbers", r"nn\.Dropout"),
-    "rrelu": (_RandomLeaky, r"draws random numbers", r"nn\.Dropout"),
+    "a generator": (_Generator, r"rand.* draws from a torch.Generator of its own", "leave out generator="),
+    "a seed": (_Seeds, r"sets torch's generator \(torch.manual_seed\)", "keep them in a buffer"),
     "numpy": (_Numpy, r"cannot be captured", "What to change"),
     "changes its input": (_ChangesInput, r"changes its input x in place", r"x\.clone\(\)"),
     "changes a part of its input": (_ChangesPart, r"changes its input x in place", r"x\.clone\(\)"),
@@ -170,6 +165,10 @@ def test_a_refusal_names_the_line_and_says_what_to_change(name: str, where: str)
         assert f"forward of {kind.__module__}.{kind.__name__}" in message, message
     else:
         assert f'test_capture.py", line {line_of(kind.forward, "# the line")}' in message, message
+
+
+def test_a_fork_of_the_generator_is_refused() -> None:
+    assert "sets torch's generator (torch.set_rng_state)" in refusal(_Forks(), torch.rand(8, 8))
 
 
 def test_a_loss_with_parameters_of_its_own_is_refused() -> None:

@@ -30,6 +30,7 @@ from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_o
 from autoparallel.graph.lines import line_of as _line_of
 from autoparallel.graph.plain_tensors import is_attribute, make_buffer, plain_tensors
 from autoparallel.graph.recorder import Recorder, StateChangedError, first_line
+from autoparallel.graph.seeding import refuse_seeding
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import (
@@ -86,7 +87,7 @@ class _Training(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the outputs, and of the attributes that the call sets."""
-        with self.recorder:
+        with self.recorder, refuse_seeding():
             leaves, self.found.spec = pytree.tree_flatten(self._outputs(args, kwargs))
         for name, value in self.recorder.take().items():
             more, self.found.attributes[name] = pytree.tree_flatten(value)
