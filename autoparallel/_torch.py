@@ -105,6 +105,14 @@ def process_group(argument: Any) -> dist.ProcessGroup:
     return argument if isinstance(argument, dist.ProcessGroup) else dist.ProcessGroup.unbox(argument)
 
 
+def copy_parameter_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Registers the hooks of one parameter on another, in their order."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
+
+
 def after_backward(callback: Callable[[], Any]) -> None:
     """Calls ``callback`` when the backward pass that is running now has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -129,8 +137,8 @@ def _accumulates(node: Any) -> bool:
 
 
 __all__ = [
-    "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "free_unbacked_symbols",
-    "graph_break_of", "is_compiled_call", "leave_open", "local_of", "make_fake_mode", "make_spec",
-    "mesh_without_groups", "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of", "spec_of",
-    "without_modes", "wrap_local",
+    "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "copy_parameter_hooks",
+    "free_unbacked_symbols", "graph_break_of", "is_compiled_call", "leave_open", "local_of", "make_fake_mode",
+    "make_spec", "mesh_without_groups", "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of",
+    "spec_of", "without_modes", "wrap_local",
 ]  # fmt: skip

@@ -207,7 +207,7 @@ def usable_mesh(mesh: DeviceMesh | None, model: nn.Module, is_open: bool = False
     """The mesh to train on; None means all ranks, and so does an open one. Raises ValueError for one that cannot be
     used."""
     if mesh is None:
-        world, device = _world(), _device_of(model)
+        world, device = count_ranks(), _device_of(model)
         mesh = init_device_mesh(device, (world,), mesh_dim_names=("dp",))
     elif is_open:
         mesh = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("dp",))
@@ -228,7 +228,7 @@ def usable_mesh(mesh: DeviceMesh | None, model: nn.Module, is_open: bool = False
 
 def mesh_of(plan: Plan, model: nn.Module) -> DeviceMesh:
     """The mesh that a plan was made for, over all ranks. Raises ValueError where there are not as many."""
-    world, axes = _world(), plan.whole_mesh
+    world, axes = count_ranks(), plan.whole_mesh
     needed = math.prod(size for _, size in axes)
     if needed != world:
         raise ValueError(f"the plan is for the mesh {mesh_text(axes)} of {needed} ranks, the world has {world}")
@@ -243,7 +243,7 @@ def _device_of(model: nn.Module) -> str:
     return next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
 
 
-def _world() -> int:
+def count_ranks() -> int:
     """The number of ranks; without a launcher, a world of one is made."""
     if not dist.is_initialized() and "RANK" not in os.environ:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

@@ -20,6 +20,7 @@ import autoparallel
 from autoparallel import cli_plan
 from autoparallel.calibration import calibrate
 from autoparallel.cli_plan import axes_of, plan_of
+from autoparallel.parity.task import Task, compile_task, make_task
 from autoparallel.plan import PlanError, mesh_text
 from autoparallel.planner.hardware import Profile
 from autoparallel.planner.presets import PRESETS
@@ -27,7 +28,7 @@ from autoparallel.processes import Job, Process, ProcessError, require_plain_pro
 from autoparallel.report.explain import profile_tables
 from autoparallel.report.text import plain_text
 from autoparallel.sources import UsageError, call_factory, find_factory
-from autoparallel.verify import Task, compile_task, make_task, verify
+from autoparallel.verify import verify
 
 _FACTORY = """\
 FACTORY names a function that makes what is to be checked: package.module:function, or path/to/file.py:function.
@@ -97,8 +98,14 @@ def _parser() -> argparse.ArgumentParser:
         _verify,
     )
     check.add_argument("--tolerance", type=_tolerance, default="auto", help="the largest difference that passes")
-    check.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64")
-    check.add_argument("--steps", type=int, default=1, help="training steps, all on the same inputs (default: 1)")
+    check.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "own"),
+        default="float64",
+        help="default: float64; own leaves the model as it is and measures the tolerance",
+    )
+    check.add_argument("--steps", type=int, help="training steps (default: one for each batch)")
+    check.add_argument("--localize", action="store_true", help="look for the first operator that deviates")
     add(
         "explain",
         "print the plan for a model on a mesh",
@@ -173,8 +180,9 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
             loss_fn,
             plan=plan,
             tolerance=options.tolerance,
-            dtype=getattr(torch, options.dtype),
+            dtype=None if options.dtype == "own" else getattr(torch, options.dtype),
             steps=options.steps,
+            localize=options.localize,
             seed=options.seed,
             timeout=options.timeout,
         )
@@ -187,9 +195,8 @@ def _explain(options: argparse.Namespace, console: Console) -> int:
     factory = find_factory(options.factory)
     plan = plan_of(options.plan)
     model, inputs, loss_fn = call_factory(factory, options.factory, options.seed)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     with _busy(console, f"planning {type(model).__name__}"):
-        task = make_task(model, options.mesh, inputs, loss_fn, plan=plan, dtype=dtype, seed=options.seed, cast=False)
+        task = make_task(model, options.mesh, inputs, loss_fn, plan=plan, seed=options.seed)
         jobs = [Job(f"rank {rank}", "mesh", rank, task.ranks, _explain_on_rank) for rank in range(task.ranks)]
         texts = run_processes(jobs, task, options.timeout)
     print(texts[0])
@@ -197,8 +204,9 @@ def _explain(options: argparse.Namespace, console: Console) -> int:
 
 
 def _explain_on_rank(process: Process, task: Task) -> str:
-    module = compile_task(task, task.axes, task.plan)
-    module.prepare(*task.args, **task.kwargs)
+    module = compile_task(task)
+    batch = task.batch(1)
+    module.prepare(*batch.args, **batch.kwargs)
     return str(module.plan.explain()) if process.rank == 0 else ""
 
 

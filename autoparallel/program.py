@@ -116,24 +116,9 @@ def build_program(
         hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
         reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
     """
-    module = captured.module
-    sizes = Sizes(captured.actual)
+    module, sizes = captured.module, Sizes(captured.actual)
     layouts = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
-    modes = {key: plan.modes(key) for key in plan.operators}
-    settle_interleaving(module, modes, plan.axis_sizes)
-    insert_collectives(
-        module,
-        modes=modes,
-        placeholders={**layouts, **inputs},
-        shared={key: parse_layout(text) for key, text in plan.shared.items()},
-        outputs=outputs,
-        axis_names=plan.axis_names,
-        prefix=prefix,
-        redistributor=redistributor,
-        sizes=sizes,
-        uneven=layouts,
-    )
-    verify_placements(module)
+    lay_out(captured, plan, layouts, inputs, outputs, prefix, redistributor)
     output_layouts = [n.meta["placements"] for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
     chains = hoist_parameter_chains(
         module, captured.parameters, redistributor, sizes, captured.rest_dtypes, reduce_dtype
@@ -150,6 +135,39 @@ def build_program(
     divisors = _divisors(module, plan.axis_sizes)
     regions = recompute_layers(module, plan.recompute)
     return LocalProgram(captured, module, buckets, output_layouts, divisors, regions)
+
+
+def lay_out(
+    captured: Captured,
+    plan: Plan,
+    parameters: Mapping[str, Layout],
+    inputs: Mapping[str, Layout],
+    outputs: Sequence[Layout | None],
+    prefix: str,
+    redistributor: Redistributor,
+) -> None:
+    """Turns a captured graph into a rank's, in which parameters are gathered where they are used.
+
+    Args:
+        parameters, inputs: placeholder name to its layout.
+        outputs: the layouts in which outputs leave.
+        prefix: the name under which the mesh is bound.
+    """
+    modes = {key: plan.modes(key) for key in plan.operators}
+    settle_interleaving(captured.module, modes, plan.axis_sizes)
+    insert_collectives(
+        captured.module,
+        modes=modes,
+        placeholders={**parameters, **inputs},
+        shared={key: parse_layout(text) for key, text in plan.shared.items()},
+        outputs=outputs,
+        axis_names=plan.axis_names,
+        prefix=prefix,
+        redistributor=redistributor,
+        sizes=Sizes(captured.actual),
+        uneven=parameters,
+    )
+    verify_placements(captured.module)
 
 
 def _divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> list[tuple[object, int]]:

@@ -8,6 +8,7 @@ The ranks take turns: one runs until it waits for the others.  Threads that comp
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from autoparallel.groups import Wait, use_communicator
+from autoparallel.placements import Layout
 
 
 class _Rendezvous:
@@ -149,3 +151,36 @@ def simulate(
     if meeting.barrier.broken:
         raise RuntimeError(f"a rank did not come to a collective that the others waited in for {timeout} s")
     return results
+
+
+class ReplicasDiffer(ValueError):
+    """Ranks that should hold the same bits do not."""
+
+
+def coordinates(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every rank's coordinate on a mesh, in the order of ranks."""
+    return list(itertools.product(*(range(n) for n in shape)))
+
+
+def combine(values: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int]) -> torch.Tensor:
+    """The global value of what the ranks of a mesh hold.
+
+    Raises:
+        ReplicasDiffer: when ranks that must hold the same hold other bits.
+    """
+    axes = [axis for axis, placement in enumerate(layout) if placement.kind in "SP"]
+    pieces: dict[tuple[int, ...], torch.Tensor] = {}
+    for at, value in zip(coordinates(shape), values, strict=True):
+        same = pieces.setdefault(tuple(at[axis] for axis in axes), value)
+        if not torch.equal(same.nan_to_num(), value.nan_to_num()):
+            raise ReplicasDiffer("ranks that hold the same differ")
+    for axis in reversed(axes):
+        groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for at in sorted(pieces):
+            groups.setdefault(at[:-1], []).append(pieces[at])
+        placement = layout[axis]
+        pieces = {
+            at: torch.cat(parts, placement.dim) if placement.kind == "S" else sum(parts[1:], parts[0])
+            for at, parts in groups.items()
+        }
+    return pieces[()]

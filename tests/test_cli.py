@@ -45,9 +45,9 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_verify_of_a_file(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = torch.get_rng_state()
-    assert main(["verify", f"{factories}:mlp", "--mesh", "dp=2", "--plan", "fsdp"]) == 0
+    assert main(["verify", f"{factories}:mlp", "--mesh", "dp=2", "--plan", "fsdp", "--dtype", "own", "--localize"]) == 0
     out = capsys.readouterr().out
-    assert "Sequential on the mesh (dp=2), plan fsdp, float64" in out
+    assert "Sequential on the mesh (dp=2), plan fsdp, its own dtypes" in out
     assert "PASSED" in out and "\x1b" not in out
     assert "sharded: 4 of 4 parameters" in out
     torch.set_rng_state(state)

@@ -1,4 +1,7 @@
-"""verify(): it passes where a plan is right, names what is wrong where it is not, and leaves no process behind."""
+"""verify(): it passes where a plan is right, names what is wrong where it is not, and leaves no process behind.
+
+What it compares, and that it objects to what a capture drops, is tested without processes in ``test_verify_here.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel import processes
+from autoparallel.parity.comparison import difference
+from autoparallel.parity.task import parse_mesh
 from autoparallel.processes import Job, Process, ProcessError, run_processes
 from autoparallel.report.verification import Difference
-from autoparallel.verify import difference, parse_mesh
 from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
 
 needs_fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="lambdas need fork")
@@ -68,13 +72,16 @@ def test_unpicklable_model_and_loss_are_verified_and_left_alone() -> None:
 
 
 @needs_fork
-def test_gpt_with_dropout_is_compared_with_one_rank() -> None:
-    model = GPT(GPTConfig(dropout=0.1, layers=1))
+@pytest.mark.parametrize("dtype", [torch.float64, None], ids=["float64", "bfloat16"])
+def test_gpt_with_dropout_is_compared_with_eager(dtype: torch.dtype | None) -> None:
+    model = GPT(GPTConfig(dropout=0.1, layers=1)).to(torch.bfloat16)
     inputs = ragged_tokens(torch.Generator().manual_seed(0), 4, 16, 64)
-    report = autoparallel.verify(model, (2, 2), inputs, lambda o, t: token_loss(o, t), plan="tensor_parallel")
+    report = autoparallel.verify(
+        model, (2, 2), inputs, lambda o, t: token_loss(o, t), plan="tensor_parallel", dtype=dtype
+    )
     report.raise_if_failed()
-    assert report.mesh == (("dp", 2), ("tp", 2))
-    assert "one rank" in report.reference and "dropout" in report.reference
+    assert report.mesh == (("dp", 2), ("tp", 2)) and report.measured == (dtype is None)
+    assert report.reference == "the plain model, in eager torch"
     assert report.sharded_operators and "tok.weight" in report.sharded_parameters
 
 
@@ -145,7 +152,7 @@ def test_false_rule_is_found_and_named() -> None:
     # The operator subtracts the mean over the whole batch; the rule says that rows do not depend on one another.
     autoparallel.register_rule("autoparallel_test_verify::centre", "b f, f -> b f")
     inputs = torch.randn(8, 6), torch.randn(8, 8)
-    report = autoparallel.verify(Centred(), 2, inputs, F.mse_loss, plan="data_parallel")
+    report = autoparallel.verify(Centred(), 2, inputs, F.mse_loss, plan="data_parallel", localize=True)
     assert not report.ok
     wrong = {(d.kind, d.name) for d in report.failed}
     assert ("gradient", "scale") in wrong and ("loss", "") in wrong and ("norm", "") in wrong
@@ -153,6 +160,14 @@ def test_false_rule_is_found_and_named() -> None:
     with pytest.raises(autoparallel.VerifyError, match="FAILED") as caught:
         report.raise_if_failed()
     assert "gradient scale" in str(caught.value)
+    deviation = report.deviation
+    assert deviation is not None and (deviation.stage, deviation.direction) == ("program", "forward")
+    assert (
+        deviation.operator == "/autoparallel_test_verify.centre#0"
+        and deviation.rule == "b f, f -> b f, runs as shard:b"
+    )
+    assert "return centre(self.up(x).tanh(), self.scale)" in deviation.line and deviation.layouts == "S0, R -> S0"
+    assert deviation.operator in str(report)
     values = [d.value for d in report.differences]
     assert values == sorted(values, reverse=True)
 
@@ -196,7 +211,7 @@ def test_bad_arguments_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Linear(2, 2), torch.randn(4, 2)
     for message, arguments, options in [
         ("unknown plan", (model, 2, x), {"plan": "best"}),
-        ("float64 or torch.float32", (model, 2, x), {"dtype": torch.bfloat16}),
+        ("float64 or torch.float32, or None", (model, 2, x), {"dtype": torch.bfloat16}),
         ("at least 1", (model, 2, x), {"steps": 0}),
         ("or 'auto'", (model, 2, x), {"tolerance": "small"}),
         ("meta device", (nn.Linear(2, 2, device="meta"), 2, x), {}),

@@ -155,7 +155,7 @@ class Recorder:
     def _watch(self, path: str, original: Any, copied: Any) -> None:
         watched = _Watched(path, original, copied)
         try:
-            copied.__class__ = _recording_class(type(copied))
+            object.__setattr__(copied, "__class__", _recording_class(type(copied)))  # also of a frozen dataclass
         except TypeError:  # all that it has counts as read, and what the run has changed is seen afterwards
             watched.reads.update(n for n in vars(original) if n not in _INTERNAL)
             watched.entries = dict(vars(copied))

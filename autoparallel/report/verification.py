@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -25,14 +25,16 @@ class Difference:
     """How far one tensor of the parallel program is from the reference's.
 
     Attributes:
-        kind: "loss", "output", "gradient", "norm", "clipped gradient", "parameter", "buffer", or "replicas" (0 where
-            all ranks that should hold the same bits do, else inf).
-        name: of the parameter, buffer or output.
+        kind: "loss", "output", "gradient", "input gradient", "norm", "clipped gradient", "parameter", "buffer",
+            "attribute" (a number or tensor in a plain attribute of a module), or "replicas" (0 where all ranks that
+            should hold the same bits do, else inf).
+        name: of the parameter, buffer, output or attribute.
         value: ``max |a - b| / max(1, max |b|)``; inf where shapes, dtypes or non-finite values differ.
         step: at which training step.
         layout: how the parameter lies on the mesh axes at rest.
         detail: both values, in short.
         size: ``max |b|``; a tensor smaller than the tolerance cannot fail.
+        tolerance: how large the value may be; None where the report's tolerance counts.
     """
 
     kind: str
@@ -42,6 +44,48 @@ class Difference:
     layout: tuple[str, ...] = ()
     detail: str = ""
     size: float = float("inf")
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The first operator whose result, or whose gradients, are off, although its operands, or its result's gradient,
+    are right.
+
+    Attributes:
+        stage: "capture" (the plain model against the captured graph), "program" (the captured graph against what the
+            ranks run), or "" where both agree: then what is wrong is done to gradients or parameters behind the
+            operators, or only in a narrower dtype than float64.
+        direction: "forward" or "backward".
+        module: the path of its module.
+        line: of the model's source: file, line, function, and the text.
+        operator: its key in plans.
+        rule: its sharding rule, and how it runs on each mesh axis.
+        layouts: how each operand lies, and the result.
+        value: by how much it is off, as in :class:`Difference`.
+        detail: what is off.
+    """
+
+    stage: str
+    direction: str = ""
+    module: str = ""
+    line: str = ""
+    operator: str = ""
+    rule: str = ""
+    layouts: str = ""
+    value: float = 0.0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if not self.stage:
+            return self.detail
+        sides = {"capture": "the captured graph and the plain model", "program": "the ranks and the captured graph"}
+        lines = [
+            f"{sides[self.stage]} part in the {self.direction} at {self.operator or 'an operator that is not captured'}"
+        ]
+        lines.append(f"  module {self.module or 'the top level'}, {self.line}")
+        lines += [f"  {name} {text}" for name, text in (("rule", self.rule), ("layouts", self.layouts)) if text]
+        return "\n".join([*lines, f"  {self.detail} (off by {_number(self.value)})"])
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,20 +96,21 @@ class VerifyReport:
         model: the model's class.
         mesh: the mesh axes by name and size.
         plan: the plan that ran.
-        dtype: what both runs computed in.
-        tolerance: the largest difference that passes.
+        dtype: what both runs computed in; None for the model's own dtypes.
+        tolerance: the largest difference that passes; of measured ones, the largest.
         differences: everything that was compared, the worst first.
         reference: what the parallel program was compared with.
         layouts: for each parameter, how it lies on each mesh axis at rest.
         casts: where the model itself casts to a dtype narrower than ``dtype``.
         notes: what else a reader should know.
         seconds: how long it took.
+        deviation: the first operator that deviates, where that was asked for and something failed.
     """
 
     model: str
     mesh: tuple[tuple[str, int], ...]
     plan: Plan
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     tolerance: float
     differences: tuple[Difference, ...]
     reference: str
@@ -73,6 +118,11 @@ class VerifyReport:
     casts: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
+    deviation: Deviation | None = None
+
+    def with_deviation(self, deviation: Deviation, seconds: float) -> VerifyReport:
+        """The same report with the first operator that deviates."""
+        return replace(self, deviation=deviation, seconds=seconds)
 
     @property
     def ok(self) -> bool:
@@ -82,7 +132,21 @@ class VerifyReport:
     @property
     def failed(self) -> tuple[Difference, ...]:
         """What differs by more than the tolerance, the worst first."""
-        return tuple(d for d in self.differences if not d.value <= self.tolerance)
+        return tuple(d for d in self.differences if not d.value <= self.limit_of(d))
+
+    def limit_of(self, d: Difference) -> float:
+        """The largest value of a difference that passes."""
+        return self.tolerance if d.tolerance is None else d.tolerance
+
+    @property
+    def first_failed_step(self) -> int:
+        """The first step of which something fails; replicas are compared after the last."""
+        return min((d.step for d in self.failed if d.step), default=1)
+
+    @property
+    def measured(self) -> bool:
+        """Whether every tensor has a tolerance of its own."""
+        return any(d.tolerance is not None for d in self.differences)
 
     @property
     def worst(self) -> Difference:
@@ -135,13 +199,16 @@ class VerifyReport:
         if self.failed:
             yield Text()
             yield self._failures()
+        if self.deviation is not None:
+            yield Text()
+            yield Text(str(self.deviation), style="bold")
         yield Text()
         yield from self._notes()
         yield self._verdict()
 
     def _head(self) -> Iterator[RenderableType]:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh)
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else "its own dtypes"
         yield Text(f"{self.model} on the mesh ({axes}), plan {self.plan.origin}, {dtype}", style="bold")
         yield Text(f"compared with {self.reference}")
         yield Text(
@@ -159,8 +226,8 @@ class VerifyReport:
             table.add_column(title, justify=justify)  # type: ignore[arg-type]
         table.add_column("where", overflow="fold")
         for kind, found in kinds.items():
-            worst = found[0]
-            style = "" if worst.value <= self.tolerance else "red"
+            worst = next((d for d in found if not d.value <= self.limit_of(d)), found[0])
+            style = "" if worst.value <= self.limit_of(worst) else "red"
             where = self._where(worst) if worst.value > 0 else ""
             table.add_row(kind, str(len(found)), _number(worst.value), Text(where), style=style)
         return table
@@ -168,17 +235,23 @@ class VerifyReport:
     def _failures(self) -> Table:
         failed = self.failed
         table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold red")
-        table.title = f"{len(failed)} of {len(self.differences)} differ by more than {self.tolerance:g}"
+        table.title = f"{len(failed)} of {len(self.differences)} differ by more than {self._limits}"
         if len(failed) > SHOWN:
             table.title += f"; the worst {SHOWN}"
         table.add_column("difference", justify="right")
+        if self.measured:
+            table.add_column("tolerance", justify="right")
         for title in ("what", "found", "at rest"):
             table.add_column(title, overflow="fold")
         for d in failed[:SHOWN]:
-            table.add_row(
-                _number(d.value), Text(f"{d.kind} {self._where(d)}"), Text(d.detail), Text(" ".join(d.layout))
-            )
+            limit = [_number(self.limit_of(d))] if self.measured else []
+            what = Text(f"{d.kind} {self._where(d)}"), Text(d.detail), Text(" ".join(d.layout))
+            table.add_row(_number(d.value), *limit, *what)
         return table
+
+    @property
+    def _limits(self) -> str:
+        return f"what rounding moves (up to {self.tolerance:.1e})" if self.measured else f"{self.tolerance:g}"
 
     def _where(self, d: Difference) -> str:
         several = max(x.step for x in self.differences) > 1 and d.step
@@ -189,7 +262,7 @@ class VerifyReport:
         if self.casts:
             shown = "; ".join(self.casts[:4]) + (f"; and {len(self.casts) - 4} more" if len(self.casts) > 4 else "")
             notes.append(f"the model itself casts to a narrower dtype, which limits the agreement ({shown})")
-        tiny = sorted({d.name for d in self.differences if d.kind == "gradient" and d.size <= self.tolerance})
+        tiny = sorted({d.name for d in self.differences if d.kind == "gradient" and d.size <= self.limit_of(d)})
         if tiny:
             names = ", ".join(tiny[:3]) + (f" and {len(tiny) - 3} more" if len(tiny) > 3 else "")
             notes.append(f"gradients that are zero, or too small to tell apart from zero: {names}")
@@ -206,11 +279,11 @@ class VerifyReport:
 
     def _verdict(self) -> Text:
         if self.ok:
-            text = f"PASSED: all {len(self.differences)} tensors agree to {self.tolerance:g}"
+            text = f"PASSED: all {len(self.differences)} tensors agree to {self._limits}"
             return Text(f"{text} ({self.seconds:.1f} s)", style="bold green")
-        worst = self.worst
+        worst = self.failed[0]
         name = f"{worst.kind} {worst.name}".strip()
-        text = f"FAILED: {len(self.failed)} of {len(self.differences)} tensors differ by more than {self.tolerance:g}"
+        text = f"FAILED: {len(self.failed)} of {len(self.differences)} tensors differ by more than {self._limits}"
         return Text(f"{text}, the worst is {name} ({self.seconds:.1f} s)", style="bold red")
 
 
@@ -218,4 +291,4 @@ def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-__all__ = ["Difference", "VerifyError", "VerifyReport"]
+__all__ = ["Deviation", "Difference", "VerifyError", "VerifyReport"]

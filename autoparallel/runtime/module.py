@@ -205,12 +205,12 @@ class ParallelModule(nn.Module):
         known = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
         require_same = self._compare_call(call, key, problem)
         if known in self._ready and self._calls >= CHECKED_CALLS and not problem:
-            ready = self._ready[known]
-            if ready.runner.captured.draws:  # what the first rank draws comes with the table
+            kind = self._ready[known]
+            if kind.runner.captured.draws:  # what the first rank draws comes with the table
                 require_same()
             else:
                 before_next_collective(self._store.prefix, require_same)
-            return ready
+            return kind
         require_same()
         if known in self._ready:
             return self._ready[known]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from autoparallel import simulate
 from autoparallel._torch import make_fake_mode
 from autoparallel.passes.insert_collectives import Sizes, call_modes, insert_collectives, typed_call
 from autoparallel.passes.verify_placements import verify_placements
@@ -27,7 +28,7 @@ from autoparallel.redistribution import Redistributor
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import shape_of, tensor_operands
 from autoparallel.rules.typing import Mode, Typed
-from autoparallel.simulate import simulate
+from autoparallel.simulate import coordinates
 
 TOLERANCE = 1e-10
 AXIS = (3,)
@@ -127,11 +128,6 @@ def _fill(structure: Any, values: Sequence[Any]) -> Any:
 # ------------------------------------------------------------------------------------------- cutting and combining
 
 
-def coordinates(mesh: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every rank's coordinate, in the order of ranks."""
-    return list(itertools.product(*(range(n) for n in mesh)))
-
-
 def divides(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> bool:
     """Whether the layout cuts the shape evenly."""
     pieces = [1] * len(shape)
@@ -173,22 +169,10 @@ def _cut_once(value: Tensor, kind: str, dim: int, n: int, generator: torch.Gener
 
 def combine(values: Sequence[Tensor], layout: Layout, mesh: Sequence[int], what: str) -> Tensor:
     """The global value of what the ranks hold. Ranks that must hold the same must hold the same bits."""
-    kept = [axis for axis, placement in enumerate(layout) if placement.kind in "SP"]
-    pieces: dict[tuple[int, ...], Tensor] = {}
-    for at, value in zip(coordinates(mesh), values, strict=True):
-        known = pieces.setdefault(tuple(at[axis] for axis in kept), value)
-        if not torch.equal(known.nan_to_num(), value.nan_to_num()):
-            raise Disproved(f"{what} lies as {format_layout(layout)}, but ranks that hold the same differ")
-    for axis in reversed(kept):
-        groups: dict[tuple[int, ...], list[Tensor]] = {}
-        for at in sorted(pieces):
-            groups.setdefault(at[:-1], []).append(pieces[at])
-        placement = layout[axis]
-        pieces = {
-            at: torch.cat(parts, placement.dim) if placement.kind == "S" else sum(parts[1:], parts[0])
-            for at, parts in groups.items()
-        }
-    return pieces[()]
+    try:
+        return simulate.combine(values, layout, mesh)
+    except simulate.ReplicasDiffer as error:
+        raise Disproved(f"{what} lies as {format_layout(layout)}, but {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------------- the proof
@@ -372,7 +356,7 @@ def execute(runs: Sequence[Run], mesh: Sequence[int], proof: Proof) -> list[str]
                 results.append(error)
         return results
 
-    ranks = simulate(rank_program, mesh, NAMES[-len(mesh) :]) if ready else []
+    ranks = simulate.simulate(rank_program, mesh, NAMES[-len(mesh) :]) if ready else []
     for i, run in enumerate(ready):
         try:
             results = [r[i] for r in ranks]

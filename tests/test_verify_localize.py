@@ -1,0 +1,127 @@
+"""The first node at which the ranks part from the captured graph: faults in rules and redistributions, by name.
+
+The ranks are threads of this process, as everywhere in ``localize_program``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from autoparallel import collectives
+from autoparallel.operators import RandomState
+from autoparallel.parity.localize_program import program_deviation
+from autoparallel.parity.task import make_task
+from autoparallel.planner.hardware import profile_for
+from autoparallel.planning import Request, call_of, draft
+from autoparallel.report.verification import Deviation
+from autoparallel.rules.core import _RULES, Rule
+from autoparallel.rules.localize import LocalCall
+from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
+
+aten = torch.ops.aten
+MODEL = GPT(GPTConfig(dropout=0.1, layers=1))
+TOKENS = ragged_tokens(torch.Generator().manual_seed(0), 8, 16, 64)
+
+
+def deviation(plan: str, mesh: tuple[int, ...]) -> Deviation | None:
+    """Of a GPT with dropout."""
+    task = make_task(MODEL, mesh, TOKENS, token_loss, plan=plan, dtype=torch.float64)
+    request = Request(axes=task.axes, profile=profile_for("cpu", None), plan=plan, loss_fn=token_loss)
+    batch = task.batch(1)
+    drafted = draft(task.model, call_of(batch.args, batch.kwargs, with_target=True), request).plan
+    return program_deviation(task, drafted, batch, RandomState(3, 1), 1e-9)
+
+
+@pytest.mark.parametrize("plan", ["tensor_parallel", "fsdp"])
+def test_right_programs_have_no_deviation(plan: str) -> None:
+    assert deviation(plan, (2, 2)) is None
+
+
+def test_a_local_call_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule_of = _RULES[aten.linear.default]
+
+    def doubled(call: LocalCall) -> None:
+        if call.node.meta["key"].startswith("blocks.0.attention.v/"):
+            with call.graph.inserting_before(call.node):
+                x = call.graph.call_function(aten.mul.Tensor, (call.args[0], 2.0))
+            call.args = (x, *call.args[1:])
+
+    def wrong(node: fx.Node) -> Rule:
+        rule = rule_of(node)
+        assert rule is not None
+        return replace(rule, localize=doubled)
+
+    monkeypatch.setitem(_RULES, aten.linear.default, wrong)
+    found = deviation("tensor_parallel", (2, 2))
+    assert found is not None and (found.stage, found.direction) == ("program", "forward")
+    assert found.operator == "blocks.0.attention.v/aten.linear#0" and found.module == "blocks.0.attention.v"
+    assert "gpt.py" in found.line and "shard:n" in found.rule and found.layouts.endswith("-> S0,S2")
+
+
+def test_an_argument_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule_of = _RULES[aten.layer_norm.default]
+
+    def scaled(call: LocalCall) -> None:
+        call.args = (*call.args[:4], 0.1) if len(call.args) > 4 else call.args
+        call.kwargs = {**call.kwargs, "eps": 0.1} if len(call.args) <= 4 else call.kwargs
+
+    monkeypatch.setitem(_RULES, aten.layer_norm.default, lambda node: replace(rule_of(node), localize=scaled))
+    found = deviation("data_parallel", (2,))
+    assert found is not None and found.operator == "blocks.0.norm1/aten.layer_norm#0" and "shard:" in found.rule
+
+
+def test_a_gradient_that_is_not_reduced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "_DUALS", {"P": "R"})  # the gradient of what is replicated is no sum
+    found = deviation("tensor_parallel", (2,))
+    assert found is not None and (found.stage, found.direction) == ("program", "backward")
+    assert found.operator.startswith("the redistribution ") and " I to R over " in found.operator
+    assert "gpt.py" in found.line
+
+
+def test_a_sum_that_is_not_reduced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = collectives._apply
+
+    def wrong(x: Tensor, src: str, dst: str, group: str) -> Tensor:
+        return x.view_as(x) if (src, dst) == ("P", "I") and x.ndim == 3 else apply(x, src, dst, group)
+
+    monkeypatch.setattr(collectives, "_apply", wrong)
+    found = deviation("tensor_parallel", (2,))
+    assert found is not None and (found.stage, found.direction) == ("program", "forward")
+    assert found.operator.startswith("the redistribution ") and " P to I over " in found.operator
+
+
+class Backward(torch.autograd.Function):
+    """The identity with a gradient that is off by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 1.5
+
+
+def skewed(x: Tensor) -> Tensor:
+    return Backward.apply(x)
+
+
+def test_a_local_backward_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule_of = _RULES[aten.linear.default]
+
+    def wrong(call: LocalCall) -> None:
+        if call.node.meta["key"].startswith("blocks.0.attention.k/"):
+            with call.graph.inserting_before(call.node):
+                x = call.graph.call_function(skewed, (call.args[0],))
+            call.args = (x, *call.args[1:])
+
+    monkeypatch.setitem(_RULES, aten.linear.default, lambda node: replace(rule_of(node), localize=wrong))
+    found = deviation("tensor_parallel", (2,))
+    assert found is not None and (found.stage, found.direction) == ("program", "backward")
+    # q, k and v read the same tensor: which of them gives back a wrong gradient cannot be told from their sum.
+    assert "blocks.0.attention.k/aten.linear#0" in f"{found.operator} {found.detail}"
