@@ -29,6 +29,10 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
+
+
 def make_fake_mode() -> FakeTensorMode:
     """A fake tensor mode with symbolic shapes, which lets real constants in."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -110,6 +114,11 @@ def after_backward(callback: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def running_backward() -> int:
+    """The engine's number of the backward pass that calls this; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
 def accumulated(ctx: Any, count: int) -> list[bool]:
     """Which of the last ``count`` inputs of an autograd function, whose backward runs now, have ``.grad`` added to.
 
@@ -129,8 +138,8 @@ def _accumulates(node: Any) -> bool:
 
 
 __all__ = [
-    "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "free_unbacked_symbols",
+    "HOOKS", "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "free_unbacked_symbols",
     "graph_break_of", "is_compiled_call", "leave_open", "local_of", "make_fake_mode", "make_spec",
-    "mesh_without_groups", "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of", "spec_of",
-    "without_modes", "wrap_local",
+    "mesh_without_groups", "outside_of_dynamo", "process_group", "reduce_scatter_single", "running_backward",
+    "source_of", "spec_of", "without_modes", "wrap_local",
 ]  # fmt: skip

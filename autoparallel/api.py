@@ -378,6 +378,7 @@ class _Compiler:
             materialize(self.model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)
         for name, parameter in self.store.parameters.items():
             lay_out(parameter, layouts[name], homes[name])
+        self.store.note_storages()
         self.at_rest = at_rest
 
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -91,6 +92,7 @@ class ParallelModule(nn.Module):
         self._structures: list[tuple[nn.Module, ...]] = []  # the submodules that there have been: one may be replaced
         self._states: dict[Any, list[PythonState]] = {}  # by kind: what Python was when each of its traces was made
         self._calls, self._seed = 0, seed
+        self._entered = threading.RLock()
         self._clipper = Clipper(store, plain, clip_grad_norm)
         self._parameter_ids = {id(p) for p in plain.parameters()}
         self._plan: Plan | None = None
@@ -109,8 +111,20 @@ class ParallelModule(nn.Module):
             RankMismatchError: on every rank, when the ranks call with different inputs.
             CaptureError: when a new kind of call cannot be captured.
         """
+        if not self._entered.acquire(blocking=False):
+            raise RuntimeError(
+                "the model is called while another thread is in a call of it: the threads would mix up what the ranks "
+                "exchange. Call it from one thread at a time (a threading.Lock around the call)"
+            )
+        try:
+            return self._call(args, kwargs)
+        finally:
+            self._entered.release()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, problem = self._flatten(args, kwargs)
         kind = self._agree(call, problem)
+        self._store.begin_call()
         if self._store.window is not None and torch.is_grad_enabled():
             self._require_weight(kind)
         calls = self._calls + self.training
@@ -149,6 +163,7 @@ class ParallelModule(nn.Module):
                 "a parameter was added, removed or replaced after compile(), so that it would not be trained: change "
                 "the plain model, then compile it"
             )
+        problem = problem or self._store.assigned()
         if torch.is_autocast_enabled(self._mesh.device_type):
             problem = "the model is called under torch.autocast, which is not supported yet: call it outside"
         layouts: list[Layout | None] = []
@@ -312,7 +327,7 @@ class ParallelModule(nn.Module):
         kept = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
         flowing = [i for i in kept if values[i].requires_grad]
         if flowing:
-            outer = Outputs.apply(self._store, weight, *(values[i] for i in flowing))
+            outer = Outputs.apply(self._store, weight, kind.runner.used, *(values[i] for i in flowing))
             for i, value in zip(flowing, outer, strict=True):
                 values[i] = value
         for i in range(count, len(values)):

@@ -160,6 +160,8 @@ class PipelineRunner:
         whole: Layout = ()
         results = len(captured.graph.output_node().args[0])  # type: ignore[arg-type]
         self.specs = [(to_dtensor_placements(whole), whole)] * results
+        used = {name: None for stage in range(staged.plan.count) for name in staged.chains(stage)}
+        self.used = tuple(name for name in used if name in store.parameters)
         self.loss = captured.scalars[0] if captured.scalars else None
         self.scaler: torch.amp.GradScaler | None = None
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
