@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -114,6 +115,40 @@ def after_backward(callback: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def default_store() -> Any:
+    """The key-value store that the processes' group was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_open(group: Any) -> bool:
+    """Whether a process group has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def _backend_of(group: Any, device: str) -> Any:
+    """What carries out a group's collectives on a kind of device; None where it has nothing for that."""
+    try:
+        return group._get_backend(torch.device(device))
+    except RuntimeError:
+        return None
+
+
+def is_gloo(group: Any, device: str) -> bool:
+    """Whether gloo carries out a group's collectives on a kind of device."""
+    kind = getattr(dist, "ProcessGroupGloo", None)
+    return kind is not None and isinstance(_backend_of(group, device), kind)
+
+
+def timeout_of(group: Any, device: str) -> timedelta:
+    """How long a process group waits for a rank."""
+    for kind in (device, "cpu"):
+        options = getattr(_backend_of(group, kind), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return dist.distributed_c10d.default_pg_timeout
+
+
 def running_backward() -> int:
     """The engine's number of the backward pass that calls this; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
@@ -138,8 +173,8 @@ def _accumulates(node: Any) -> bool:
 
 
 __all__ = [
-    "HOOKS", "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "free_unbacked_symbols",
-    "graph_break_of", "is_compiled_call", "leave_open", "local_of", "make_fake_mode", "make_spec",
-    "mesh_without_groups", "outside_of_dynamo", "process_group", "reduce_scatter_single", "running_backward",
-    "source_of", "spec_of", "without_modes", "wrap_local",
+    "HOOKS", "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "default_store",
+    "free_unbacked_symbols", "graph_break_of", "is_compiled_call", "is_gloo", "is_open", "leave_open", "local_of",
+    "make_fake_mode", "make_spec", "mesh_without_groups", "outside_of_dynamo", "process_group",
+    "reduce_scatter_single", "running_backward", "source_of", "spec_of", "timeout_of", "without_modes", "wrap_local",
 ]  # fmt: skip

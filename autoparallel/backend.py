@@ -40,7 +40,7 @@ from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest,
 from autoparallel.runtime.calls import fits, require_divides
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.module import CHECKED_CALLS
+from autoparallel.runtime.exchange import CHECKED_CALLS
 
 OPTIONS = ("mesh", "plan", "memory_limit", "backend")
 

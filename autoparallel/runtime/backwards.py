@@ -80,10 +80,11 @@ class BackwardPasses:
 
     Args:
         finish: what is done with a pass that has come to its end.
+        died: is called where one does not.
     """
 
-    def __init__(self, finish: Callable[[BackwardPass], None]) -> None:
-        self._finish = finish
+    def __init__(self, finish: Callable[[BackwardPass], None], died: Callable[[], None]) -> None:
+        self._finish, self._died = finish, died
         self._passes: dict[int, BackwardPass] = {}
 
     def running(self) -> BackwardPass:
@@ -96,7 +97,7 @@ class BackwardPasses:
             def callback() -> None:
                 self._end(number)
 
-            mine.callback = weakref.ref(callback)
+            mine.callback = weakref.ref(callback, lambda _: self._passes.get(number) is mine and self._died())
             _torch.after_backward(callback)
         return self._passes[number]
 

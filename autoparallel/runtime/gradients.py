@@ -13,9 +13,9 @@ backward, on the sum of all that it and the backwards under ``no_sync()`` before
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-import threading
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,7 @@ from autoparallel.runtime.hooks import (
     has_accumulated_hooks,
     has_gradient_hooks,
 )
+from autoparallel.waiting import note_raised
 
 
 class KeptCopy(Protocol):
@@ -76,7 +77,8 @@ class GradientStore:
         self.move(mesh, prefix, everyone)
         self.parameters = parameters
         self.synchronise = True
-        self.backwards = 0
+        self.backwards, self.steps = 0, 0
+        self.before_backward: Callable[[], None] = lambda: None
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
         self._held: dict[str, None] = {}  # parameters that got a gradient in the window
@@ -86,7 +88,7 @@ class GradientStore:
         self._pending: dict[str, ParameterChain] = {}
         self._complete: dict[str, tuple[ParameterChain, torch.Tensor | None]] = {}  # whose hooks are to be called
         self._lock = threading.RLock()
-        self.passes = BackwardPasses(self._finish_backward)
+        self.passes = BackwardPasses(self._finish_backward, note_raised)
         self.kept: dict[KeptCopy, None] = {}
         self.note_storages()
 
@@ -110,9 +112,15 @@ class GradientStore:
         elif any(self.parameters[name].grad is None for name in self._held):  # zero_grad() has ended it
             self.window, self._held, self.synchronise = None, {}, True
 
+    def begin_backward(self) -> None:
+        """Counts a backward through an output of the model, which begins, and ends those that have died."""
+        self.passes.running()
+        self.backwards += 1
+        self.before_backward()
+
     def has_stale(self) -> bool:
         """Whether a kept copy of gathered parameters is not what they are now, as far as this rank can see."""
-        return any([copy.has_changed() for copy in self.kept])
+        return any(copy.has_changed() for copy in self.kept)
 
     def drop_kept(self) -> None:
         """Drops the kept copies of gathered parameters; all ranks do so, or none."""
@@ -134,8 +142,8 @@ class GradientStore:
         for name, parameter in self.parameters.items():
             if parameter.untyped_storage()._cdata != self._storages[name]._cdata:
                 return (
-                    f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the parameter. "
-                    "What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, p.device_mesh, "
+                    f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the "
+                    "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, p.device_mesh, "
                     "p.placements)), or model.load_state_dict(...), which takes whole tensors"
                 )
         return None
@@ -145,8 +153,8 @@ class GradientStore:
     def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:
         """Takes each tensor along its path; all paths go the same way.  The first collective starts at once, in the
         tensors' own memory if that is ``owned``."""
-        count = len(paths[0]) if paths else 0
-        return Travel(tensors, [partial(self._start_step, [p[i] for p in paths], owned and not i) for i in range(count)])
+        steps = zip(*paths, strict=True)
+        return Travel(tensors, [partial(self._start_step, step, owned and not i) for i, step in enumerate(steps)])
 
     def _start_step(self, steps: Sequence[Step], owned: bool, tensors: Tensors) -> Callable[[], Tensors]:
         group = group_name(self.prefix, self.names, steps[0].axes)
@@ -412,8 +420,8 @@ class GradientStore:
         lost = next((name for name in self._held if self.parameters[name].grad is None), None)
         if lost is not None or self.window is not window:
             raise RuntimeError(
-                f"the gradient of {lost or 'a parameter'} was cleared in the middle of a window of accumulate(), so that earlier "
-                "microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in between"
+                f"the gradient of {lost or 'a parameter'} was cleared in the middle of a window of accumulate(), so that "
+                "earlier microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in between"
             )
 
     def whole_gradients(self, what: str) -> dict[str, torch.Tensor]:

@@ -28,22 +28,21 @@ from autoparallel.operators import RandomState
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.runtime.accumulation import T, Weight, Window, windows
-from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
+from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.calls import Call, fits, sizes_of
 from autoparallel.runtime.clipping import Clipper
+from autoparallel.runtime.exchange import CHECKED_CALLS, Exchange
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
 from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.runner import Kind, Outputs
 from autoparallel.runtime.state import distribute_like
+from autoparallel.waiting import note_raised
 
 _LOGGER = logging.getLogger("autoparallel")
 
 MANY_VALUES = 3
 """Of so many changes of one value of Python's a call is advised to read a tensor instead."""
-
-CHECKED_CALLS = 3
-"""On so many first calls the values of plain inputs are compared between the ranks, too."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,15 @@ class ParallelModule(nn.Module):
         has_loss_fn: bool,
         seed: int,
         clip_grad_norm: ClipGradNorm | None = None,
+        check_inputs: int | None = None,
     ) -> None:
         super().__init__()
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
         self.training = plain.training
-        self._mesh, self._agreement, self._store = mesh, agreement, store
+        self._mesh, self._store = mesh, store
+        self._exchange = Exchange(agreement, store, type(plain).__name__, mesh.device_type, check_inputs)
+        store.before_backward = self._agree_on_backward
         self._make_kind, self._has_loss_fn = make_kind, has_loss_fn
         self._signature = inspect.signature(plain.forward)
         self._kinds: dict[Any, Kind] = {}
@@ -122,16 +124,23 @@ class ParallelModule(nn.Module):
             self._entered.release()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call, problem = self._flatten(args, kwargs)
+        try:
+            call, problem = self._flatten(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            self._exchange.of_error(error)
         kind = self._agree(call, problem)
-        self._store.begin_call()
-        if self._store.window is not None and torch.is_grad_enabled():
-            self._require_weight(kind)
-        calls = self._calls + self.training
-        results = kind.runner.run(call, RandomState(self._seed, calls if self.training else 0))
-        settle(self._store.prefix)
-        self._calls = calls
-        return self._finish(kind, results, call)
+        try:
+            self._store.begin_call()
+            if self._store.window is not None and torch.is_grad_enabled():
+                self._require_weight(kind)
+            calls = self._calls + self.training
+            results = kind.runner.run(call, RandomState(self._seed, calls if self.training else 0))
+            settle(self._store.prefix)
+            self._calls = calls
+            return self._finish(kind, results, call)
+        except BaseException as error:
+            note_raised(error)
+            raise
 
     def _require_weight(self, kind: Kind) -> None:
         weight = kind.runner.captured.weight
@@ -144,7 +153,10 @@ class ParallelModule(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Traces and plans for a kind of call without running it."""
-        call, problem = self._flatten(args, kwargs)
+        try:
+            call, problem = self._flatten(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            self._exchange.of_error(error)
         self._agree(call, problem)
 
     def move(self, mesh: DeviceMesh) -> None:
@@ -217,8 +229,12 @@ class ParallelModule(nn.Module):
         where that call has been made before, with its first collective waiting for them to have shown it."""
         key = self._key(call)
         known = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
-        require_same = self._compare_call(call, key, problem)
-        if known in self._ready and self._calls >= CHECKED_CALLS and not problem:
+        whole = self._calls < CHECKED_CALLS or not self._kinds
+        modes = torch.is_grad_enabled(), self._store.synchronise
+        require_same = self._exchange.of_call(
+            call, (key, len(self._kinds)), problem, whole, lambda: self._describe(call, *modes)
+        )
+        if known in self._ready and not whole and not problem and not self._store.kept and not self._exchange.broken:
             before_next_collective(self._store.prefix, require_same)
             return self._ready[known]
         require_same()
@@ -270,35 +286,15 @@ class ParallelModule(nn.Module):
                 "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,
             )  # fmt: skip
 
-    def _compare_call(self, call: Call, key: Any, problem: str | None) -> Callable[[], None]:
-        """Shows the other ranks which call this is; the function returned raises where theirs differ."""
-        shapes = [s.shape for s in call.specs if isinstance(s, InputSpec)]
-        modes = torch.is_grad_enabled(), self._store.synchronise
-        structure = digest(key, shapes, problem, modes, len(self._kinds))
-        checked = self._calls < CHECKED_CALLS or not self._kinds
-        plain = [
-            leaf
-            for leaf, layout in zip(call.leaves, call.layouts, strict=True)
-            if layout is None and isinstance(leaf, torch.Tensor)
-        ]
-        values = digest(*[tensor_digest(x) for x in plain]) if checked else bytes(32)
-        table_of_all = self._agreement.ask(structure + values)
-
-        def require_same() -> None:
-            table = table_of_all()
-            if not bool((table[:, :32] == table[0, :32]).all()):
-                self._agreement.fail("the ranks call the model differently:", problem or self._describe(call, *modes))
-            if problem:
-                raise ValueError(problem)
-            if not bool((table == table[0]).all()):
-                raise RankMismatchError(
-                    "the ranks pass different values as plain inputs. A plain tensor is the global batch, the same on "
-                    "every rank (unlike DistributedDataParallel, which takes each rank's own rows). Pass the same "
-                    "batch everywhere, or give each rank its rows as a DTensor: "
-                    "DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards the batch."
-                )
-
-        return require_same
+    def _agree_on_backward(self) -> None:
+        """Has the ranks show each other that they come to a backward, before the first collective of it."""
+        if self._exchange.agreement.alone:
+            return
+        require_same = self._exchange.of_backward()
+        if self._store.everyone is None:
+            before_next_collective(self._store.prefix, require_same)
+        else:  # a pipeline sends over other groups, too
+            require_same()
 
     def _describe(self, call: Call, gradients: bool, synchronise: bool) -> str:
         """A call in words, for comparison with those of other ranks."""

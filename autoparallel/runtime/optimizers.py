@@ -59,6 +59,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         if problem is not None:
             raise RuntimeError(problem)
         store.settle()
+        store.steps += store.everyone is None  # in a pipeline a rank steps what lies on it
         _count_change(p for p in store.parameters.values() if id(p) in held and p.grad is not None)
         args, kwargs, closure = _with_closure(args, kwargs, clipper)
         if closure:  # its gradients are made, and clipped, inside of the step

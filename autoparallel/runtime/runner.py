@@ -98,7 +98,7 @@ class CallRunner(Protocol):
     """What runs one kind of call, and how its outputs leave: :class:`Runner`, or a pipeline of several."""
 
     captured: Captured
-    used: Sequence[str]
+    used: tuple[str, ...]
 
     @property
     def specs(self) -> Sequence[tuple[Any, Layout]]: ...
@@ -133,8 +133,7 @@ class Outputs(torch.autograd.Function):
                 f"{changed} was modified in place between the forward and the backward that needs it; step the "
                 "optimizer after backward()"
             )
-        ctx.store.passes.running()
-        ctx.store.backwards += 1
+        ctx.store.begin_backward()
         if ctx.window is not None:
             if ctx.window is not ctx.store.window:
                 raise RuntimeError(

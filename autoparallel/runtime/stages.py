@@ -27,8 +27,8 @@ from autoparallel.passes.split_weight_gradients import Deferred, collect_deferre
 from autoparallel.placements import largest_piece
 from autoparallel.program import LocalProgram
 from autoparallel.redistribution import Step
-from autoparallel.runtime.buckets import ParameterBucket
 from autoparallel.runtime.backwards import BackwardPasses, Tensors, Travel
+from autoparallel.runtime.buckets import ParameterBucket
 from autoparallel.runtime.gradients import GradientStore, KeptCopy
 from autoparallel.runtime.runner import Runner
 
