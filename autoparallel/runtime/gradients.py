@@ -143,8 +143,8 @@ class GradientStore:
             if parameter.untyped_storage()._cdata != self._storages[name]._cdata:
                 return (
                     f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the "
-                    "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, p.device_mesh, "
-                    "p.placements)), or model.load_state_dict(...), which takes whole tensors"
+                    "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, "
+                    "p.device_mesh, p.placements)), or model.load_state_dict(...), which takes whole tensors"
                 )
         return None
 
@@ -420,8 +420,9 @@ class GradientStore:
         lost = next((name for name in self._held if self.parameters[name].grad is None), None)
         if lost is not None or self.window is not window:
             raise RuntimeError(
-                f"the gradient of {lost or 'a parameter'} was cleared in the middle of a window of accumulate(), so that "
-                "earlier microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in between"
+                f"the gradient of {lost or 'a parameter'} was cleared in the middle of a window of accumulate(), so "
+                "that earlier microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in "
+                "between"
             )
 
     def whole_gradients(self, what: str) -> dict[str, torch.Tensor]:
