@@ -228,7 +228,7 @@ def test_writing_through_data_is_seen_inside_no_sync() -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["plain", "DTensor"])
 def test_assigning_data_is_refused(plan: str, kind: str) -> None:
-    model, plain = _alone(plan)
+    model, _ = _alone(plan)
     model(*batch()).backward()
     weight = model.up.weight
     value = torch.ones(8, 8, dtype=torch.float64)
