@@ -141,6 +141,11 @@ def note_raised(error: BaseException | None = None) -> None:
     _set(place.key(RAISED), f"rank {dist.get_rank()} raised in {place.text}{what}")
 
 
+def cause_elsewhere() -> str | None:
+    """What another rank has raised in what this one takes part in, if it has said so."""
+    return None if _HERE.place is None else _note(_HERE.place, RAISED)
+
+
 def _explain(place: Place, error: RuntimeError) -> NoReturn:
     """Says who is missing, and where the others are."""
     _say(place, WAITS)
@@ -183,4 +188,6 @@ def _note(place: Place, of: int | str) -> str | None:
     return None
 
 
-__all__ = ["Place", "RankMismatchError", "broken", "enter", "explained", "forget", "note_raised", "wait"]
+__all__ = [
+    "Place", "RankMismatchError", "broken", "cause_elsewhere", "enter", "explained", "forget", "note_raised", "wait",
+]  # fmt: skip
