@@ -149,6 +149,11 @@ def timeout_of(group: Any, device: str) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
+def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
+    """Whether two storages are one; a ``DTensor``'s own has no memory to compare."""
+    return bool(a._cdata == b._cdata)
+
+
 def running_backward() -> int:
     """The engine's number of the backward pass that calls this; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
@@ -176,5 +181,6 @@ __all__ = [
     "HOOKS", "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "default_store",
     "free_unbacked_symbols", "graph_break_of", "is_compiled_call", "is_gloo", "is_open", "leave_open", "local_of",
     "make_fake_mode", "make_spec", "mesh_without_groups", "outside_of_dynamo", "process_group",
-    "reduce_scatter_single", "running_backward", "source_of", "spec_of", "timeout_of", "without_modes", "wrap_local",
+    "reduce_scatter_single", "running_backward", "same_storage", "source_of", "spec_of",
+    "timeout_of", "without_modes", "wrap_local",
 ]  # fmt: skip

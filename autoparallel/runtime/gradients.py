@@ -140,7 +140,7 @@ class GradientStore:
     def assigned(self) -> str | None:
         """What is wrong where something was assigned to a parameter by ``p.data = tensor``; None where nothing was."""
         for name, parameter in self.parameters.items():
-            if parameter.untyped_storage()._cdata != self._storages[name]._cdata:
+            if not _torch.same_storage(parameter.untyped_storage(), self._storages[name]):
                 return (
                     f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the "
                     "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, "
