@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 # Renamed in 2.13; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
 
 
 def make_fake_mode() -> FakeTensorMode:
@@ -118,6 +123,50 @@ def after_backward(callback: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def default_store() -> Any:
+    """The key-value store that the processes' group was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_open(group: Any) -> bool:
+    """Whether a process group has not been destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def _backend_of(group: Any, device: str) -> Any:
+    """What carries out a group's collectives on a kind of device; None where it has nothing for that."""
+    try:
+        return group._get_backend(torch.device(device))
+    except RuntimeError:
+        return None
+
+
+def is_gloo(group: Any, device: str) -> bool:
+    """Whether gloo carries out a group's collectives on a kind of device."""
+    kind = getattr(dist, "ProcessGroupGloo", None)
+    return kind is not None and isinstance(_backend_of(group, device), kind)
+
+
+def timeout_of(group: Any, device: str) -> timedelta:
+    """How long a process group waits for a rank."""
+    for kind in (device, "cpu"):
+        options = getattr(_backend_of(group, kind), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
+    """Whether two storages are one; a ``DTensor``'s own has no memory to compare."""
+    return bool(a._cdata == b._cdata)
+
+
+def running_backward() -> int:
+    """The engine's number of the backward pass that calls this; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
 def accumulated(ctx: Any, count: int) -> list[bool]:
     """Which of the last ``count`` inputs of an autograd function, whose backward runs now, have ``.grad`` added to.
 
@@ -137,8 +186,9 @@ def _accumulates(node: Any) -> bool:
 
 
 __all__ = [
-    "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "copy_parameter_hooks",
-    "free_unbacked_symbols", "graph_break_of", "is_compiled_call", "leave_open", "local_of", "make_fake_mode",
-    "make_spec", "mesh_without_groups", "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of",
-    "spec_of", "without_modes", "wrap_local",
+    "HOOKS", "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "copy_parameter_hooks",
+    "default_store", "free_unbacked_symbols", "graph_break_of", "is_compiled_call", "is_gloo", "is_open", "leave_open",
+    "local_of", "make_fake_mode", "make_spec", "mesh_without_groups", "outside_of_dynamo", "process_group",
+    "reduce_scatter_single", "running_backward", "same_storage", "source_of", "spec_of", "timeout_of", "without_modes",
+    "wrap_local",
 ]  # fmt: skip

@@ -38,8 +38,8 @@ from autoparallel.rules.calls import tensor_operands
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
 from autoparallel.runtime.calls import fits, require_divides
 from autoparallel.runtime.compiled import compile_body
+from autoparallel.runtime.exchange import CHECKED_CALLS
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.module import CHECKED_CALLS
 from autoparallel.runtime.randomness import STREAM, Place, pack, unpack
 
 OPTIONS = ("mesh", "plan", "memory_limit", "backend")

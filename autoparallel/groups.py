@@ -13,17 +13,13 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel import _torch
-
-CONTROL_TIMEOUT = timedelta(seconds=120)
-"""How long the ranks wait for one another to agree before a call; a rank that is missing is an error, not a hang."""
+from autoparallel import _torch, waiting
 
 CONTROL = "autoparallel control"
 """The description of the groups over which ranks agree; what they say there is not training traffic."""
@@ -57,11 +53,13 @@ class MeshGroups:
     Attributes:
         mesh: the mesh.
         groups: by name, the process group, its size, and this rank's place in it.
+        sliced: whether waiting for a collective may be interrupted (see ``waiting.wait``).
         first: what must be done before the next collective (see ``before_next_collective``).
     """
 
     mesh: DeviceMesh
     groups: dict[str, tuple[dist.ProcessGroup, int, int]]
+    sliced: bool = False
     first: Callable[[], None] | None = None
 
     def size(self, axis: str) -> int:
@@ -86,7 +84,7 @@ class MeshGroups:
         if self.size(axis) == 1:
             return lambda: x
         work = dist.all_reduce(x, _REDUCE[op], self._group(axis), async_op=True)
-        return lambda: _finish(work, x)
+        return lambda: _finish(work, x, self.sliced)
 
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
         """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
@@ -94,7 +92,7 @@ class MeshGroups:
             return _copied(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
         work = _torch.all_gather_single(out.view(-1), x.view(-1), group=self._group(axis), async_op=True)
-        return lambda: _finish(work, out)
+        return lambda: _finish(work, out, self.sliced)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
         """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
@@ -102,7 +100,7 @@ class MeshGroups:
             return _copied(x[0])
         out = x.new_empty(x.shape[1:])
         work = _torch.reduce_scatter_single(out.view(-1), x.view(-1), group=self._group(axis), async_op=True)
-        return lambda: _finish(work, out)
+        return lambda: _finish(work, out, self.sliced)
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
         """Sends row i of a contiguous ``[n, ...]`` to rank i; row i of the result came from rank i."""
@@ -110,17 +108,16 @@ class MeshGroups:
             return _copied(x)
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self._group(axis), async_op=True)
-        return lambda: _finish(work, out)
+        return lambda: _finish(work, out, self.sliced)
 
-    def all_to_all_rows(
-        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str
-    ) -> torch.Tensor:
+    def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
         """Sends the first ``sent[0]`` rows of ``x`` to rank 0, and so on; returns the rows received, by rank."""
         if self.size(axis) == 1:
             return x.clone()
         out = x.new_empty((sum(received), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self._group(axis))
-        return out
+        x = x.contiguous()
+        work = dist.all_to_all_single(out, x, list(received), list(sent), group=self._group(axis), async_op=True)
+        return _finish(work, out, self.sliced)
 
 
 def _copied(x: torch.Tensor) -> Wait:
@@ -128,9 +125,8 @@ def _copied(x: torch.Tensor) -> Wait:
     return lambda: out
 
 
-def _finish(work: Any, out: torch.Tensor) -> torch.Tensor:
-    if work is not None:
-        work.wait()
+def _finish(work: Any, out: torch.Tensor, sliced: bool) -> torch.Tensor:
+    waiting.wait(work, sliced)
     return out
 
 
@@ -145,7 +141,8 @@ def bind(mesh: DeviceMesh) -> str:
     The groups over several axes are made here, all at once, because making one is itself a collective.
     """
     names = mesh.mesh_dim_names or ()
-    key = f"mesh{len(_BOUND)}"
+    _forget_closed()
+    key = next(name for name in (f"mesh{i}" for i in itertools.count()) if name not in _BOUND)
     for known, communicator in _BOUND.items():
         if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
             _name_groups(communicator)
@@ -159,9 +156,19 @@ def bind(mesh: DeviceMesh) -> str:
     for count in range(2, len(names) + 1):
         for axes in itertools.combinations(range(len(names)), count):
             groups["+".join(names[i] for i in axes)] = _joint_group(mesh, axes, coordinate)
-    _BOUND[key] = bound = MeshGroups(mesh, groups)
+    _BOUND[key] = bound = MeshGroups(mesh, groups, _torch.is_gloo(dist.group.WORLD, mesh.device_type))
     _name_groups(bound)
     return key
+
+
+def _forget_closed() -> None:
+    """Forgets meshes whose process groups have been destroyed: one that is made later may be equal to them."""
+    for key, communicator in list(_BOUND.items()):
+        if isinstance(communicator, MeshGroups) and not all(
+            _torch.is_open(g) for g, _, _ in communicator.groups.values()
+        ):
+            del _BOUND[key]
+            _EXPANDED.clear()
 
 
 def _name_groups(bound: MeshGroups) -> None:
@@ -191,7 +198,8 @@ def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int
     for row in rows.tolist():
         if part and dist.get_rank() not in row:
             continue
-        group = dist.new_group(row, use_local_synchronization=part)
+        timeout = _torch.timeout_of(dist.group.WORLD, mesh.device_type)
+        group = dist.new_group(row, timeout=timeout, use_local_synchronization=part)
         if dist.get_rank() in row:
             mine = group
     return mine, size, index

@@ -46,6 +46,7 @@ DEFAULT_TIMEOUT = 120.0
 START_TIMEOUT = 120.0
 GRACE = 6.0  # for the other ranks, once one has failed
 CALLS_PER_POOL = 60
+GROUP_TIMEOUT = 100.0  # seconds; None for torch's own
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,14 @@ atexit.register(close_pools)
 class WorkerPool:
     """`world_size` processes in one gloo group. Most tests use `run_distributed`, which shares pools."""
 
-    def __init__(self, world_size: int, *, calls_per_pool: int = CALLS_PER_POOL) -> None:
+    def __init__(
+        self, world_size: int, *, calls_per_pool: int = CALLS_PER_POOL, group_timeout: float | None = GROUP_TIMEOUT
+    ) -> None:
         self.world_size = world_size
         self._calls_left = calls_per_pool
         self._broken = False
         self._directory = tempfile.mkdtemp(prefix="autoparallel-pool-")
-        arguments = [(rank, world_size, self._directory) for rank in range(world_size)]
+        arguments = [(rank, world_size, self._directory, group_timeout) for rank in range(world_size)]
         listeners = [multiprocessing.connection.Listener(_address(self._directory, rank)) for rank in range(world_size)]
         self._processes = start_workers(_serve, arguments)
         self._connections = [listener.accept() for listener in listeners]
@@ -229,7 +232,7 @@ def _address(directory: str, rank: int) -> str:
     return os.path.join(directory, f"parent{rank}")
 
 
-def _serve(rank: int, world_size: int, directory: str) -> None:
+def _serve(rank: int, world_size: int, directory: str, group_timeout: float | None) -> None:
     """A worker's life: join the group, run what arrives, answer, and leave the group."""
     connection = multiprocessing.connection.Client(_address(directory, rank))
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), RANK=str(rank), LOCAL_RANK=str(rank))
@@ -249,7 +252,7 @@ def _serve(rank: int, world_size: int, directory: str) -> None:
             store=dist.FileStore(os.path.join(directory, "store"), world_size),  # type: ignore[attr-defined]
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=100),
+            timeout=None if group_timeout is None else datetime.timedelta(seconds=group_timeout),
         )
         answer: tuple[bool, Any] = (True, None)
     except BaseException as error:

@@ -40,10 +40,11 @@ class Window(Generic[T]):
         steps: how many microbatches it has at most.
         done: how many it has given out.
         last: whether the one given out is the last.
+        left: whether the loop over it has ended, at its end or before.
     """
 
     def __init__(self, store: GradientStore, source: _Ahead[T], steps: int, weights: str) -> None:
-        self.steps, self.done, self.last = steps, 0, False
+        self.steps, self.done, self.last, self.left = steps, 0, False, False
         self.weights = weights
         self._store, self._source = store, source
         self._total: Any = None
@@ -56,14 +57,17 @@ class Window(Generic[T]):
         store.begin_window(self)
         try:
             while not self.last:
-                store.require_kept()
+                store.require_kept(self)
                 self.done += 1
                 batch = self._source.take()
                 self.last = self.done == self.steps or self._source.ended
                 store.synchronise = self.last
                 yield batch
+            store.require_kept(self)
         finally:
-            store.synchronise = True
+            self.left = True
+            if store.window is self:
+                store.synchronise = True
         store.settle()
 
     def factor(self, weight: Weight) -> Any:
@@ -76,10 +80,14 @@ class Window(Generic[T]):
         return weight.value / self._reference
 
     def divisor(self) -> Any:
-        """What the summed gradients are divided by; None for nothing, as of a full window of equal weights."""
-        if self._total is None or (isinstance(self._total, float) and self._total == self._reference):
+        """What the summed gradients are divided by; None for nothing, as of a full window of equal weights, or of a
+        window in which no target is valid, whose gradients are zero."""
+        total = self._total
+        if total is None or (isinstance(total, float) and total in (0.0, self._reference)):
             return None
-        return self._total / self._reference
+        if isinstance(total, torch.Tensor):
+            total = torch.where(total == 0, 1, total)
+        return total / self._reference
 
 
 class _Ahead(Generic[T]):

@@ -16,17 +16,49 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel import _torch
-from autoparallel.groups import CONTROL, CONTROL_TIMEOUT
+from autoparallel import _torch, waiting
+from autoparallel.groups import CONTROL
 from autoparallel.plan import PlanError
+from autoparallel.waiting import Place, RankMismatchError
 
 S = TypeVar("S")
 T = TypeVar("T")
-_GROUPS: dict[tuple[int, ...], Any] = {}
+
+ROW = 96
+"""The bytes that a rank shows the others at once: as many in every exchange, so that any two of them can meet."""
 
 
-class RankMismatchError(RuntimeError):
-    """The ranks are not doing the same; raised on all of them, before any collective of the model."""
+class _Control:
+    """The group over which the same ranks agree, one for all meshes and models on them.
+
+    Attributes:
+        group: the process group; None for one rank.
+        models: how many models were compiled for these ranks.
+        exchanges: how often the ranks have shown each other what they do.
+        mismatches: how often they have found that it was not the same.
+        outstanding: the check of the last exchange, while nobody has waited for it.
+    """
+
+    def __init__(self, ranks: Sequence[int], device: str) -> None:
+        self.models, self.exchanges, self.mismatches = 0, 0, 0
+        self.outstanding: Callable[[], None] | None = None
+        self.group: Any = None
+        if len(ranks) > 1:
+            self.group = dist.new_group(
+                list(ranks),
+                timeout=_torch.timeout_of(dist.group.WORLD, device),
+                backend="gloo",
+                use_local_synchronization=len(ranks) < dist.get_world_size(),
+                group_desc=CONTROL,
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its process group has not been destroyed."""
+        return self.group is None or _torch.is_open(self.group)
+
+
+_CONTROLS: dict[tuple[int, ...], _Control] = {}
 
 
 def digest(*parts: object) -> bytes:
@@ -50,32 +82,62 @@ class Agreement:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
         self.alone = len(self.ranks) == 1
-        self.group: Any = None
-        if not self.alone:
-            key = tuple(self.ranks)
-            if key not in _GROUPS:
-                _GROUPS[key] = dist.new_group(
-                    self.ranks,
-                    timeout=CONTROL_TIMEOUT,
-                    backend="gloo",
-                    use_local_synchronization=len(self.ranks) < dist.get_world_size(),
-                    group_desc=CONTROL,
-                )
-            self.group = _GROUPS[key]
+        key = tuple(self.ranks)
+        if key not in _CONTROLS or not _CONTROLS[key].is_open:
+            waiting.forget()
+            _CONTROLS[key] = _Control(self.ranks, mesh.device_type)
+        self.control = _CONTROLS[key]
+        self.group = self.control.group
 
-    def ask(self, mine: bytes) -> Callable[[], torch.Tensor]:
-        """Sends this rank's digest, and returns a function that waits for every rank's: a table of a row each."""
-        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    def next_model(self) -> int:
+        """The number of a model that is compiled now, among those on the same ranks."""
+        self.control.models += 1
+        return self.control.models
+
+    @property
+    def broken(self) -> str | None:
+        """Why these ranks cannot go on, if they cannot."""
+        return waiting.broken(self.ranks)
+
+    def ask(self, mine: bytes, what: str = "compile()") -> Callable[[], torch.Tensor]:
+        """Sends this rank's digest, and returns a function that waits for every rank's: a table of a row each.
+
+        Args:
+            mine: the digest; at most ``ROW`` bytes are sent together with those of any other exchange.
+            what: what the ranks are about to do, for errors.
+        """
+        own = torch.frombuffer(bytearray(mine.ljust(ROW, b"\0")), dtype=torch.uint8)
         if self.alone:
             return lambda: own.unsqueeze(0)
+        self.settle()
+        self.control.exchanges += 1
+        waiting.enter(Place(tuple(self.ranks), self.control.exchanges, what))
         table = torch.empty(len(self.ranks), len(own), dtype=torch.uint8)
-        work = _torch.all_gather_single(table.view(-1), own, group=self.group, async_op=True)
+        with waiting.explained():
+            work = _torch.all_gather_single(table.view(-1), own, group=self.group, async_op=True)
 
         def wait() -> torch.Tensor:
-            work.wait()
+            waiting.wait(work, True)
             return table
 
         return wait
+
+    def later(self, check: Callable[[], None]) -> Callable[[], None]:
+        """A check that is made once: when it is called, or at the latest before these ranks' next exchange."""
+        control = self.control
+
+        def once() -> None:
+            if control.outstanding is once:
+                control.outstanding = None
+                check()
+
+        control.outstanding = once
+        return once
+
+    def settle(self) -> None:
+        """Makes the check of the last exchange, if nobody has."""
+        if self.control.outstanding is not None:
+            self.control.outstanding()
 
     def table(self, mine: bytes) -> torch.Tensor:
         """Every rank's digest, one row each."""
@@ -106,12 +168,18 @@ class Agreement:
 
     def fail(self, what: str, own: str) -> NoReturn:
         """Raises ``RankMismatchError`` with every rank's description; all ranks must call it."""
+        self.control.mismatches += 1
         raise _mismatch(what, self.ranks, self._texts(own))
 
     def _texts(self, own: str) -> list[str]:
-        texts: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(texts, own, group=self.group)
-        return texts
+        return self._gather(own)
+
+    def _gather(self, own: Any) -> list[Any]:
+        """What every rank gives."""
+        parts: list[Any] = [None] * len(self.ranks)
+        with waiting.explained():
+            dist.all_gather_object(parts, own, group=self.group)
+        return parts
 
     def together(self, action: Callable[[], T]) -> T:
         """Runs something that may raise; when it raises on any rank, every rank raises."""
@@ -122,8 +190,7 @@ class Agreement:
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
         if not self.alone:
-            texts: list[Any] = [None] * len(self.ranks)
-            dist.all_gather_object(texts, None if error is None else str(error), group=self.group)
+            texts = self._gather(None if error is None else str(error))
             failed = [(r, t) for r, t in zip(self.ranks, texts, strict=True) if t is not None]
             if failed and error is None:
                 raise RankMismatchError(f"rank {failed[0][0]} failed: {failed[0][1]}")
@@ -137,8 +204,7 @@ class Agreement:
             return [action(item) for item in items]
         place, count = self.ranks.index(dist.get_rank()), len(self.ranks)
         mine = self.together(lambda: [action(item) for item in items[place::count]])
-        parts: list[Any] = [None] * count
-        dist.all_gather_object(parts, mine, group=self.group)
+        parts = self._gather(mine)
         return [parts[i % count][i // count] for i in range(len(items))]
 
     def from_first(self, make: Callable[[], str]) -> str:
@@ -152,7 +218,8 @@ class Agreement:
                 box = [(None, make())]
             except Exception as caught:  # noqa: BLE001 - raised below, on every rank
                 error, box = caught, [(type(caught), str(caught))]
-        dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
+        with waiting.explained():
+            dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
         kind, text = box[0]
         if error is not None:
             raise error
@@ -171,7 +238,8 @@ def _mismatch(what: str, ranks: Sequence[int], texts: Sequence[str]) -> RankMism
 
 def forget_groups() -> None:
     """Forgets the groups; for processes that destroy their process groups and make new ones."""
-    _GROUPS.clear()
+    _CONTROLS.clear()
+    waiting.forget()
 
 
 __all__ = ["Agreement", "RankMismatchError", "digest", "forget_groups", "tensor_digest"]

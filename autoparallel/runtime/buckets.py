@@ -7,7 +7,7 @@ backward gathers the bucket again.  The next bucket's gather is started ahead, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,8 @@ from torch import nn
 from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.recompute_layers import Region
-from autoparallel.runtime.gradients import GradientReceiver, Tensors, cast
+from autoparallel.runtime.backwards import Tensors, Travel
+from autoparallel.runtime.gradients import GradientReceiver, cast
 
 
 class ParameterBucket(nn.Module):
@@ -37,8 +38,8 @@ class ParameterBucket(nn.Module):
         self.placeholders = [name for chain in bucket.chains for name in chain.placeholders]
         self.hooks: RegatherHooks | None = None
         self.following: ParameterBucket | None = None
-        self._started: Callable[[], Tensors] | None = None
-        self._kept: tuple[tuple[int, ...], Tensors] | None = None
+        self._started: list[Travel] | None = None
+        self._kept: tuple[Tensors, Tensors] | None = None  # what was gathered, and the parameters then
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The bucket's parameters in the layouts of their uses, parameter by parameter."""
@@ -53,47 +54,57 @@ class ParameterBucket(nn.Module):
         """This rank's tensors of the parameters at rest."""
         return [_torch.local_of(self.store.parameters[c.name]).detach() for c in self.bucket.chains]
 
-    def versions(self) -> tuple[int, ...]:
-        """Counts changes of the parameters in place: through the ``DTensor``s, and of the local tensors themselves."""
-        parameters = [self.store.parameters[c.name] for c in self.bucket.chains]
-        return tuple(t._version for p in parameters for t in (p, _torch.local_of(p)))
-
     def prefetch(self) -> None:
         """Starts the gather whose result the next ``gather`` returns."""
         if self._started is None:
             self._started = self._start()
 
     def drop(self) -> None:
-        """Waits for a gather that has been started and forgets it."""
-        if self._started is not None:
-            self._started()
-            self._started = None
+        """Waits for what is under way of a gather that has been started, and forgets it."""
+        started, self._started = self._started, None
+        for travel in started or ():
+            travel.abandon()
 
     def gather(self) -> Tensors:
         """This rank's values for every use."""
         if self.bucket.gather == "per_step":
             return self._once_per_step()
-        finish, self._started = self._started or self._start(), None
-        return finish()
+        started, self._started = self._started or self._start(), None
+        return self._arrived(started)
 
     def _once_per_step(self) -> Tensors:
-        """Keeps what is gathered under ``no_sync()`` for the calls that follow, while the parameters stay the same."""
-        versions = self.versions()
-        values = self._kept[1] if self._kept is not None and self._kept[0] == versions else self._start()()
-        self._kept = None if self.store.synchronise else (versions, values)
+        """Keeps what is gathered under ``no_sync()`` for the calls that follow (see ``GradientStore.drop_stale``)."""
+        kept, self._kept = self._kept, None
+        values = self._arrived(self._start()) if kept is None else kept[0]
+        if self.store.synchronise:
+            self.store.kept.pop(self, None)
+        else:
+            self._kept = values, [p.clone() for p in self.local_parameters()] if kept is None else kept[1]
+            self.store.kept[self] = None
         return values
 
-    def _start(self) -> Callable[[], Tensors]:
+    def has_changed(self) -> bool:
+        """Whether this rank's part of a parameter is no longer the one of the kept copy.
+
+        Values are compared, because writing through ``p.data`` or by an operator over lists of tensors, as optimizers
+        use them, changes no version of a ``DTensor``.
+        """
+        pairs = () if self._kept is None else zip(self._kept[1], self.local_parameters(), strict=True)
+        return any(not torch.equal(before, now) for before, now in pairs)
+
+    def forget(self) -> None:
+        """Drops the kept copy."""
+        self._kept = None
+
+    def _start(self) -> list[Travel]:
+        """Begins to gather; one way for each use of the parameters."""
         chains = self.bucket.chains
         values = [cast(value, c.dtype) for value, c in zip(self.local_parameters(), chains, strict=True)]
-        uses = range(len(chains[0].uses))
-        columns = [self.store.start(values, [c.paths[use] for c in chains]) for use in uses]
+        return [self.store.start(values, [c.paths[use] for c in chains]) for use in range(len(chains[0].uses))]
 
-        def finish() -> Tensors:
-            done = [column() for column in columns]
-            return [column[i] for i in range(len(chains)) for column in done]
-
-        return finish
+    def _arrived(self, started: Sequence[Travel]) -> Tensors:
+        columns = [travel() for travel in started]
+        return [column[i] for i in range(len(self.bucket.chains)) for column in columns]
 
 
 def gather_ahead(regions: Sequence[Region]) -> None:
@@ -107,7 +118,7 @@ def gather_ahead(regions: Sequence[Region]) -> None:
 def _then_prefetch(bucket: ParameterBucket) -> Iterator[None]:
     yield
     bucket.prefetch()
-    _torch.after_backward(bucket.drop)  # this backward may end without using it
+    bucket.store.passes.running().leftovers.append(bucket.drop)  # this backward may end without using it
 
 
 class _Unshard(torch.autograd.Function):
@@ -145,7 +156,6 @@ class _Note:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    versions: tuple[int, ...]
 
 
 class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
@@ -197,7 +207,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         _, bucket, value, base = owner
         self._notes[bucket] += 1
         offset = int(tensor.storage_offset()) - base
-        return _Note(bucket, value, tensor.size(), tensor.stride(), offset, bucket.versions())
+        return _Note(bucket, value, tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Note):
@@ -205,11 +215,6 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         bucket = saved.bucket
         values = self._gathered.get(bucket)
         if values is None:
-            if bucket.versions() != saved.versions:
-                raise RuntimeError(
-                    f"{bucket.bucket.chains[saved.value // len(bucket.bucket.chains[0].uses)].name} was modified in "
-                    "place between the forward and the backward that needs it; step the optimizer after backward()"
-                )
             with torch.no_grad():
                 values = self._gathered[bucket] = bucket.gather()
             self._seen.add(bucket)
@@ -226,5 +231,5 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
             if self._notes[earlier] > 0:
                 if earlier not in self._gathered and earlier not in self._seen:
                     earlier.prefetch()
-                    _torch.after_backward(earlier.drop)  # this backward may end without using it
+                    earlier.store.passes.running().leftovers.append(earlier.drop)  # it may end without using it
                 return

@@ -190,7 +190,7 @@ class Clipper:
         """
         if not self.store.synchronise:
             return self.store.whole_gradients(what)  # which says why not
-        self.store.finish()
+        self.store.passes.end_dead()
         pending = self.store.pending_layouts()
         grads: dict[str, torch.Tensor] = {}
         for name, parameter in self.store.parameters.items():

@@ -5,11 +5,17 @@ backward made it: Partial where ranks hold summands, full-size where the paramet
 where a gradient is, ``zero_grad()`` clears it as it does any other, and ``full_tensor()`` of it is right at any time.
 A synchronising backward adds to it and reduces the sum, once.  What no synchronising backward has reached is reduced
 by clipping or by the optimizer's step.
+
+[Note: when hooks on parameters are called] Once, where a gradient becomes complete: at the end of a synchronising
+backward, on the sum of all that it and the backwards under ``no_sync()`` before it have made; or where a window of
+``accumulate()`` has been divided.  So a hook sees what it would see in one process, where one backward makes it all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +29,21 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import group_name
 from autoparallel.placements import Layout, dual_layout, to_dtensor_placements
 from autoparallel.redistribution import Step
+from autoparallel.runtime.backwards import BackwardPass, BackwardPasses, Tensors, Travel
+from autoparallel.runtime.hooks import (
+    call_accumulated_hooks,
+    call_gradient_hooks,
+    has_accumulated_hooks,
+    has_gradient_hooks,
+)
+from autoparallel.waiting import note_raised
 
-Tensors = list[torch.Tensor]
+
+class KeptCopy(Protocol):
+    """Gathered parameters that are kept for several calls."""
+
+    def has_changed(self) -> bool: ...
+    def forget(self) -> None: ...
 
 
 class GradientReceiver(Protocol):
@@ -34,7 +53,11 @@ class GradientReceiver(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
-    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Callable[[], Tensors]: ...
+    @property
+    def passes(self) -> BackwardPasses: ...
+    @property
+    def kept(self) -> dict[KeptCopy, None]: ...
+    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Travel: ...
     def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None: ...
 
 
@@ -54,7 +77,8 @@ class GradientStore:
         self.move(mesh, prefix, everyone)
         self.parameters = parameters
         self.synchronise = True
-        self.backwards = 0
+        self.backwards, self.steps = 0, 0
+        self.before_backward: Callable[[], None] = lambda: None
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
         self._held: dict[str, None] = {}  # parameters that got a gradient in the window
@@ -62,7 +86,11 @@ class GradientStore:
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # accumulators are float32
         self._pending: dict[str, ParameterChain] = {}
-        self._running: list[Callable[[], None]] = []
+        self._complete: dict[str, tuple[ParameterChain, torch.Tensor | None]] = {}  # whose hooks are to be called
+        self._lock = threading.RLock()
+        self.passes = BackwardPasses(self._finish_backward, note_raised)
+        self.kept: dict[KeptCopy, None] = {}
+        self.note_storages()
 
     def move(self, mesh: DeviceMesh, prefix: str, everyone: str | None = None) -> None:
         """Goes to another mesh, before there are gradients."""
@@ -71,26 +99,64 @@ class GradientStore:
         self._specs: dict[tuple[str, Layout, torch.dtype], Any] = {}
         self._extents: dict[Step, Extent | None] = {}
 
+    # -- from a call ------------------------------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """Ends what an exception has left: backward passes, and a window of ``accumulate()``."""
+        self.passes.end_dead()
+        window = self.window
+        if window is None or not torch.is_grad_enabled():
+            return
+        if window.left:
+            self.settle()
+        elif any(self.parameters[name].grad is None for name in self._held):  # zero_grad() has ended it
+            self.window, self._held, self.synchronise = None, {}, True
+
+    def begin_backward(self) -> None:
+        """Counts a backward through an output of the model, which begins, and ends those that have died."""
+        self.passes.running()
+        self.backwards += 1
+        self.before_backward()
+
+    def has_stale(self) -> bool:
+        """Whether a kept copy of gathered parameters is not what they are now, as far as this rank can see."""
+        return any(copy.has_changed() for copy in self.kept)
+
+    def drop_kept(self) -> None:
+        """Drops the kept copies of gathered parameters; all ranks do so, or none."""
+        for copy in self.kept:
+            copy.forget()
+        self.kept.clear()
+
+    def versions(self, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """Counts changes of parameters in place: through the ``DTensor``s, and of the local tensors themselves."""
+        parameters = [self.parameters[name] for name in names]
+        return tuple((p._version, _torch.local_of(p)._version) for p in parameters)
+
+    def note_storages(self) -> None:
+        """Notes what ``p.data = tensor`` would replace; to be called again when parameters have got new layouts."""
+        self._storages = {name: p.untyped_storage() for name, p in self.parameters.items()}
+
+    def assigned(self) -> str | None:
+        """What is wrong where something was assigned to a parameter by ``p.data = tensor``; None where nothing was."""
+        for name, parameter in self.parameters.items():
+            if not _torch.same_storage(parameter.untyped_storage(), self._storages[name]):
+                return (
+                    f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the "
+                    "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, "
+                    "p.device_mesh, p.placements)), or model.load_state_dict(...), which takes whole tensors"
+                )
+        return None
+
     # -- collectives over many tensors ------------------------------------------------------------------------------
 
-    def start(
-        self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False
-    ) -> Callable[[], Tensors]:
+    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:
         """Takes each tensor along its path; all paths go the same way.  The first collective starts at once, in the
         tensors' own memory if that is ``owned``."""
-        if not paths or not paths[0]:
-            return lambda: tensors
-        begun = [self._start_step(tensors, [p[0] for p in paths], owned)]
+        steps = zip(*paths, strict=True)
+        return Travel(tensors, [partial(self._start_step, step, owned and not i) for i, step in enumerate(steps)])
 
-        def finish() -> Tensors:
-            values = begun.pop()()  # what was sent ends with the collective, not with this function
-            for i in range(1, len(paths[0])):
-                values = self._start_step(values, [p[i] for p in paths])()
-            return values
-
-        return finish
-
-    def _start_step(self, tensors: Tensors, steps: Sequence[Step], owned: bool = False) -> Callable[[], Tensors]:
+    def _start_step(self, steps: Sequence[Step], owned: bool, tensors: Tensors) -> Callable[[], Tensors]:
         group = group_name(self.prefix, self.names, steps[0].axes)
         extents = [self._extent(s) for s in steps]
         return start_transfers(tensors, [s.src for s in steps], [s.dst for s in steps], group, extents, owned)
@@ -125,7 +191,7 @@ class GradientStore:
                 self._accumulate(kept, values)
                 return
             reduced = self._reduce(kept, values, each)
-            self._later(lambda: self._accumulate(kept, reduced()))
+            self.passes.running().reductions.append((reduced, partial(self._accumulate, kept)))
             return
         if each[0] and any(chain.name in self._pending for chain in kept):
             values, each = self._reduce(kept, values, each)(), []
@@ -134,26 +200,27 @@ class GradientStore:
         paths = [(*first, *chain.sync) for first, chain in zip(each or [()] * len(kept), kept, strict=True)]
         if not paths[0] and not owned:  # no collective makes a new tensor: what the engine shares must not become .grad
             sums = [s.clone() for s in sums]
-        finish = self._reduce(kept, sums, paths, owned)
-        self._later(lambda: self._hand_out(kept, finish()))
+        reduced = self._reduce(kept, sums, paths, owned)
+        self.passes.running().reductions.append((reduced, partial(self._hand_out, kept)))
 
     def _reduce(
         self, chains: Sequence[ParameterChain], values: Tensors, paths: Sequence[Sequence[Step]], owned: bool = False
-    ) -> Callable[[], Tensors]:
+    ) -> Travel:
         """Takes gradients along their paths, in the dtype in which they travel."""
         return self.start([cast(v, c.reduce_dtype) for c, v in zip(chains, values, strict=True)], paths, owned=owned)
 
-    def _later(self, hand_out: Callable[[], None]) -> None:
-        """Has ``hand_out`` called when the running backward ends, with its collectives under way until then."""
-        if not self._running:
-            _torch.after_backward(self._finish_backward)
-        self._running.append(hand_out)
-
-    def _finish_backward(self) -> None:
-        if self.synchronise:
-            self.flush()
-        else:
-            self.finish()
+    def _finish_backward(self, ended: BackwardPass) -> None:
+        """Waits for the reductions that a backward has started and hands their results out."""
+        with self._lock:
+            try:
+                while ended.reductions:  # each lets go of its buffers before the next makes its gradients
+                    travel, hand_out = ended.reductions.pop(0)
+                    hand_out(travel())
+                if self.synchronise:
+                    self._reduce_pending()
+                    self._call_hooks()
+            finally:
+                self._complete = {}
 
     def sum_uses(self, chain: ParameterChain, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """One gradient, in the layout in which they add up, from those of the parameter's uses."""
@@ -183,8 +250,7 @@ class GradientStore:
         parameter = self.parameters[chain.name]
         if parameter.grad is None or _torch.local_of(parameter.grad) is not accumulator:
             parameter.grad = self.wrap(chain.name, accumulator, chain.accumulator)
-        if chain.sync or accumulator.dtype != parameter.dtype:
-            self._pending[chain.name] = chain
+        self._pending[chain.name] = chain
 
     def _take_accumulator(self, chain: ParameterChain) -> torch.Tensor | None:
         """The local sum of what has been accumulated so far, in the accumulator's layout and dtype."""
@@ -212,7 +278,7 @@ class GradientStore:
         for axis in order:
             if src[axis] != dst[axis]:
                 step = Step((axis,), src[axis], dst[axis]).on(shape, layout, tuple(self.mesh.shape))
-                value = self._start_step([value], [step])()[0]
+                value = self._start_step([step], False, [value])()[0]
                 layout = step.apply(layout)
         return value
 
@@ -225,6 +291,22 @@ class GradientStore:
         return grad if known is None else known.add_(grad)
 
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
+        """Adds reduced gradients to ``.grad``; those that hooks are to see first, when all of them are there."""
+        if self.window is None:
+            seen = [has_gradient_hooks(self.parameters[c.name]) for c in chains]
+            for chain, value, waits in zip(chains, values, seen, strict=True):
+                if waits:
+                    before = self._complete.get(chain.name, (chain, None))[1]
+                    self._complete[chain.name] = chain, value if before is None else before + value
+                elif has_accumulated_hooks(self.parameters[chain.name]):
+                    self._complete[chain.name] = chain, None
+            if any(seen):
+                chains = [c for c, waits in zip(chains, seen, strict=True) if not waits]
+                values = [v for v, waits in zip(values, seen, strict=True) if not waits]
+        if chains:
+            self._add(chains, values)
+
+    def _add(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
         sums: Tensors = []
         addends: Tensors = []
         for chain, value in zip(chains, values, strict=True):
@@ -243,11 +325,27 @@ class GradientStore:
         if self.when_reduced is not None and (self.window is None or self.window.divisor() is None):
             self.when_reduced([chain.name for chain in chains])
 
-    def finish(self) -> None:
-        """Waits for the reductions that a backward has started and hands their results out."""
-        running, self._running = self._running, []
-        while running:  # each lets go of its buffers before the next makes its gradients
-            running.pop(0)()
+    def _call_hooks(self) -> None:
+        """See [Note: when hooks on parameters are called]."""
+        complete, self._complete = self._complete, {}
+        with torch.no_grad():
+            for name, (chain, value) in complete.items():
+                if value is not None:
+                    parameter = self.parameters[name]
+                    grad = self.wrap(name, cast(value, parameter.dtype).contiguous(), chain.at_rest)
+                    self._add([chain], [call_gradient_hooks(name, parameter, grad)])
+            call_accumulated_hooks(self.parameters[name] for name in complete)
+
+    def _call_hooks_of_window(self, names: Iterable[str]) -> None:
+        with torch.no_grad():
+            complete = {name: self.parameters[name] for name in names if self.parameters[name].grad is not None}
+            for name, parameter in complete.items():
+                grad = parameter.grad
+                if has_gradient_hooks(parameter) and isinstance(grad, DTensor):
+                    local = call_gradient_hooks(name, parameter, grad)
+                    if local is not _torch.local_of(grad):
+                        parameter.grad = _torch.wrap_local(local, _torch.spec_of(grad))
+            call_accumulated_hooks(complete.values())
 
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
 
@@ -262,7 +360,15 @@ class GradientStore:
 
     def flush(self) -> None:
         """Reduces every gradient that is still a summand; a collective that all ranks enter alike."""
-        self.finish()
+        self.passes.end_dead()
+        with self._lock:
+            try:
+                self._reduce_pending()
+                self._call_hooks()
+            finally:
+                self._complete = {}
+
+    def _reduce_pending(self) -> None:
         groups: dict[Any, list[ParameterChain]] = {}
         for name, chain in sorted(self._pending.items()):
             if self.parameters[name].grad is not None:
@@ -280,7 +386,7 @@ class GradientStore:
         """Reduces every summand and ends a window of ``accumulate()``: divides the gradients by its weight."""
         self.flush()
         window, self.window = self.window, None
-        self._held = {}
+        held, self._held = self._held, {}
         divisor = None if window is None else window.divisor()
         if divisor is not None:
             by_dtype: dict[torch.dtype, Tensors] = {}
@@ -289,6 +395,7 @@ class GradientStore:
                     by_dtype.setdefault(parameter.dtype, []).append(_torch.local_of(parameter.grad))
             for grads in by_dtype.values():
                 torch._foreach_div_(grads, divisor)
+        self._call_hooks_of_window(held)
 
     def begin_window(self, window: Any) -> None:
         """Starts a window of ``accumulate()``.
@@ -306,13 +413,16 @@ class GradientStore:
             )
         self.window, self._held = window, {}
 
-    def require_kept(self) -> None:
+    def require_kept(self, window: Any) -> None:
         """Raises RuntimeError where a gradient of an earlier microbatch of the window is gone."""
+        if self.window is None and window.last:  # clipping or the optimizer has settled it
+            return
         lost = next((name for name in self._held if self.parameters[name].grad is None), None)
-        if lost is not None:
+        if lost is not None or self.window is not window:
             raise RuntimeError(
-                f"the gradient of {lost} was cleared in the middle of a window of accumulate(), so that earlier "
-                "microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in between"
+                f"the gradient of {lost or 'a parameter'} was cleared in the middle of a window of accumulate(), so "
+                "that earlier microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in "
+                "between"
             )
 
     def whole_gradients(self, what: str) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,23 +28,22 @@ from autoparallel.operators import RandomState
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.runtime.accumulation import T, Weight, Window, windows
-from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
+from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.calls import Call, fits, sizes_of
 from autoparallel.runtime.clipping import Clipper
+from autoparallel.runtime.exchange import CHECKED_CALLS, Exchange
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
 from autoparallel.runtime.optimizers import watch_optimizers
-from autoparallel.runtime.randomness import STREAM, Place, from_tensor, may_draw, pack, to_tensor, unpack
+from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.runner import Kind, Outputs
 from autoparallel.runtime.state import distribute_like
+from autoparallel.waiting import note_raised
 
 _LOGGER = logging.getLogger("autoparallel")
 
 MANY_VALUES = 3
 """Of so many changes of one value of Python's a call is advised to read a tensor instead."""
-
-CHECKED_CALLS = 3
-"""On so many first calls the values of plain inputs are compared between the ranks, too."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,15 @@ class ParallelModule(nn.Module):
         make_kind: Callable[[ParallelModule, Call], Kind],
         has_loss_fn: bool,
         clip_grad_norm: ClipGradNorm | None = None,
+        check_inputs: int | None = None,
     ) -> None:
         super().__init__()
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
         self.training = plain.training
-        self._mesh, self._agreement, self._store = mesh, agreement, store
+        self._mesh, self._store = mesh, store
+        self._exchange = Exchange(agreement, store, type(plain).__name__, mesh.device_type, check_inputs)
+        store.before_backward = self._agree_on_backward
         self._make_kind, self._has_loss_fn = make_kind, has_loss_fn
         self._signature = inspect.signature(plain.forward)
         self._kinds: dict[Any, Kind] = {}
@@ -91,7 +94,7 @@ class ParallelModule(nn.Module):
         self._structures: list[tuple[nn.Module, ...]] = []  # the submodules that there have been: one may be replaced
         self._states: dict[Any, list[PythonState]] = {}  # by kind: what Python was when each of its traces was made
         self._calls = 0
-        self._place: Place = (0, 0)  # of the random numbers of the call that is agreed upon
+        self._entered = threading.RLock()
         self._clipper = Clipper(store, plain, clip_grad_norm)
         self._parameter_ids = {id(p) for p in plain.parameters()}
         self._plan: Plan | None = None
@@ -110,15 +113,34 @@ class ParallelModule(nn.Module):
             RankMismatchError: on every rank, when the ranks call with different inputs.
             CaptureError: when a new kind of call cannot be captured.
         """
-        call, problem = self._flatten(args, kwargs)
+        if not self._entered.acquire(blocking=False):
+            raise RuntimeError(
+                "the model is called while another thread is in a call of it: the threads would mix up what the ranks "
+                "exchange. Call it from one thread at a time (a threading.Lock around the call)"
+            )
+        try:
+            return self._call(args, kwargs)
+        finally:
+            self._entered.release()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            call, problem = self._flatten(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            self._exchange.of_error(error)
         kind = self._agree(call, problem)
-        if self._store.window is not None and torch.is_grad_enabled():
-            self._require_weight(kind)
-        random = STREAM.draw(self._place) if kind.runner.captured.draws else RandomState(0, 0)
-        results = kind.runner.run(call, random)
-        settle(self._store.prefix)
-        self._calls += self.training
-        return self._finish(kind, results, call)
+        try:
+            self._store.begin_call()
+            if self._store.window is not None and torch.is_grad_enabled():
+                self._require_weight(kind)
+            random = STREAM.draw(self._exchange.place) if kind.runner.captured.draws else RandomState(0, 0)
+            results = kind.runner.run(call, random)
+            settle(self._store.prefix)
+            self._calls += self.training
+            return self._finish(kind, results, call)
+        except BaseException as error:
+            note_raised(error)
+            raise
 
     def _require_weight(self, kind: Kind) -> None:
         weight = kind.runner.captured.weight
@@ -131,7 +153,10 @@ class ParallelModule(nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Traces and plans for a kind of call without running it."""
-        call, problem = self._flatten(args, kwargs)
+        try:
+            call, problem = self._flatten(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            self._exchange.of_error(error)
         self._agree(call, problem)
 
     def move(self, mesh: DeviceMesh) -> None:
@@ -150,6 +175,7 @@ class ParallelModule(nn.Module):
                 "a parameter was added, removed or replaced after compile(), so that it would not be trained: change "
                 "the plain model, then compile it"
             )
+        problem = problem or self._store.assigned()
         if torch.is_autocast_enabled(self._mesh.device_type):
             problem = "the model is called under torch.autocast, which is not supported yet: call it outside"
         layouts: list[Layout | None] = []
@@ -203,14 +229,18 @@ class ParallelModule(nn.Module):
         where that call has been made before, with its first collective waiting for them to have shown it."""
         key = self._key(call)
         known = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
-        require_same = self._compare_call(call, key, problem)
-        if known in self._ready and self._calls >= CHECKED_CALLS and not problem:
-            kind = self._ready[known]
-            if kind.runner.captured.draws:  # what the first rank draws comes with the table
+        whole = self._calls < CHECKED_CALLS or not self._kinds
+        modes = torch.is_grad_enabled(), self._store.synchronise
+        require_same = self._exchange.of_call(
+            call, (key, len(self._kinds)), problem, whole, lambda: self._describe(call, *modes)
+        )
+        if known in self._ready and not whole and not problem and not self._store.kept and not self._exchange.broken:
+            ready = self._ready[known]
+            if ready.runner.captured.draws:  # what the first rank draws comes with the table
                 require_same()
             else:
                 before_next_collective(self._store.prefix, require_same)
-            return kind
+            return ready
         require_same()
         if known in self._ready:
             return self._ready[known]
@@ -260,36 +290,15 @@ class ParallelModule(nn.Module):
                 "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,
             )  # fmt: skip
 
-    def _compare_call(self, call: Call, key: Any, problem: str | None) -> Callable[[], None]:
-        """Shows the other ranks which call this is; the function returned raises where theirs differ."""
-        shapes = [s.shape for s in call.specs if isinstance(s, InputSpec)]
-        modes = torch.is_grad_enabled(), self._store.synchronise
-        structure = digest(key, shapes, problem, modes, len(self._kinds))
-        checked = self._calls < CHECKED_CALLS or not self._kinds
-        plain = [
-            leaf
-            for leaf, layout in zip(call.leaves, call.layouts, strict=True)
-            if layout is None and isinstance(leaf, torch.Tensor)
-        ]
-        values = digest(*[tensor_digest(x) for x in plain]) if checked else bytes(32)
-        table_of_all = self._agreement.ask(structure + values + pack(STREAM.place()))
-
-        def require_same() -> None:
-            rows = table_of_all()
-            table, self._place = rows[:, :64], unpack(rows[0, 64:])
-            if not bool((table[:, :32] == table[0, :32]).all()):
-                self._agreement.fail("the ranks call the model differently:", problem or self._describe(call, *modes))
-            if problem:
-                raise ValueError(problem)
-            if not bool((table == table[0]).all()):
-                raise RankMismatchError(
-                    "the ranks pass different values as plain inputs. A plain tensor is the global batch, the same on "
-                    "every rank (unlike DistributedDataParallel, which takes each rank's own rows). Pass the same "
-                    "batch everywhere, or give each rank its rows as a DTensor: "
-                    "DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards the batch."
-                )
-
-        return require_same
+    def _agree_on_backward(self) -> None:
+        """Has the ranks show each other that they come to a backward, before the first collective of it."""
+        if self._exchange.agreement.alone:
+            return
+        require_same = self._exchange.of_backward()
+        if self._store.everyone is None:
+            before_next_collective(self._store.prefix, require_same)
+        else:  # a pipeline sends over other groups, too
+            require_same()
 
     def _describe(self, call: Call, gradients: bool, synchronise: bool) -> str:
         """A call in words, for comparison with those of other ranks."""
@@ -318,7 +327,7 @@ class ParallelModule(nn.Module):
         kept = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
         flowing = [i for i in kept if values[i].requires_grad]
         if flowing:
-            outer = Outputs.apply(self._store, weight, *(values[i] for i in flowing))
+            outer = Outputs.apply(self._store, weight, kind.runner.used, *(values[i] for i in flowing))
             for i, value in zip(flowing, outer, strict=True):
                 values[i] = value
         for i in range(count, len(values)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
                 "optimizer.step() inside no_sync(): gradients are not reduced yet. Leave no_sync() for the last "
                 "backward of the window, then step"
             )
+        problem = store.assigned()
+        if problem is not None:
+            raise RuntimeError(problem)
         store.settle()
+        store.steps += store.everyone is None  # in a pipeline a rank steps what lies on it
+        _count_change(p for p in store.parameters.values() if id(p) in held and p.grad is not None)
         args, kwargs, closure = _with_closure(args, kwargs, clipper)
         if closure:  # its gradients are made, and clipped, inside of the step
             changed = args, kwargs
@@ -67,6 +72,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
             if skipped is not None:
                 _leave_out(optimizer, clipper, skipped, held)
     return changed
+
+
+def _count_change(parameters: Iterable[torch.Tensor]) -> None:
+    """Lets a step show in the parameters' versions: the operators over lists that optimizers use do not, on
+    ``DTensor``s."""
+    for parameter in parameters:
+        torch.autograd.graph.increment_version(parameter)
 
 
 def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], clipper: Clipper) -> tuple[Any, Any, bool]:

@@ -58,6 +58,7 @@ from autoparallel.schedules import (
     play,
 )
 from autoparallel.staging import PipelinePlan
+from autoparallel.waiting import cause_elsewhere
 
 T = TypeVar("T")
 
@@ -160,6 +161,8 @@ class PipelineRunner:
         whole: Layout = ()
         results = len(captured.graph.output_node().args[0])  # type: ignore[arg-type]
         self.specs = [(to_dtensor_placements(whole), whole)] * results
+        used = {name: None for stage in range(staged.plan.count) for name in staged.chains(stage)}
+        self.used = tuple(name for name in used if name in store.parameters)
         self.loss = captured.scalars[0] if captured.scalars else None
         self.scaler: torch.amp.GradScaler | None = None
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
@@ -287,7 +290,7 @@ class PipelineRunner:
         to = "to" if transfer.what == SEND else "from"
         raise PipelineError(
             f"{self._name(mine)} failed {way} {what} of microbatch {transfer.microbatch} {to} stage {other} on rank "
-            f"{self.ranks[transfer.peer]}: that rank is gone or has stopped ({str(error).splitlines()[0]})"
+            f"{self.ranks[transfer.peer]}: that rank is gone or has stopped ({_reason(error)})"
         ) from error
 
     def _name(self, stage: int) -> str:
@@ -431,7 +434,7 @@ class PipelineRunner:
         except RuntimeError as error:
             names = ", ".join(stage.name for stage in self.stages.values())
             raise PipelineError(
-                f"{names} failed {what}: another rank is gone or has stopped ({str(error).splitlines()[0]})"
+                f"{names} failed {what}: another rank is gone or has stopped ({_reason(error)})"
             ) from error
 
     def _outputs(
@@ -467,6 +470,11 @@ class PipelineRunner:
             return run.scale
         total = combined[weight.output].double()
         return torch.where(total == 0, 1, total) * (run.scale / self._reference(run))
+
+
+def _reason(error: BaseException) -> str:
+    """What another rank has raised, if it said so; else how the exchange with it failed."""
+    return cause_elsewhere() or str(error).splitlines()[0]
 
 
 def _key(transfer: Transfer) -> tuple[str, int, int, int]:

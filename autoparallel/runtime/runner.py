@@ -22,7 +22,11 @@ from autoparallel.runtime.gradients import GradientReceiver, GradientStore
 
 
 class Runner:
-    """A program attached to a model's tensors: runs it on local inputs."""
+    """A program attached to a model's tensors: runs it on local inputs.
+
+    Attributes:
+        used: the names of the parameters that it uses.
+    """
 
     def __init__(
         self, program: LocalProgram, store: GradientReceiver, plain: nn.Module, body: Callable[..., Any]
@@ -32,6 +36,7 @@ class Runner:
         buckets = [ParameterBucket(b, store) for b in program.buckets]
         self.hoisted = [b for b in buckets if not b.bucket.per_use]
         self.per_use = [b for b in buckets if b.bucket.per_use]
+        self.used = tuple(chain.name for bucket in program.buckets for chain in bucket.chains)
         modules = {bucket.bucket.name: bucket for bucket in self.per_use}
         for graph in program.graphs():
             for node in graph.graph.nodes:
@@ -93,6 +98,8 @@ class CallRunner(Protocol):
     """What runs one kind of call, and how its outputs leave: :class:`Runner`, or a pipeline of several."""
 
     captured: Captured
+    used: tuple[str, ...]
+
     @property
     def specs(self) -> Sequence[tuple[Any, Layout]]: ...
 
@@ -104,8 +111,11 @@ class Outputs(torch.autograd.Function):
     """The boundary between the program and what the user does with its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, store: GradientStore, weight: Weight, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, store: GradientStore, weight: Weight, used: Sequence[str], *outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.store, ctx.window, ctx.weight = store, store.window, weight
+        ctx.used, ctx.versions = used, store.versions(used)
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in outputs)
 
@@ -116,7 +126,14 @@ class Outputs(torch.autograd.Function):
                 "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
                 "derivative would be taken of one rank's part only. Compute it on the plain model."
             )
-        ctx.store.backwards += 1
+        now = ctx.store.versions(ctx.used)
+        if now != ctx.versions:
+            changed = next(n for n, a, b in zip(ctx.used, ctx.versions, now, strict=True) if a != b)
+            raise RuntimeError(
+                f"{changed} was modified in place between the forward and the backward that needs it; step the "
+                "optimizer after backward()"
+            )
+        ctx.store.begin_backward()
         if ctx.window is not None:
             if ctx.window is not ctx.store.window:
                 raise RuntimeError(
@@ -125,7 +142,7 @@ class Outputs(torch.autograd.Function):
                 )
             factor = ctx.window.factor(ctx.weight)
             grads = tuple(None if g is None else (g * factor).to(g.dtype) for g in grads)
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 @dataclass

@@ -27,8 +27,9 @@ from autoparallel.passes.split_weight_gradients import Deferred, collect_deferre
 from autoparallel.placements import largest_piece
 from autoparallel.program import LocalProgram
 from autoparallel.redistribution import Step
+from autoparallel.runtime.backwards import BackwardPasses, Tensors, Travel
 from autoparallel.runtime.buckets import ParameterBucket
-from autoparallel.runtime.gradients import GradientStore, Tensors
+from autoparallel.runtime.gradients import GradientStore, KeptCopy
 from autoparallel.runtime.runner import Runner
 
 
@@ -78,7 +79,17 @@ class StageGradients:
             self._taken.add(leaf.grad.untyped_storage().data_ptr())
         self._without = without
 
-    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Callable[[], Tensors]:
+    @property
+    def passes(self) -> BackwardPasses:
+        """The backward passes of the model, of which a schedule's are some."""
+        return self.store.passes
+
+    @property
+    def kept(self) -> dict[KeptCopy, None]:
+        """The model's kept copies of gathered parameters."""
+        return self.store.kept
+
+    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Travel:
         """Takes tensors along their paths, as the store does."""
         return self.store.start(tensors, paths)
 

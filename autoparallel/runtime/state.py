@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from autoparallel import _torch
-from autoparallel.placements import Invariant, Layout, chunk, to_dtensor_placements
+from autoparallel.placements import Invariant, Layout, to_dtensor_placements
+from autoparallel.runtime.hooks import move_hooks
+from autoparallel.runtime.slices import local_slice
 
 
 def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -50,6 +52,7 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
             local = parameter.detach().contiguous()
             new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
+            move_hooks(parameter, new)
             made[id(parameter)] = new
             replaced[id(parameter)] = parameter
         module._parameters[name] = made[id(parameter)]
@@ -86,30 +89,6 @@ def _batches(tensors: list[torch.Tensor], elements: int) -> Iterator[list[torch.
         yield batch
 
 
-def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of a whole tensor that every rank has; nothing where it is not part of the mesh."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return whole.new_empty(0)
-    part = whole
-    for axis, placement in enumerate(layout):
-        if placement.kind == "S":
-            dim = placement.dim
-            part = part.narrow(dim, *chunk(part.shape[dim], mesh.size(axis), coordinate[axis]))
-    return part.contiguous().clone() if part is not whole else part
-
-
-def local_shape(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The shape of this rank's part of a tensor."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    local = list(shape)
-    for axis, placement in enumerate(layout):
-        if placement.kind == "S":
-            local[placement.dim] = chunk(local[placement.dim], mesh.size(axis), coordinate[axis])[1]
-    return tuple(local)
-
-
 def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     """Changes a whole parameter's layout in place, so that optimizers that hold it stay valid."""
     placements = to_dtensor_placements(layout)
@@ -124,7 +103,13 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     spec = _torch.make_spec(mesh, placements, parameter.shape, parameter.dtype)
     new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
+    _swap(parameter, new)
+
+
+def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
+    """Makes a parameter what ``new`` is; it keeps its hooks, and what it says to the engine about them."""
     swap_tensors(parameter, new)
+    move_hooks(parameter, parameter)
 
 
 def materialize(
@@ -165,7 +150,7 @@ def materialize(
             spec = _torch.make_spec(home, to_dtensor_placements(layout), p.shape, p.dtype)
             new = nn.Parameter(_torch.wrap_local(local_slice(value, layout, home), spec), requires_grad=p.requires_grad)
             new.__dict__.update(p.__dict__)
-            swap_tensors(p, new)
+            _swap(p, new)
 
 
 def _reset(

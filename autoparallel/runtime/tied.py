@@ -20,7 +20,7 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layo
 from autoparallel.placements import largest_piece, to_dtensor_placements
 from autoparallel.redistribution import Redistributor
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.state import local_shape
+from autoparallel.runtime.slices import local_shape
 
 
 @dataclass(frozen=True)

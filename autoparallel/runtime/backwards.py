@@ -1,0 +1,119 @@
+"""What backward passes have under way: reductions of gradients, and gathers that were started ahead.
+
+[Note: a backward that dies] The engine calls what was queued for the end of a backward pass only if the pass gets
+there.  So whatever is under way belongs to one pass, and a pass whose callback the engine has let go of without
+calling it has died of an exception.  Its transfers are waited for, because the other ranks may have sent their part
+already, and what they bring is forgotten.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autoparallel import _torch
+
+Tensors = list[torch.Tensor]
+
+
+class Travel:
+    """Tensors on their way through collectives, one after another; a call brings them to the end.
+
+    Args:
+        tensors: what it begins with.
+        steps: each starts a collective for the tensors, and returns a function that waits for its results. The first
+            is started at once.
+    """
+
+    def __init__(self, tensors: Tensors, steps: Sequence[Callable[[Tensors], Callable[[], Tensors]]]) -> None:
+        self._steps = list(steps[1:])
+        self._wait: Callable[[], Tensors] | None = steps[0](tensors) if steps else lambda: tensors
+
+    def __call__(self) -> Tensors:
+        """The tensors at the end of the way; asked for once."""
+        values = self._take()
+        while self._steps:
+            values = self._steps.pop(0)(values)()
+        return values
+
+    def abandon(self) -> None:
+        """Waits for the collective that is under way, and starts no other."""
+        self._steps.clear()
+        if self._wait is not None:
+            self._take()
+
+    def _take(self) -> Tensors:
+        assert self._wait is not None
+        wait, self._wait = self._wait, None  # what was sent ends with the collective, not with this object
+        return wait()
+
+
+@dataclass
+class BackwardPass:
+    """What one backward pass has under way.
+
+    Attributes:
+        reductions: gradients on their way, and who gets them at the end of the pass.
+        leftovers: what lets go of what the pass may not have used; called however it ends.
+        callback: what the engine calls at the end; gone where it never will.
+    """
+
+    reductions: list[tuple[Travel, Callable[[Tensors], None]]] = field(default_factory=list)
+    leftovers: list[Callable[[], None]] = field(default_factory=list)
+    callback: weakref.ref[Callable[[], None]] | None = None
+
+    def abandon(self) -> None:
+        """Waits for what is under way and forgets it."""
+        reductions, self.reductions = self.reductions, []
+        leftovers, self.leftovers = self.leftovers, []
+        for travel, _ in reductions:
+            travel.abandon()
+        for let_go in leftovers:
+            let_go()
+
+
+class BackwardPasses:
+    """The backward passes of one model, by the engine's number of each (see [Note: a backward that dies]).
+
+    Args:
+        finish: what is done with a pass that has come to its end.
+        died: is called where one does not.
+    """
+
+    def __init__(self, finish: Callable[[BackwardPass], None], died: Callable[[], None]) -> None:
+        self._finish, self._died = finish, died
+        self._passes: dict[int, BackwardPass] = {}
+
+    def running(self) -> BackwardPass:
+        """The pass that calls this."""
+        number = _torch.running_backward()
+        if number not in self._passes:
+            self.end_dead()
+            self._passes[number] = mine = BackwardPass()
+
+            def callback() -> None:
+                self._end(number)
+
+            mine.callback = weakref.ref(callback, lambda _: self._passes.get(number) is mine and self._died())
+            _torch.after_backward(callback)
+        return self._passes[number]
+
+    def end_dead(self) -> None:
+        """Waits for what passes that have died left under way, and forgets it."""
+        for number, one in list(self._passes.items()):
+            if one.callback is not None and one.callback() is None:
+                del self._passes[number]
+                one.abandon()
+
+    def _end(self, number: int) -> None:
+        mine = self._passes.pop(number)
+        try:
+            self._finish(mine)
+        finally:
+            mine.abandon()
+
+
+__all__ = ["BackwardPass", "BackwardPasses", "Travel"]

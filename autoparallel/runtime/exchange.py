@@ -1,0 +1,163 @@
+"""What the ranks show each other before every call of a model and before every backward through one.
+
+[Note: what ranks show] Which of the models compiled for these ranks it is, how many calls, backwards and steps of
+optimizers this rank has made of it, and what kind of call comes next: so a rank that has left one out, or makes it of
+another model, is seen at the next exchange.  A rank that skips a batch altogether has made as many calls as the others,
+of other batches; only values show that, and a sample of them is shown, too (see ``check_inputs`` of ``compile``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+
+from autoparallel.graph.captured import InputSpec
+from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
+from autoparallel.runtime.calls import Call
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.randomness import STREAM, Place, pack, unpack
+
+CHECKED_CALLS = 3
+"""On so many first calls all values of plain inputs are compared between the ranks."""
+
+SAMPLE = 512
+"""So many elements of a plain input are compared later."""
+
+SELDOM = 100
+"""The number of calls from one comparison to the next where each waits for an accelerator."""
+
+
+class Exchange:
+    """What the ranks show each other about one model.
+
+    Args:
+        agreement: the ranks.
+        store: the model's gradients, which count its backwards and steps.
+        name: the model's class.
+        device: the kind of device it is on.
+        check_inputs: at every so many calls a sample of plain inputs is compared; 0 for never, None as is cheap.
+    """
+
+    def __init__(
+        self, agreement: Agreement, store: GradientStore, name: str, device: str, check_inputs: int | None
+    ) -> None:
+        self.agreement, self.store = agreement, store
+        self.name = f"model {agreement.next_model()} ({name})"
+        self.calls = 0
+        self.place: Place = (0, 0)  # of the random numbers of the call that is agreed upon: the first rank's
+        self.check_inputs = (1 if device == "cpu" else SELDOM) if check_inputs is None else check_inputs
+        self._base, self._mismatches = (0, 0, 0), agreement.control.mismatches
+        self._samples: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    @property
+    def broken(self) -> str | None:
+        """Why the ranks cannot go on, if they cannot."""
+        return self.agreement.broken
+
+    # -- before a call ----------------------------------------------------------------------------------------------
+
+    def of_call(
+        self, call: Call, kind: object, problem: str | None, whole: bool, describe: Callable[[], str]
+    ) -> Callable[[], None]:
+        """Shows the other ranks which call comes; what is returned raises where theirs differ.
+
+        Args:
+            kind: what tells kinds of calls apart.
+            problem: why this rank cannot make the call, if it cannot.
+            whole: whether all values of plain inputs are compared.
+            describe: the call in words.
+        """
+        agreement = self.agreement
+        problem = problem or agreement.broken
+        self.calls += 1
+        modes = torch.is_grad_enabled(), self.store.synchronise
+        shapes = [s.shape for s in call.specs if isinstance(s, InputSpec)]
+        structure = digest("call", self.name, self._counts(), kind, shapes, problem, modes)
+        check, place = self._values(call, whole), f"call {self.calls} of {self.name}"
+        stale = self.store.has_stale()
+        table_of_all = agreement.ask(structure + check + bytes([stale]) + pack(STREAM.place()), place)
+
+        def require_same() -> None:
+            table = table_of_all()
+            self.place = unpack(table[0, 65:81])
+            if not bool((table[:, :32] == table[0, :32]).all()):
+                agreement.fail("the ranks call the model differently:", problem or f"{describe()}; {self._so_far()}")
+            if problem:
+                raise ValueError(problem)
+            if not bool((table[:, :64] == table[0, :64]).all()):
+                agreement.control.mismatches += 1
+                raise RankMismatchError(
+                    "the ranks pass different values as plain inputs. A plain tensor is the global batch, the same on "
+                    "every rank (unlike DistributedDataParallel, which takes each rank's own rows). Pass the same "
+                    "batch everywhere, or give each rank its rows as a DTensor: "
+                    "DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards the batch. Where the values "
+                    f"were the same before, a rank has left out a batch: this is {self._so_far()}"
+                )
+            if bool(table[:, 64].any()):
+                self.store.drop_kept()
+
+        return agreement.later(require_same)
+
+    def of_error(self, error: Exception) -> NoReturn:
+        """Shows the other ranks that a call of this rank cannot be made; raises ``error`` where theirs cannot, too."""
+        self.calls += 1
+        text = f"{type(error).__name__}: {error}"
+        mine = digest("call", self.name, self._counts(), text)
+        table = self.agreement.ask(mine, f"call {self.calls} of {self.name}")()
+        if not bool((table[:, :32] == table[0, :32]).all()):
+            self.agreement.fail("the ranks call the model differently:", text)
+        raise error
+
+    def of_backward(self) -> Callable[[], None]:
+        """Shows the other ranks that a backward comes; what is returned raises where none of this model does."""
+        place = f"backward {self.store.backwards} of {self.name}"
+        table_of_all = self.agreement.ask(digest("backward", self.name, self._counts(), self.store.synchronise), place)
+
+        def require_same() -> None:
+            table = table_of_all()
+            if not bool((table[:, :32] == table[0, :32]).all()):
+                mode = "" if self.store.synchronise else " in no_sync"
+                self.agreement.fail("the ranks call the model differently:", f"{place}{mode}; {self._so_far()}")
+
+        return self.agreement.later(require_same)
+
+    def _counts(self) -> tuple[int, ...]:
+        """What this rank has made of the model, since the ranks have last found that it was not the same."""
+        counts = self.calls, self.store.backwards, self.store.steps
+        if self._mismatches != self.agreement.control.mismatches:
+            self._mismatches, self._base = self.agreement.control.mismatches, counts
+        return tuple(now - before for now, before in zip(counts, self._base, strict=True))
+
+    def _so_far(self) -> str:
+        return (
+            f"call {self.calls} of {self.name}, after {self.store.backwards} backwards and {self.store.steps} steps of "
+            "optimizers"
+        )
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def _values(self, call: Call, whole: bool) -> bytes:
+        """A digest of the values of plain inputs: all of them, a sample, or nothing."""
+        if self.agreement.alone or not whole and not (self.check_inputs and self.calls % self.check_inputs == 0):
+            return bytes(32)
+        plain = [
+            leaf
+            for leaf, layout in zip(call.leaves, call.layouts, strict=True)
+            if layout is None and isinstance(leaf, torch.Tensor)
+        ]
+        return digest(*[tensor_digest(x if whole else self._sample(x)) for x in plain])
+
+    def _sample(self, x: torch.Tensor) -> torch.Tensor:
+        """Some elements of a tensor, evenly spread."""
+        x = x.detach()
+        if x.numel() <= SAMPLE:
+            return x
+        key = x.numel(), x.device
+        if key not in self._samples:
+            self._samples[key] = torch.linspace(0, x.numel() - 1, SAMPLE, dtype=torch.float64).long().to(x.device)
+        return x.take(self._samples[key])
+
+
+__all__ = ["CHECKED_CALLS", "Exchange"]

@@ -1,0 +1,126 @@
+"""Hooks that users register on parameters.
+
+[Note: hooks on parameters] A hook must see a parameter's complete gradient, which the autograd engine never has: the
+engine hands gradients of one rank's program to the boundary, which adds up and reduces them.  So the engine must not
+see these hooks: a parameter's dictionaries of hooks are of a class that keeps them out of the memory of ``dict``, the
+only place where the engine looks.  ``Tensor.register_hook``, ``register_post_accumulate_grad_hook`` and the handles
+that they return use them like any others, and the store of gradients calls the hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from autoparallel import _torch
+from autoparallel.placements import from_dtensor_placements
+from autoparallel.runtime.slices import local_slice
+
+Hook = Callable[[torch.Tensor], Any]
+
+
+class ParameterHooks(dict[int, Hook]):
+    """Hooks of one kind on one parameter, out of the engine's sight (see [Note: hooks on parameters]).
+
+    Args:
+        hooks: where they are kept: the dictionary that handles given out before know, if there is one.
+    """
+
+    def __init__(self, hooks: MutableMapping[int, Hook] | None = None) -> None:
+        super().__init__()
+        self._hooks: MutableMapping[int, Hook] = {} if hooks is None else hooks
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        self._hooks[key] = hook
+
+    def __getitem__(self, key: int) -> Hook:
+        return self._hooks[key]
+
+    def __delitem__(self, key: int) -> None:
+        del self._hooks[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._hooks
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._hooks)
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+    def values(self) -> Any:
+        return self._hooks.values()
+
+    def clear(self) -> None:
+        self._hooks.clear()
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Gives a parameter's hooks to the ``DTensor`` that takes its place, out of the engine's sight."""
+    for name in _torch.HOOKS:
+        hooks = getattr(source, name, None)
+        if not isinstance(hooks, ParameterHooks):
+            hooks = ParameterHooks(hooks)
+        setattr(target, name, hooks)
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has hooks that see its gradient before it is added to ``.grad``."""
+    return bool(getattr(parameter, _torch.HOOKS[0], None))
+
+
+def has_accumulated_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has hooks that are called after its ``.grad`` has been added to."""
+    return bool(getattr(parameter, _torch.HOOKS[1], None))
+
+
+def call_gradient_hooks(name: str, parameter: nn.Parameter, grad: DTensor) -> torch.Tensor:
+    """What a parameter's hooks make of its complete gradient: this rank's part, as the parameter lies.
+
+    Raises:
+        RuntimeError: for a hook that returns no gradient of the parameter's shape.
+    """
+    for hook in list(getattr(parameter, _torch.HOOKS[0]).values()):
+        with implicit_replication():
+            result = hook(grad)
+        if result is not None:
+            grad = _like(name, parameter, result, grad, getattr(hook, "__qualname__", repr(hook)))
+    return _torch.local_of(grad)
+
+
+def call_accumulated_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """Calls the hooks that follow the accumulation of a gradient."""
+    for parameter in parameters:
+        for hook in list(getattr(parameter, _torch.HOOKS[1]).values()):
+            with implicit_replication():
+                hook(parameter)
+
+
+def _like(name: str, parameter: nn.Parameter, result: Any, grad: DTensor, hook: str) -> DTensor:
+    if not isinstance(result, torch.Tensor) or result.shape != parameter.shape:
+        given = f"one of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+        raise RuntimeError(
+            f"the hook {hook} on {name} must return None or a gradient of shape {tuple(parameter.shape)}, and returned "
+            f"{given}. What to change: a hook sees the whole gradient as a DTensor; return one, or a plain whole tensor"
+        )
+    result = result.detach()
+    mesh, placements = grad.device_mesh, grad.placements
+    if not isinstance(result, DTensor):
+        local = local_slice(result.to(grad.dtype), from_dtensor_placements(tuple(placements)), mesh)
+        return _torch.wrap_local(local.contiguous(), _torch.spec_of(grad))
+    if result.device_mesh != mesh:
+        raise RuntimeError(f"the hook {hook} on {name} returned a DTensor on another mesh than the gradient's")
+    if tuple(result.placements) != tuple(placements):
+        result = result.redistribute(mesh, placements)
+    return _torch.wrap_local(_torch.local_of(result).to(grad.dtype).contiguous(), _torch.spec_of(grad))
+
+
+__all__ = [
+    "ParameterHooks", "call_accumulated_hooks", "call_gradient_hooks", "has_accumulated_hooks", "has_gradient_hooks",
+    "move_hooks",
+]  # fmt: skip

@@ -1,0 +1,268 @@
+"""Hooks that users register on parameters see complete gradients, once for a step, as in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import autoparallel
+from tests.runtime.support import (
+    Net,
+    batch,
+    compiled_pair,
+    gradients_off,
+    make,
+    off,
+    parameters_off,
+    run_on_ranks,
+    whole,
+)
+
+PLANS = ["data_parallel", "fsdp", "tensor_parallel"]
+Pair = tuple[Any, nn.Module]
+
+
+class Tied(nn.Module):
+    """Two uses of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.back = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.back.weight = self.up.weight
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.back(torch.tanh(self.up(x))))
+
+
+def _alone(plan: str, register: Callable[[nn.Module], None], when: str, build: Any = Net, **options: Any) -> Pair:
+    """The compiled model and the plain one, on one rank, with the same hooks."""
+    plain, model = make(build), make(build)
+    register(plain)
+    if when == "before":
+        register(model)
+    compiled = autoparallel.compile(model, loss_fn=F.mse_loss, plan=plan, **options)
+    if when == "after":
+        register(compiled)
+    return compiled, plain
+
+
+def _step(model: Any, plain: nn.Module, number: int = 0) -> None:
+    x, y = batch(number)
+    model(x, y).backward()
+    F.mse_loss(plain(x), y).backward()
+
+
+def _clamp(parameters: nn.Module, seen: list[float] | None = None) -> None:
+    """Hooks that are not linear, of which one returns nothing and one multiplies by a plain mask."""
+    for i, p in enumerate(parameters.parameters()):
+        p.register_hook(lambda g: g.clamp(-0.02, 0.02))
+        if p.ndim == 2:
+            mask = (torch.arange(p.numel()) % 3 == 0).double().view(p.shape)
+            p.register_hook(lambda g, mask=mask: g * mask)
+        if i == 0 and seen is not None:
+            p.register_hook(lambda g: seen.append(float(whole(g).sum())))
+
+
+@pytest.mark.parametrize("build", [Net, Tied])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_hooks_see_and_replace_the_gradient(plan: str, when: str, build: Any) -> None:
+    model, plain = _alone(plan, _clamp, when, build)
+    for number in range(2):  # the second gradient is added to the first
+        _step(model, plain, number)
+        assert gradients_off(model, plain) < 1e-12
+    unhooked = make(build)
+    F.mse_loss(unhooked(batch()[0]), batch()[1]).backward()
+    assert gradients_off(unhooked, plain) > 1e-3
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_hook_between_forward_and_backward_and_one_removed(plan: str) -> None:
+    handles: list[Any] = []
+    model, plain = _alone(
+        plan, lambda m: handles.extend(p.register_hook(lambda g: 3 * g) for p in m.parameters()), "before"
+    )
+    for handle in handles:
+        handle.remove()
+    x, y = batch()
+    losses = model(x, y), F.mse_loss(plain(x), y)
+    _clamp(model), _clamp(plain)
+    for loss in losses:
+        loss.backward()
+    assert gradients_off(model, plain) < 1e-12
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_one_backward_of_two_calls_is_one_gradient(plan: str) -> None:
+    seen: tuple[list[float], list[float]] = ([], [])
+    calls = iter(seen)
+    model, plain = _alone(plan, lambda m: _clamp(m, next(calls)), "after")
+    (x, y), (u, v) = batch(0), batch(1)
+    (model(x, y) + model(u, v)).backward()
+    (F.mse_loss(plain(x), y) + F.mse_loss(plain(u), v)).backward()
+    assert gradients_off(model, plain) < 1e-12
+    assert len(seen[0]) == len(seen[1]) == 1
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_under_no_sync_the_last_backward_shows_the_sum(plan: str) -> None:
+    model, plain = _alone(plan, _clamp, "after")
+    total = []
+    with model.no_sync():
+        for number in range(2):
+            model(*batch(number)).backward()
+    model(*batch(2)).backward()
+    total = [F.mse_loss(plain(x), y) for x, y in (batch(n) for n in range(3))]
+    sum(total[1:], total[0]).backward()
+    assert gradients_off(model, plain) < 1e-12
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_in_a_window_hooks_come_after_the_division(plan: str) -> None:
+    steps: list[Tensor] = []
+
+    def register(m: nn.Module) -> None:
+        _clamp(m)
+        next(m.parameters()).register_post_accumulate_grad_hook(lambda p: steps.append(whole(p.grad)))
+
+    model, plain = _alone(plan, register, "after")
+    for window in model.accumulate(3, [batch(n) for n in range(3)]):
+        for x, y in window:
+            model(x, y).backward()
+    losses = [F.mse_loss(plain(x), y) for x, y in (batch(n) for n in range(3))]
+    (sum(losses[1:], losses[0]) / 3).backward()
+    assert gradients_off(model, plain) < 1e-12
+    assert len(steps) == 2 and off(*steps) < 1e-12
+
+
+def _step_in_backward(parameters: nn.Module) -> None:
+    optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in parameters.parameters()}
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()  # type: ignore[index]
+        optimizers[p].zero_grad()  # type: ignore[index]
+
+    for p in parameters.parameters():
+        p.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize("build", [Net, Tied])
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_optimizer_steps_in_the_backward(plan: str, build: Any) -> None:
+    model, plain = _alone(plan, _step_in_backward, "after", build)
+    for number in range(3):
+        _step(model, plain, number)
+    assert parameters_off(model, plain) < 1e-12
+    assert parameters_off(make(build), plain) > 0.1
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_optimizer_in_the_backward_clips_the_whole_norm() -> None:
+    model, plain = _alone("fsdp", lambda m: None, "after", clip_grad_norm=0.01)
+    _step_in_backward(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for number in range(3):
+        _step(model, plain, number)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert parameters_off(model, plain) < 1e-9
+
+
+def test_a_hook_that_returns_another_shape_is_refused() -> None:
+    model, _ = _alone("fsdp", lambda m: None, "after")
+    model.up.weight.register_hook(lambda g: g.sum())
+    with pytest.raises(RuntimeError, match=r"the hook .*lambda.* on up\.weight .*\(8, 8\).*What to change"):
+        model(*batch()).backward()
+    model.zero_grad()
+    assert not model._store._complete
+
+
+def test_hooks_stay_with_parameters_that_are_materialised() -> None:
+    with torch.device("meta"):
+        model = Net().double()
+    calls: list[int] = []
+    model.up.weight.register_hook(lambda g: calls.append(1))
+    compiled = autoparallel.compile(model, loss_fn=F.mse_loss, plan="fsdp")
+    compiled(*batch()).backward()
+    assert calls == [1]
+
+
+# ------------------------------------------------------------------------------------------------------ several ranks
+
+
+def _on_ranks(plan: str) -> tuple[float, float, float]:
+    model, plain = compiled_pair(plan=plan)
+    _clamp(model), _clamp(plain)
+    for p in (*model.parameters(), *plain.parameters()):  # a sum over the whole gradient, and another layout
+        p.register_hook(lambda g: g / (1 + g.square().sum()))
+    for p in model.parameters():
+        p.register_hook(lambda g: g.redistribute(placements=[Replicate()]) if isinstance(g, DTensor) else g)
+        p.register_hook(lambda g: g.full_tensor() * 2)
+    for p in plain.parameters():
+        p.register_hook(lambda g: g * 2)
+    for number in range(2):
+        _step(model, plain, number)
+    gradients = gradients_off(model, plain)
+    model.zero_grad(), plain.zero_grad()
+    with model.no_sync():
+        model(*batch(3)).backward()
+    model(*batch(4)).backward()
+    (F.mse_loss(plain(batch(3)[0]), batch(3)[1]) + F.mse_loss(plain(batch(4)[0]), batch(4)[1])).backward()
+    accumulated = gradients_off(model, plain)
+    model.zero_grad(), plain.zero_grad()
+    _step_in_backward(model), _step_in_backward(plain)
+    for number in range(3):
+        _step(model, plain, number)
+    return gradients, accumulated, parameters_off(model, plain)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_hooks_on_two_ranks(plan: str) -> None:
+    for differences in run_on_ranks(_on_ranks, plan, world_size=2):
+        assert max(differences) < 1e-9, differences
+
+
+class Layers(nn.Module):
+    """Three layers, to be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.down(x)
+
+
+@functools.cache
+def _pipeline_mesh() -> Any:
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+
+
+def _in_a_pipeline() -> float:
+    plain, model = make(Layers), make(Layers)
+    compiled = autoparallel.compile(model, _pipeline_mesh(), loss_fn=F.mse_loss)
+    compiled.prepare(*batch())
+    _clamp(compiled), _clamp(plain)
+    for number in range(2):
+        _step(compiled, plain, number)
+    theirs = dict(plain.named_parameters())
+    held = {n: p for n, p in compiled.named_parameters() if p.grad is not None}
+    assert 0 < len(held) < len(theirs)
+    return max(off(p.grad.to_local(), theirs[n].grad) for n, p in held.items())
+
+
+def test_hooks_in_a_pipeline() -> None:
+    assert max(run_on_ranks(_in_a_pipeline, world_size=2)) < 1e-9
