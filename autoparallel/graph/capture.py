@@ -25,19 +25,23 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch import free_unbacked_symbols, make_fake_mode
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
+from autoparallel.graph.data_access import DataAccess, explain_new_memory
 from autoparallel.graph.globals_read import GlobalsRead, owners_of
 from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_out
+from autoparallel.graph.outputs import explain_ambiguity, find_loss
 from autoparallel.graph.plain_tensors import is_attribute, make_buffer, plain_tensors
 from autoparallel.graph.recorder import Recorder, StateChangedError, first_line
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import (
     detach_outputs,
-    differentiated_scalars,
+    differentiable_outputs,
+    is_loss,
     mark_backward,
     mark_differentiable,
 )
 from autoparallel.passes.name_nodes import name_nodes
+from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
 from autoparallel.rules import operator_name
 
@@ -84,7 +88,7 @@ class _Training(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the outputs, and of the attributes that the call sets."""
-        with self.recorder:
+        with self.recorder, DataAccess():
             leaves, self.found.spec = pytree.tree_flatten(self._outputs(args, kwargs))
         for name, value in self.recorder.take().items():
             more, self.found.attributes[name] = pytree.tree_flatten(value)
@@ -148,7 +152,7 @@ def capture(
         batch: the batch size of the actual call.
         training: captures in this mode instead of the model's own.
         symbolic: leaves the batch size open.
-        detach_beside_loss: where there is a scalar loss, detaches the other outputs.
+        detach_beside_loss: where the loss is known (see ``graph.outputs``), detaches the other outputs.
         ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
             ``passes.interleave_projections``).
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
@@ -214,7 +218,9 @@ def capture(
         wrapper = make()
         leave_out(wrapper, runs)
         program = _export(wrapper, (args, kwargs), shapes, model)
-        captured = _describe(program, model, owners, references, specs, detach_beside_loss, wrapper.found, ranks)
+        captured = _describe(
+            program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
+        )
         captured.state = wrapper.recorder.state()
         for run in runs:
             inner = replace(run, path=run.path.removeprefix("model."))
@@ -278,7 +284,9 @@ def _export(wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return export(wrapper, inputs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+            program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
+            _require_same_memory(program.graph)
+            return program.run_decompositions({})
     except CaptureError:
         raise
     except Exception as error:
@@ -324,6 +332,7 @@ def _describe(
     owners: Mapping[str, str],
     references: Mapping[int, torch.Tensor],
     specs: Sequence[InputSpec | Any],
+    has_loss_fn: bool,
     detach_beside_loss: bool,
     found: _Found,
     ranks: int,
@@ -382,9 +391,10 @@ def _describe(
         else:
             raise CaptureError(_explain_mutation(str(out.target), nodes[out.arg.name], model))
     _require_static(graph)
+    _require_positions(graph)
     _require_deterministic(graph)
     output = graph.output_node()
-    output.args = (tuple(results),)
+    output.args = (tuple(_apart(graph, r) if r.name in parameters else r for r in results),)
     canonicalize_operators(module)
     interleave_projections(module, parameters, ranks)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -393,9 +403,19 @@ def _describe(
         n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
     }
     mark_differentiable(graph, differentiable)
-    weight = _weigh(module, len(mutated), found.counted)
+    assert found.spec is not None
+    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
+    for name, nesting in reversed(found.attributes.items()):
+        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
+        del outputs[len(outputs) - nesting.num_leaves :]
+    flowing = differentiable_outputs(output.args[0], len(mutated))
+    scalars = [i for i in flowing if is_loss(output.args[0][i])]
+    loss = find_loss(outputs, found.spec, scalars, has_loss_fn)
+    alone = loss is not None and detach_beside_loss
+    weight = _weigh(module, [loss] if alone else flowing, loss, found.counted)  # type: ignore[list-item]
     name_nodes(graph)
-    scalars = detach_outputs(graph, len(mutated), detach_beside_loss)
+    detached = detach_outputs(graph, len(mutated), loss if alone else None)
+    flowing = [i for i in flowing if i not in detached]
     mark_backward(graph)
     graph.lint()
     actual: dict[sympy.Symbol, int] = {}
@@ -406,25 +426,29 @@ def _describe(
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 actual[size.node.expr] = real
     module.recompile()
-    assert found.spec is not None
-    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
-    for name, nesting in reversed(found.attributes.items()):
-        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
-        del outputs[len(outputs) - nesting.num_leaves :]
     return Captured(
-        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, scalars, actual, weight,
-        attributes=attributes,
+        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, loss, flowing, detached, actual,
+        weight, attributes=attributes,
     )  # fmt: skip
 
 
-def _weigh(module: fx.GraphModule, first: int, counted: bool) -> LossWeight | None:
-    """What the loss weighs, where one scalar output is differentiated."""
-    losses = differentiated_scalars(module.graph.output_node().args[0], first)
-    if not losses:
-        return None
-    if len(losses) > 1:
-        return LossWeight("unknown", reason=f"the model returns {len(losses)} scalars that are differentiated")
-    return weigh_loss(module, losses[0], counted)
+def _apart(graph: fx.Graph, parameter: fx.Node) -> fx.Node:
+    """A parameter that is returned as a result of its own, which is laid out apart from the parameter."""
+    with graph.inserting_before(graph.output_node()):
+        result = graph.call_function(torch.ops.aten.alias.default, (parameter,))
+    result.meta = dict(parameter.meta)
+    return result
+
+
+def _weigh(module: fx.GraphModule, flowing: Sequence[int], loss: int | None, counted: bool) -> LossWeight | None:
+    """What the loss weighs, where a scalar output can be differentiated."""
+    results: Any = module.graph.output_node().args[0]
+    scalars = [i for i in flowing if is_loss(results[i])]
+    if loss is not None and len(scalars) > 1:
+        return LossWeight("unknown", reason=f"the model returns {len(scalars)} scalars that can be differentiated")
+    if loss is None and len(flowing) > 1:
+        return LossWeight("unknown", reason=explain_ambiguity(len(flowing))) if scalars else None
+    return weigh_loss(module, scalars[0], counted) if scalars else None
 
 
 def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
@@ -465,6 +489,24 @@ def _require_static(graph: fx.Graph) -> None:
             raise CaptureError(
                 f"{what} at {_line_of(node)}\nWhat to change: {advice}, or compute it outside of the model and "
                 "pass it in."
+            )
+
+
+def _require_same_memory(graph: fx.Graph) -> None:
+    """Refuses ``x.set_(y)``, which a functional graph would take for the use of another tensor."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == "aten::set_":
+            raise CaptureError(explain_new_memory("x.set_(...)", _line_of(node)))
+
+
+def _require_positions(graph: fx.Graph) -> None:
+    """Refuses what reads or writes through strides of which nobody can say which elements they name."""
+    for node in graph.nodes:
+        if node.target in STRIDED and relative_start(node) is None:
+            raise CaptureError(
+                f"the model reads or writes through strides (as_strided) of a tensor that does not lie in one piece in "
+                f"memory, at {_line_of(node)}\nWhat to change: slice, index, unfold() or diagonal() it, or make it "
+                "contiguous() before."
             )
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.collectives import Extent, extent_of, pack, start_transfers
+from autoparallel.collectives import Extent, extent_of, pack, settled, start_transfers
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import group_name
 from autoparallel.placements import Layout, dual_layout, to_dtensor_placements
@@ -161,7 +161,7 @@ class GradientStore:
         for value, use in zip(values, chain.uses, strict=True):
             if value is None:
                 continue
-            value = self.along(value, chain.shape, dual_layout(use), chain.made)
+            value = self.along(settled(value), chain.shape, dual_layout(use), chain.made)
             total = value if total is None else total + value
         assert total is not None
         return total
