@@ -23,14 +23,15 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import free_unbacked_symbols, make_fake_mode
+from autoparallel._torch import make_fake_mode
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
-from autoparallel.graph.data_access import DataAccess, explain_new_memory
+from autoparallel.graph.data_access import DataAccess
 from autoparallel.graph.globals_read import GlobalsRead, owners_of
 from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_out
-from autoparallel.graph.outputs import explain_ambiguity, find_loss
+from autoparallel.graph.outputs import find_loss, set_apart, weigh_outputs
 from autoparallel.graph.plain_tensors import is_attribute, make_buffer, plain_tensors
 from autoparallel.graph.recorder import Recorder, StateChangedError, first_line
+from autoparallel.graph.refusals import line_of, require_positions, require_same_memory, require_static
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import (
@@ -41,8 +42,6 @@ from autoparallel.passes.mark_gradients import (
     mark_differentiable,
 )
 from autoparallel.passes.name_nodes import name_nodes
-from autoparallel.passes.settle_memory import STRIDED, relative_start
-from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
 from autoparallel.rules import operator_name
 
 if TYPE_CHECKING:
@@ -285,7 +284,7 @@ def _export(wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
-            _require_same_memory(program.graph)
+            require_same_memory(program.graph)
             return program.run_decompositions({})
     except CaptureError:
         raise
@@ -390,11 +389,11 @@ def _describe(
                 results.append(nodes[out.arg.name])
         else:
             raise CaptureError(_explain_mutation(str(out.target), nodes[out.arg.name], model))
-    _require_static(graph)
-    _require_positions(graph)
+    require_static(graph)
+    require_positions(graph)
     _require_deterministic(graph)
     output = graph.output_node()
-    output.args = (tuple(_apart(graph, r) if r.name in parameters else r for r in results),)
+    output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)
     canonicalize_operators(module)
     interleave_projections(module, parameters, ranks)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -412,7 +411,7 @@ def _describe(
     scalars = [i for i in flowing if is_loss(output.args[0][i])]
     loss = find_loss(outputs, found.spec, scalars, has_loss_fn)
     alone = loss is not None and detach_beside_loss
-    weight = _weigh(module, [loss] if alone else flowing, loss, found.counted)  # type: ignore[list-item]
+    weight = weigh_outputs(module, [loss] if alone else flowing, loss, found.counted)  # type: ignore[list-item]
     name_nodes(graph)
     detached = detach_outputs(graph, len(mutated), loss if alone else None)
     flowing = [i for i in flowing if i not in detached]
@@ -432,29 +431,10 @@ def _describe(
     )  # fmt: skip
 
 
-def _apart(graph: fx.Graph, parameter: fx.Node) -> fx.Node:
-    """A parameter that is returned as a result of its own, which is laid out apart from the parameter."""
-    with graph.inserting_before(graph.output_node()):
-        result = graph.call_function(torch.ops.aten.alias.default, (parameter,))
-    result.meta = dict(parameter.meta)
-    return result
-
-
-def _weigh(module: fx.GraphModule, flowing: Sequence[int], loss: int | None, counted: bool) -> LossWeight | None:
-    """What the loss weighs, where a scalar output can be differentiated."""
-    results: Any = module.graph.output_node().args[0]
-    scalars = [i for i in flowing if is_loss(results[i])]
-    if loss is not None and len(scalars) > 1:
-        return LossWeight("unknown", reason=f"the model returns {len(scalars)} scalars that can be differentiated")
-    if loss is None and len(flowing) > 1:
-        return LossWeight("unknown", reason=explain_ambiguity(len(flowing))) if scalars else None
-    return weigh_loss(module, scalars[0], counted) if scalars else None
-
-
 def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
     if target.startswith("model."):
         return (
-            f"the model changes its parameter {target.removeprefix('model.')} in place at {_line_of(node)}\n"
+            f"the model changes its parameter {target.removeprefix('model.')} in place at {line_of(node)}\n"
             "What to change: only the optimizer may change a parameter; keep other state in a buffer."
         )
     kind, _, name = target.partition("_")
@@ -462,52 +442,9 @@ def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
     if kind == "args" and name.isdigit() and int(name) < len(names):
         name = names[int(name)]
     return (
-        f"the model changes its input {name or target} in place at {_line_of(node)}\n"
+        f"the model changes its input {name or target} in place at {line_of(node)}\n"
         "What to change: work on a copy (x = x.clone())."
     )
-
-
-def _line_of(node: fx.Node) -> str:
-    """The line of the model that made a node, as the trace noted it."""
-    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    files = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "/') and "/torch/" not in line]
-    if files:
-        return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2])
-    # Under torch.no_grad() the trace keeps modules, but no lines.
-    modules = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
-    return f"forward of {modules[-1]}" if modules else "an unknown line"
-
-
-def _require_static(graph: fx.Graph) -> None:
-    """Refuses sizes and numbers that are known only when the program runs."""
-    for node in graph.nodes:
-        if any(free_unbacked_symbols(v) for v in pytree.tree_leaves(node.meta.get("val"))):
-            if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
-                what, advice = "a tensor's value is read into Python", "keep it a tensor (no .item())"
-            else:
-                what, advice = "a size depends on a tensor's values", "use torch.where or masks, of a fixed size"
-            raise CaptureError(
-                f"{what} at {_line_of(node)}\nWhat to change: {advice}, or compute it outside of the model and "
-                "pass it in."
-            )
-
-
-def _require_same_memory(graph: fx.Graph) -> None:
-    """Refuses ``x.set_(y)``, which a functional graph would take for the use of another tensor."""
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == "aten::set_":
-            raise CaptureError(explain_new_memory("x.set_(...)", _line_of(node)))
-
-
-def _require_positions(graph: fx.Graph) -> None:
-    """Refuses what reads or writes through strides of which nobody can say which elements they name."""
-    for node in graph.nodes:
-        if node.target in STRIDED and relative_start(node) is None:
-            raise CaptureError(
-                f"the model reads or writes through strides (as_strided) of a tensor that does not lie in one piece in "
-                f"memory, at {_line_of(node)}\nWhat to change: slice, index, unfold() or diagonal() it, or make it "
-                "contiguous() before."
-            )
 
 
 def _require_deterministic(graph: fx.Graph) -> None:
@@ -519,7 +456,7 @@ def _require_deterministic(graph: fx.Graph) -> None:
         if torch.Tag.nondeterministic_seeded in target.tags and _is_random(target):
             raise CaptureError(
                 f"{operator_name(target)} draws random numbers, which would differ from rank to rank and from plan to "
-                f"plan, at {_line_of(node)}\nWhat to change: use nn.Dropout or F.dropout, or draw the numbers outside "
+                f"plan, at {line_of(node)}\nWhat to change: use nn.Dropout or F.dropout, or draw the numbers outside "
                 "of the model and pass them in."
             )
 

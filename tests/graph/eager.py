@@ -1,4 +1,4 @@
-"""One-rank programs against eager: what the compiled model computes is what the plain one computes, or it is refused."""
+"""Small programs against eager autograd, on one rank in this process or on several."""
 
 from __future__ import annotations
 
