@@ -94,8 +94,10 @@ def compile(
             ``python -m autoparallel calibrate`` wrote. None: "h100" on GPUs, "cpu" on CPUs.
         memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations; at most 1, a
             part of the device's memory.
-        outputs: "auto" returns outputs whole, or sharded and detached beside a loss; "gather" and "sharded" always do
-            the one or the other.
+        outputs: "gather" returns outputs whole, "sharded" as they are made; all of them can be differentiated. "auto"
+            is "gather", unless the loss is known, because ``loss_fn`` computed it (its first scalar, if it returns
+            several outputs) or because an output is called "loss": the others are sharded then, and differentiating
+            them is an error. A pipeline differentiates its loss only.
         precision: torch's own ``MixedPrecisionPolicy``: the dtype parameters are cast to, then gathered and used in
             (``param_dtype``), the dtype gradients are reduced in (``reduce_dtype``; None: that of their use), and the
             dtype of the model's outputs before ``loss_fn`` (``output_dtype``). Parameters at rest, gradients and
@@ -423,7 +425,7 @@ class _StagedCompiler(_Compiler):
         prefix, redistributor = bind(self.mesh), self.planner.redistributor
         runner = attach_stages(staged, self.store, self.model, prefix, self.owners, redistributor, compiled)
         runner.scaler = self.scaler
-        if captured.scalars and self.model.training:
+        if captured.objective is not None and self.model.training:
             plan = self.planner.with_traffic(staged, plan, call, self.owners)
         return Kind(runner, plan)
 

@@ -376,10 +376,9 @@ class _Runner:
             for position, value in zip(self.mutated, results[:count], strict=True):
                 arguments[position].copy_(value)
         outputs: list[Any] = list(results)
-        flowing = [i for i in range(count, len(outputs)) if outputs[i].requires_grad]
-        if flowing:
-            for i, value in zip(flowing, _Outputs.apply(*(outputs[i] for i in flowing)), strict=True):
-                outputs[i] = value
+        for i in range(count, len(outputs)):
+            if outputs[i].requires_grad:
+                outputs[i] = _Output.apply(outputs[i])
         return tuple(leaf_value(leaf, outputs, {}) for leaf in self.program.captured.outputs)
 
 
@@ -410,18 +409,18 @@ class _Unshard(torch.autograd.Function):
         return (None, None, *(complete.get(i) for i in range(len(chains))))
 
 
-class _Outputs(torch.autograd.Function):
-    """The boundary between the program and what the caller does with its outputs."""
+class _Output(torch.autograd.Function):
+    """The boundary between the program and what the caller does with one of its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in outputs)
+        return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         _refuse_second_derivative()
-        return grads
+        return grads[0]
 
 
 def _refuse_second_derivative() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.outputs import explain_ambiguity
 from autoparallel.meshes import (
     PIPELINES,
     THREE_AXES,
@@ -158,8 +159,8 @@ class MeshSearch:
 
 def unable(captured: Captured, call: Call) -> str:
     """Why a model cannot be a pipeline; empty where it can."""
-    if len(captured.scalars) != 1:
-        return "it has no loss" if not captured.scalars else "it has several losses"
+    if captured.objective is None:
+        return explain_ambiguity(len(captured.flowing)) if len(captured.flowing) > 1 else "it has no loss"
     weight = captured.weight
     if weight is not None and weight.kind == "unknown":
         return f"it cannot be told what the loss is a mean over: {weight.reason}"
@@ -177,7 +178,7 @@ def changes(captured: Captured, outputs: str) -> str:
     if captured.mutated_buffers:
         return "a pipeline takes batch statistics of microbatches; give a mesh with an axis 'pp' to have one"
     results = {o for o in captured.outputs if isinstance(o, int)}
-    if outputs != "gather" and not results.issubset(captured.scalars):
+    if outputs != "gather" and not results.issubset({captured.objective}):
         return "a pipeline keeps no output beside the loss; give a mesh with an axis 'pp' to have one"
     return ""
 

@@ -167,7 +167,12 @@ def start_transfers(
     if len(kinds) != 1:
         raise ValueError(f"one collective cannot serve different redistributions: {sorted(kinds)}")
     rows = zip([t.shape for t in tensors], srcs, dsts, extents or [None] * len(tensors), strict=True)
-    return _STARTERS[kinds.pop()](tensors, [_Item(*row, owned) for row in rows], group)
+    return _STARTERS[kinds.pop()]([settled(t) for t in tensors], [_Item(*row, owned) for row in rows], group)
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """The same values without a conjugation or a negation that is still to be done: memory is sent as it is."""
+    return x.resolve_conj().resolve_neg()
 
 
 Starter = Callable[[Sequence[torch.Tensor], Sequence[_Item], str], Callable[[], list[torch.Tensor]]]
@@ -328,7 +333,7 @@ def _(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
 @torch.library.custom_op("autoparallel::all_reduce", mutates_args=())
 def _all_reduce_op(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     communicator, axis = communicator_of(group)
-    return communicator.all_reduce(x.clone(memory_format=torch.contiguous_format), axis, op)()
+    return communicator.all_reduce(settled(x).clone(memory_format=torch.contiguous_format), axis, op)()
 
 
 @_all_reduce_op.register_fake
@@ -387,5 +392,5 @@ def redistribute(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tenso
 
 __all__ = [
     "Extent", "Wait", "all_reduce", "are_adjacent", "extent_of", "local_shape", "pack", "redistribute",
-    "start_transfers", "transfer",
+    "settled", "start_transfers", "transfer",
 ]  # fmt: skip

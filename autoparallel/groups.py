@@ -83,7 +83,7 @@ class MeshGroups:
         """Reduces the contiguous ``x`` in place."""
         if self.size(axis) == 1:
             return lambda: x
-        work = dist.all_reduce(x, _REDUCE[op], self._group(axis), async_op=True)
+        work = dist.all_reduce(as_real(x), _REDUCE[op], self._group(axis), async_op=True)
         return lambda: _finish(work, x, self.sliced)
 
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
@@ -91,7 +91,8 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
-        work = _torch.all_gather_single(out.view(-1), x.view(-1), group=self._group(axis), async_op=True)
+        sent, received = as_real(x).view(-1), as_real(out).view(-1)
+        work = _torch.all_gather_single(received, sent, group=self._group(axis), async_op=True)
         return lambda: _finish(work, out, self.sliced)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
@@ -99,7 +100,8 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x[0])
         out = x.new_empty(x.shape[1:])
-        work = _torch.reduce_scatter_single(out.view(-1), x.view(-1), group=self._group(axis), async_op=True)
+        sent, received = as_real(x).view(-1), as_real(out).view(-1)
+        work = _torch.reduce_scatter_single(received, sent, group=self._group(axis), async_op=True)
         return lambda: _finish(work, out, self.sliced)
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
@@ -107,7 +109,7 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x)
         out = torch.empty_like(x)
-        work = dist.all_to_all_single(out, x, group=self._group(axis), async_op=True)
+        work = dist.all_to_all_single(as_real(out), as_real(x), group=self._group(axis), async_op=True)
         return lambda: _finish(work, out, self.sliced)
 
     def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
@@ -115,9 +117,14 @@ class MeshGroups:
         if self.size(axis) == 1:
             return x.clone()
         out = x.new_empty((sum(received), *x.shape[1:]))
-        x = x.contiguous()
-        work = dist.all_to_all_single(out, x, list(received), list(sent), group=self._group(axis), async_op=True)
+        rows, parts = as_real(x.contiguous()), as_real(out)
+        work = dist.all_to_all_single(parts, rows, list(received), list(sent), group=self._group(axis), async_op=True)
         return _finish(work, out, self.sliced)
+
+
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as real numbers, which are all that every backend can send."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _copied(x: torch.Tensor) -> Wait:

@@ -134,6 +134,7 @@ class Planner:
             least_batch=2 * math.prod(request.sizes),
             batch=call.batch,
             training=training,
+            detach_beside_loss=request.outputs == "auto",
             precision=request.precision,
             ranks=math.prod(request.sizes),
         )

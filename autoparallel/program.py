@@ -72,7 +72,7 @@ def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | No
     """The layout that each output must have: whole, or None where it may stay as it is made.
 
     Args:
-        mode: ``"auto"`` gathers outputs unless there is a loss, ``"gather"`` always does, ``"sharded"`` never.
+        mode: ``"auto"`` gathers outputs unless the loss is known, ``"gather"`` always does, ``"sharded"`` never.
         axes: the number of mesh axes.
     """
     invariant: Layout = (Invariant,) * axes
@@ -80,8 +80,8 @@ def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | No
     layouts: list[Layout | None] = []
     for i, node in enumerate(captured.graph.output_node().args[0]):  # type: ignore[arg-type]
         assert isinstance(node, fx.Node)
-        whole = i < buffers or i in captured.scalars or node.meta["val"].ndim == 0
-        whole = whole or mode == "gather" or (mode == "auto" and not captured.scalars)
+        whole = i < buffers or node.meta["val"].ndim == 0
+        whole = whole or mode == "gather" or (mode == "auto" and captured.loss is None)
         layouts.append(invariant if whole else None)
     return layouts
 

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.outputs import explain_ambiguity
 from autoparallel.groups import axis_group
 from autoparallel.passes.cut_stages import CutError, cut_stages, staged_nodes, stages_of
+from autoparallel.passes.mark_gradients import detach_outputs, is_loss, mark_backward
 from autoparallel.passes.name_nodes import layer_of
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.passes.split_weight_gradients import split_weight_gradients
@@ -86,8 +88,14 @@ class StagedPlanner(Planner):
         self.stages: PipelinePlan | None = None
         self.recompute: tuple[str, ...] = ()
 
+    def prepare(self, captured: Captured, plan: Plan) -> None:
+        """See ``Planner.prepare``; a pipeline differentiates its loss only."""
+        _leave_only_loss(captured)
+        super().prepare(captured, plan)
+
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
         """The plan that the search chooses (see ``Planner.search``)."""
+        _leave_only_loss(captured)
         known, pipeline = self.stages, self.pipeline
         if known is not None:
             keys = {node.meta["key"] for node in staged_nodes(captured)}
@@ -211,6 +219,7 @@ class StagedPlanner(Planner):
             hoist_all=request.hoist_all,
             reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
             node=request.profile.node,
+            training=call.training[0],
         )
 
     def with_traffic(self, staged: StagedProgram, plan: Plan, call: Call, owners: Mapping[str, int]) -> Plan:
@@ -272,7 +281,7 @@ def _multiples(count: int, batch: int) -> list[int]:
 
 def _count(pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
     """How many microbatches a call has, or at least may have."""
-    return pipeline.microbatches if captured.scalars else math.gcd(pipeline.microbatches, call.batch)
+    return pipeline.microbatches if captured.objective is not None else math.gcd(pipeline.microbatches, call.batch)
 
 
 def build_stages(
@@ -286,6 +295,7 @@ def build_stages(
     hoist_all: bool = False,
     reduce_dtype: torch.dtype | None = None,
     node: int = 0,
+    training: bool = False,
 ) -> StagedProgram:
     """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
 
@@ -294,12 +304,16 @@ def build_stages(
         prefix, redistributor, device, hoist_all, reduce_dtype: as ``build_program`` takes them, of the mesh axes other
             than the pipeline's.
         node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
+        training: whether the call is one that is differentiated.
 
     Raises:
         PlanError: when the model cannot be run in such stages and microbatches.
     """
     pipeline = plan.pipeline
     assert pipeline is not None
+    _leave_only_loss(captured)
+    if training:
+        _require_loss(captured)
     kept = _kept(captured, outputs)
 
     def price(giver: int, taker: int) -> float:
@@ -349,16 +363,31 @@ def _kept(captured: Captured, outputs: str) -> list[int]:
     first = len(captured.mutated_buffers)
     results = captured.graph.output_node().args[0]
     weight = captured.weight.output if captured.weight is not None else None
-    every = not captured.scalars or outputs == "gather"
-    return [i for i in range(first, len(results)) if every or i in captured.scalars or i == weight]  # type: ignore[arg-type]
+    every = captured.objective is None or outputs == "gather"
+    return [i for i in range(first, len(results)) if every or i in (captured.objective, weight)]  # type: ignore[arg-type]
+
+
+def _leave_only_loss(captured: Captured) -> None:
+    """Detaches what a pipeline does not differentiate: everything but its loss."""
+    loss = captured.objective
+    if loss is not None and captured.flowing != [loss]:
+        captured.detached = [*captured.detached, *detach_outputs(captured.graph, len(captured.mutated_buffers), loss)]
+        captured.flowing = [loss]
+        mark_backward(captured.graph)
+
+
+def _require_loss(captured: Captured) -> None:
+    """Refuses a call in training that returns a scalar which may be the loss, or may not be all of it."""
+    results: Any = captured.graph.output_node().args[0]
+    if captured.objective is None and any(is_loss(results[i]) for i in captured.flowing):
+        raise PlanError(
+            f"{explain_ambiguity(len(captured.flowing))}, but a pipeline must know its loss, which is all that it "
+            'differentiates: pass loss_fn to compile(), return the loss under the name "loss" (the key of a dict, the '
+            "field of a named tuple), or detach the other outputs in the model"
+        )
 
 
 def _require_combinable(captured: Captured, kept: list[int], microbatches: int) -> None:
-    if len(captured.scalars) > 1:
-        raise PlanError(
-            f"the model returns {len(captured.scalars)} scalars that are differentiated, a pipeline can take one: "
-            "add them up in the model or in loss_fn, and detach the others"
-        )
     if microbatches == 1:
         return
     weight = captured.weight
@@ -369,7 +398,7 @@ def _require_combinable(captured: Captured, kept: list[int], microbatches: int) 
         )
     results = captured.graph.output_node().args[0]
     for i in kept:
-        if i not in captured.scalars and (weight is None or i != weight.output) and batch_dim(captured, i) < 0:
+        if i != captured.objective and (weight is None or i != weight.output) and batch_dim(captured, i) < 0:
             key = results[i].meta["key"]  # type: ignore[index, union-attr]
             raise PlanError(
                 f"an output of the model ({key}) has no batch dim, so that those of a pipeline's microbatches cannot "
@@ -406,7 +435,7 @@ def attach_stages(
     chains = [staged.chains(stage) for stage in range(plan.count)]
     ties = find_ties(chains, owners, plan.rank_of, redistributor)
     tied = TiedParameters(ties, store, group, rank)
-    loss = staged.captured.scalars[0] if staged.captured.scalars else None
+    loss = staged.captured.objective
     stages = {}
     for index in plan.stages_of(rank):
         graph, program = staged.graphs[index], staged.programs[index]

@@ -26,6 +26,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.operators.draws import traced_dropout
 from autoparallel.passes.emitter import Emitter, fake_tensors
+from autoparallel.passes.settle_memory import MEMORY_REWRITES
 from autoparallel.passes.ungroup_experts import ungroup_experts
 from autoparallel.rules.calls import arguments, shape_of
 
@@ -43,6 +44,10 @@ def canonicalize_operators(module: fx.GraphModule) -> fx.GraphModule:
         emit = Emitter(graph, node)
         if node.target in _REWRITES:
             _REWRITES[node.target](emit, node)
+        elif node.target in MEMORY_REWRITES:
+            value = MEMORY_REWRITES[node.target](emit, node)
+            if value is not None:
+                _replace(node, value)
         elif node.target in _SPLITS:
             _replace_split(emit, node)
     graph.eliminate_dead_code()

@@ -171,12 +171,13 @@ class _Cutter:
         self._require_buffers_together()
         buffers = len(captured.mutated_buffers)
         last = count - 1
-        losses = [stages.get(self.results[i], last) for i in captured.scalars]
+        loss = captured.objective
+        home = last if loss is None else stages.get(self.results[loss], last)
         weight = captured.weight.output if captured.weight is not None else None
         self.made: dict[int, list[int]] = {}  # stage to the numbers of the results that it makes
         for i, node in enumerate(self.results):
             if i < buffers or i in kept:
-                stage = losses[0] if i == weight and losses and node not in stages else stages.get(node, last)
+                stage = stages.get(node, home if i == weight else last)
                 self.made.setdefault(stage, []).append(i)
         self.needs = [self._needed(stage) for stage in range(count)]
         self.crossings = self._crossings()
@@ -285,7 +286,9 @@ class _Cutter:
             inputs=[n if n in present else None for n in whole.inputs] + [c.name for c in received],
             mutated_buffers=[whole.mutated_buffers[i] for i in buffers],
             outputs=[],
-            scalars=[n for n, i in enumerate(made) if i in whole.scalars],
+            loss=None,
+            flowing=[],
+            detached=[],
             weight=None,
         )
         return StageGraph(captured, tuple(made[len(buffers) :]), received, sent)

@@ -147,7 +147,9 @@ def hoist_parameter_chains(
         if node.op == "placeholder" and node.name in parameters:
             name = parameters[node.name]
             rest_dtype = (rest_dtypes or {}).get(name, node.meta["val"].dtype)
-            dtypes = rest_dtype, reduce_dtype or node.meta["val"].dtype
+            used = node.meta["val"].dtype
+            # A complex gradient travels as it is: torch's policies name real dtypes only.
+            dtypes = rest_dtype, (reduce_dtype if used.is_floating_point else None) or used
             chain, first = _hoist(module.graph, node, name, dtypes, redistributor, sizes, order)
             if chain is not None:
                 chains.append((first, chain))

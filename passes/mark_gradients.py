@@ -1,4 +1,4 @@
-"""Marks where gradients flow in a forward graph, and detaches the outputs that nothing differentiates.
+"""Marks where gradients flow in a forward graph, and detaches outputs beside the loss.
 
 Before (w is trained; the outputs are the new value of a buffer, the loss, and something beside it):
     mul = x * w;  sum = mul.sum();  return (mul, sum, mul)
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from autoparallel.rules.calls import may_have_gradient
 
 _NO_GRADIENT = ("aten::detach", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros")
 
@@ -34,34 +36,46 @@ def mark_new(graph: fx.Graph) -> None:
     mark_backward(graph)
 
 
+def stops_gradient(node: fx.Node) -> bool:
+    """Whether the result of a call never depends on its operands differentiably."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NO_GRADIENT
+
+
 def _mark(node: fx.Node) -> None:
     value = node.meta.get("val")
-    floating = any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(value))
-    stops = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NO_GRADIENT
+    continuous = any(isinstance(v, torch.Tensor) and may_have_gradient(v) for v in pytree.tree_leaves(value))
     node.meta["differentiable"] = (
-        floating and not stops and any(a.meta.get("differentiable") for a in node.all_input_nodes)
+        continuous and not stops_gradient(node) and any(a.meta.get("differentiable") for a in node.all_input_nodes)
     )
 
 
-def differentiated_scalars(results: Any, first: int) -> list[int]:
-    """The indices, from ``first`` on, of the scalars that depend differentiably on what is trained."""
-    return [i for i, n in enumerate(results) if i >= first and n.meta["differentiable"] and n.meta["val"].ndim == 0]
+def differentiable_outputs(results: Any, first: int) -> list[int]:
+    """The indices, from ``first`` on, of the outputs that depend differentiably on what is trained."""
+    return [i for i, n in enumerate(results) if i >= first and n.meta["differentiable"]]
 
 
-def detach_outputs(graph: fx.Graph, first: int, detach_others: bool) -> list[int]:
-    """Detaches new values of buffers, the outputs before ``first``, and, where a scalar is differentiated and
-    ``detach_others``, the outputs beside it; returns the indices of the scalars that are differentiated."""
+def is_loss(node: Any) -> bool:
+    """Whether an output that can be differentiated may be a loss: a real scalar."""
+    value = node.meta["val"]
+    return value.ndim == 0 and value.is_floating_point()
+
+
+def detach_outputs(graph: fx.Graph, first: int, loss: int | None = None) -> list[int]:
+    """Detaches new values of buffers, the outputs before ``first``, and, where a ``loss`` is given, every output but
+    this one; returns the indices of the outputs from ``first`` on that were detached."""
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
-    scalars = differentiated_scalars(results, first)
+    detached = []
     for i, node in enumerate(results):
-        if node.meta["differentiable"] and (i < first or (detach_others and scalars and i not in scalars)):
+        if node.meta["differentiable"] and (i < first or loss is not None and i != loss):
             with graph.inserting_before(output):
-                detached = graph.call_function(torch.ops.aten.detach.default, (node,))
-            detached.meta = {**node.meta, "differentiable": False, "key": f"{node.meta['key']}/output"}
-            results[i] = detached
+                result = graph.call_function(torch.ops.aten.detach.default, (node,))
+            result.meta = {**node.meta, "differentiable": False, "key": f"{node.meta['key']}/output"}
+            results[i] = result
+            if i >= first:
+                detached.append(i)
     output.args = (tuple(results),)
-    return scalars
+    return detached
 
 
 def mark_backward(graph: fx.Graph) -> None:
@@ -73,4 +87,7 @@ def mark_backward(graph: fx.Graph) -> None:
         node.meta["backward"] = node in reached
 
 
-__all__ = ["detach_outputs", "differentiated_scalars", "mark_backward", "mark_differentiable", "mark_new"]
+__all__ = [
+    "detach_outputs", "differentiable_outputs", "is_loss", "mark_backward", "mark_differentiable", "mark_new",
+    "stops_gradient",
+]  # fmt: skip

@@ -258,9 +258,22 @@ def test_outputs_keep_their_form_and_their_constants() -> None:
     values: list[Any] = ["constant" if not isinstance(o, int) else o for o in result.outputs]
     out = pytree.tree_unflatten(values, result.output_spec)
     assert out["count"] == "constant" and out["nested"][1] in ("constant", None)
-    assert result.scalars == [out["loss"]]
+    assert result.loss == out["loss"] and result.flowing == [out["loss"]]
+    assert set(result.detached) == {out["logits"], out["nested"][0]}
     results = result.graph.output_node().args[0]
     assert "detach" in str(results[out["logits"]].target), "beside a loss, other outputs are detached"
+
+
+def test_a_scalar_that_nothing_calls_the_loss_leaves_the_others_as_they_are() -> None:
+    class Pair(_Dictionary):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            out = super().forward(x, scale=1.0)
+            return out["logits"], out["loss"]
+
+    result = captured(Pair(), torch.rand(8, 4))
+    assert (result.loss, result.objective, result.flowing, result.detached) == (None, None, [0, 1], [])
+    assert result.weight is not None and result.weight.kind == "unknown"
+    assert "none of them is called 'loss'" in result.weight.reason
 
 
 def test_keys_name_module_operator_and_occurrence() -> None:

@@ -23,26 +23,28 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import free_unbacked_symbols, make_fake_mode
+from autoparallel._torch import make_fake_mode
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
+from autoparallel.graph.data_access import DataAccess
 from autoparallel.graph.globals_read import GlobalsRead, owners_of
 from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_out
-from autoparallel.graph.lines import line_of as _line_of
+from autoparallel.graph.lines import line_of
+from autoparallel.graph.outputs import find_loss, set_apart, weigh_outputs
 from autoparallel.graph.plain_tensors import is_attribute, make_buffer, plain_tensors
 from autoparallel.graph.recorder import Recorder, StateChangedError, first_line
+from autoparallel.graph.refusals import require_positions, require_same_memory, require_static
 from autoparallel.graph.seeding import refuse_seeding
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import (
     detach_outputs,
-    differentiated_scalars,
+    differentiable_outputs,
+    is_loss,
     mark_backward,
     mark_differentiable,
 )
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.passes.replace_random_operators import replace_random_operators
-from autoparallel.passes.weigh_loss import LossWeight, weigh_loss
-from autoparallel.rules import operator_name
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -87,7 +89,7 @@ class _Training(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the outputs, and of the attributes that the call sets."""
-        with self.recorder, refuse_seeding():
+        with self.recorder, refuse_seeding(), DataAccess():
             leaves, self.found.spec = pytree.tree_flatten(self._outputs(args, kwargs))
         for name, value in self.recorder.take().items():
             more, self.found.attributes[name] = pytree.tree_flatten(value)
@@ -151,7 +153,7 @@ def capture(
         batch: the batch size of the actual call.
         training: captures in this mode instead of the model's own.
         symbolic: leaves the batch size open.
-        detach_beside_loss: where there is a scalar loss, detaches the other outputs.
+        detach_beside_loss: where the loss is known (see ``graph.outputs``), detaches the other outputs.
         ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
             ``passes.interleave_projections``).
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
@@ -217,7 +219,9 @@ def capture(
         wrapper = make()
         leave_out(wrapper, runs)
         program, draws = _export(wrapper, (args, kwargs), shapes, model)
-        captured = _describe(program, model, owners, references, specs, detach_beside_loss, wrapper.found, ranks)
+        captured = _describe(
+            program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
+        )
         captured.state = wrapper.recorder.state()
         captured.draws = draws
         for run in runs:
@@ -286,6 +290,7 @@ def _export(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
+            require_same_memory(program.graph)
             draws = replace_random_operators(program.graph_module)
             return program.run_decompositions({}), draws
     except CaptureError:
@@ -346,6 +351,7 @@ def _describe(
     owners: Mapping[str, str],
     references: Mapping[int, torch.Tensor],
     specs: Sequence[InputSpec | Any],
+    has_loss_fn: bool,
     detach_beside_loss: bool,
     found: _Found,
     ranks: int,
@@ -403,9 +409,10 @@ def _describe(
                 results.append(nodes[out.arg.name])
         else:
             raise CaptureError(_explain_mutation(str(out.target), nodes[out.arg.name], model))
-    _require_static(graph)
+    require_static(graph)
+    require_positions(graph)
     output = graph.output_node()
-    output.args = (tuple(results),)
+    output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)
     canonicalize_operators(module)
     interleave_projections(module, parameters, ranks)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -414,9 +421,19 @@ def _describe(
         n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
     }
     mark_differentiable(graph, differentiable)
-    weight = _weigh(module, len(mutated), found.counted)
+    assert found.spec is not None
+    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
+    for name, nesting in reversed(found.attributes.items()):
+        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
+        del outputs[len(outputs) - nesting.num_leaves :]
+    flowing = differentiable_outputs(output.args[0], len(mutated))
+    scalars = [i for i in flowing if is_loss(output.args[0][i])]
+    loss = find_loss(outputs, found.spec, scalars, has_loss_fn)
+    alone = loss is not None and detach_beside_loss
+    weight = weigh_outputs(module, [loss] if alone else flowing, loss, found.counted)  # type: ignore[list-item]
     name_nodes(graph)
-    scalars = detach_outputs(graph, len(mutated), detach_beside_loss)
+    detached = detach_outputs(graph, len(mutated), loss if alone else None)
+    flowing = [i for i in flowing if i not in detached]
     mark_backward(graph)
     graph.lint()
     actual: dict[sympy.Symbol, int] = {}
@@ -427,31 +444,16 @@ def _describe(
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 actual[size.node.expr] = real
     module.recompile()
-    assert found.spec is not None
-    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
-    for name, nesting in reversed(found.attributes.items()):
-        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
-        del outputs[len(outputs) - nesting.num_leaves :]
     return Captured(
-        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, scalars, actual, weight,
-        attributes=attributes,
+        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, loss, flowing, detached, actual,
+        weight, attributes=attributes,
     )  # fmt: skip
-
-
-def _weigh(module: fx.GraphModule, first: int, counted: bool) -> LossWeight | None:
-    """What the loss weighs, where one scalar output is differentiated."""
-    losses = differentiated_scalars(module.graph.output_node().args[0], first)
-    if not losses:
-        return None
-    if len(losses) > 1:
-        return LossWeight("unknown", reason=f"the model returns {len(losses)} scalars that are differentiated")
-    return weigh_loss(module, losses[0], counted)
 
 
 def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
     if target.startswith("model."):
         return (
-            f"the model changes its parameter {target.removeprefix('model.')} in place at {_line_of(node)}\n"
+            f"the model changes its parameter {target.removeprefix('model.')} in place at {line_of(node)}\n"
             "What to change: only the optimizer may change a parameter; keep other state in a buffer."
         )
     kind, _, name = target.partition("_")
@@ -459,23 +461,9 @@ def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
     if kind == "args" and name.isdigit() and int(name) < len(names):
         name = names[int(name)]
     return (
-        f"the model changes its input {name or target} in place at {_line_of(node)}\n"
+        f"the model changes its input {name or target} in place at {line_of(node)}\n"
         "What to change: work on a copy (x = x.clone())."
     )
-
-
-def _require_static(graph: fx.Graph) -> None:
-    """Refuses sizes and numbers that are known only when the program runs."""
-    for node in graph.nodes:
-        if any(free_unbacked_symbols(v) for v in pytree.tree_leaves(node.meta.get("val"))):
-            if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
-                what, advice = "a tensor's value is read into Python", "keep it a tensor (no .item())"
-            else:
-                what, advice = "a size depends on a tensor's values", "use torch.where or masks, of a fixed size"
-            raise CaptureError(
-                f"{what} at {_line_of(node)}\nWhat to change: {advice}, or compute it outside of the model and "
-                "pass it in."
-            )
 
 
 def set_device(graph: fx.Graph, device: torch.device) -> None:

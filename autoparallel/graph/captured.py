@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.python_state import PythonState
+from autoparallel.passes.mark_gradients import is_loss
 from autoparallel.passes.weigh_loss import LossWeight
 
 
@@ -57,7 +58,9 @@ class Captured:
         mutated_buffers: the names of the buffers that the first outputs are new values of.
         outputs: for each leaf of the model's output, the index among the graph's outputs, or what it is instead.
         output_spec: how the outputs nest.
-        scalars: the indices (among the graph's outputs) of the scalar outputs that are differentiated.
+        loss: the index (among the graph's outputs) of the loss, where it is known (see ``graph.outputs``).
+        flowing: the indices of the outputs that can be differentiated.
+        detached: the indices of those that could be without a known loss, and beside it are not.
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
         weight: what the loss weighs among the microbatches of a step; None where there is no loss.
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
@@ -74,7 +77,9 @@ class Captured:
     mutated_buffers: list[str]
     outputs: list[Leaf]
     output_spec: pytree.TreeSpec
-    scalars: list[int]
+    loss: int | None = None
+    flowing: list[int] = field(default_factory=list)
+    detached: list[int] = field(default_factory=list)
     actual: dict[sympy.Symbol, int] = field(default_factory=dict)
     weight: LossWeight | None = None
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -85,6 +90,15 @@ class Captured:
     @property
     def graph(self) -> fx.Graph:
         return self.module.graph
+
+    @property
+    def objective(self) -> int | None:
+        """The index of what can only be the loss: the known one, or the one output that can be differentiated, where
+        it is a scalar."""
+        if self.loss is not None or len(self.flowing) != 1:
+            return self.loss
+        node = self.graph.output_node().args[0][self.flowing[0]]  # type: ignore[index]
+        return self.flowing[0] if is_loss(node) else None
 
     def size(self, value: Any) -> int:
         """A traced size as it is in the actual call."""
@@ -131,6 +145,11 @@ class InputSpec:
     dtype: torch.dtype
     requires_grad: bool
     batch: int
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it holds integers or truth values: tokens, labels, masks."""
+        return not (self.dtype.is_floating_point or self.dtype.is_complex)
 
 
 def describe_inputs(leaves: Sequence[Any]) -> tuple[list[InputSpec | Any], int]:

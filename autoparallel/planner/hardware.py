@@ -91,11 +91,15 @@ class Profile:
 
     def compute_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
         """Roofline: the slower of computing and of moving memory, and never less than a launch."""
+        if dtype.is_complex:  # a complex product is four real ones
+            flops, dtype = 4 * flops, dtype.to_real()
         rate = self.flops.get(dtype, self.default_flops)
         return max(flops / rate, moved_bytes / self.memory_bandwidth) + self.launch
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """What MFU is a fraction of."""
+        if dtype.is_complex:
+            return self.peak_flops(dtype.to_real()) / 4
         return self.peak.get(dtype) or self.flops.get(dtype, self.default_flops)
 
     def step_seconds(self, axis_sizes: Sequence[int], kind: str, axes: Sequence[int], full_bytes: int) -> float:

@@ -38,7 +38,7 @@ class Workload:
 
 def workload_of(captured: Captured, call: Call) -> Workload:
     """What a step of a captured model has to do."""
-    tokens = [s for s in call.specs if isinstance(s, InputSpec) and not s.dtype.is_floating_point and len(s.shape) > 1]
+    tokens = [s for s in call.specs if isinstance(s, InputSpec) and s.is_integer and len(s.shape) > 1]
     count = max((torch.Size(s.shape).numel() for s in tokens), default=0)
     flops = model_flops(captured.graph, Sizes(captured.actual))
     dtype = max(flops, key=lambda d: flops[d], default=torch.float32)

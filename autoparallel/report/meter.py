@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoparallel.groups import communicator_of
 from autoparallel.placements import COLLECTIVES, action, parse_placement
 from autoparallel.planner.hardware import Profile
+from autoparallel.rules.calls import may_have_gradient
 
 
 class Clock:
@@ -156,7 +157,7 @@ class Meter(TorchDispatchMode):
             return 0.0
         if name in _LOOKUPS:
             return self.profile.compute_seconds(0.0, 2 * _bytes(outputs), outputs[0].dtype)
-        flops, dtype = 0.0, next((x.dtype for x in inputs if x.is_floating_point()), outputs[0].dtype)
+        flops, dtype = 0.0, next((x.dtype for x in inputs if may_have_gradient(x)), outputs[0].dtype)
         if name in _FLOPS:
             flops = _FLOPS[name](args, kwargs, result)
             if "attention" in name:

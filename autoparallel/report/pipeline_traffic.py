@@ -155,8 +155,7 @@ def pipeline_traffic(
 
 def _roots(staged: StagedProgram, graph: StageGraph) -> list[int]:
     """The outputs of a stage with which its backward begins: the loss, and what gradients come back of."""
-    loss = staged.captured.scalars[:1]
-    found = [n for n, result in enumerate(graph.results) if result in loss]
+    found = [n for n, result in enumerate(graph.results) if result == staged.captured.objective]
     return found + [len(graph.results) + n for n, crossing in enumerate(graph.sent) if crossing.flows]
 
 

@@ -9,11 +9,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.rules import convolution, elementwise, indexing, losses, matmul, random, reductions, shapes
+from autoparallel.rules import (
+    complexes,
+    convolution,
+    elementwise,
+    indexing,
+    losses,
+    matmul,
+    random,
+    reductions,
+    shapes,
+)
 from autoparallel.rules.calls import is_tensor, shape_of, tensor_operands
 from autoparallel.rules.core import _RULES, _USER_RULES, Rule, RuleError, make_rule, parse_factors, ruled_targets
 
-FAMILIES = (elementwise, matmul, convolution, reductions, losses, indexing, shapes, random)
+FAMILIES = (elementwise, complexes, matmul, convolution, reductions, losses, indexing, shapes, random)
 """The modules of rules."""
 
 

@@ -18,6 +18,11 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def may_have_gradient(x: torch.Tensor) -> bool:
+    """Whether the dtype of a tensor, real or complex, lets it be differentiated."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def shape_of(node: fx.Node) -> Shape:
     """The node's global shape; ints and SymInts."""
     return tuple(node.meta["val"].shape)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autoparallel.rules.calls import arguments, shape_of, tensor_operands
+from autoparallel.rules.calls import arguments, may_have_gradient, shape_of, tensor_operands
 from autoparallel.rules.core import Rule, make_rule, rule
 
 aten = torch.ops.aten
@@ -26,8 +26,8 @@ def elementwise(node: fx.Node, linear: Sequence[Sequence[int]] = ()) -> Rule:
 
 def keeps_sums(node: fx.Node) -> bool:
     """Whether the call's dtypes let it be linear: a cast to integers is not."""
-    source, result = tensor_operands(node)[0].meta["val"].dtype, node.meta["val"].dtype
-    return source == result or (source.is_floating_point and result.is_floating_point)
+    source, result = tensor_operands(node)[0].meta["val"], node.meta["val"]
+    return source.dtype == result.dtype or (may_have_gradient(source) and may_have_gradient(result))
 
 
 _UNARY = [
@@ -45,7 +45,7 @@ _UNARY = [
     aten.round.default, aten.rsqrt.default, aten.selu.default, aten.sigmoid.default, aten.sign.default,
     aten.silu.default, aten.sin.default, aten.sinh.default, aten.softplus.default, aten.softshrink.default,
     aten.sqrt.default, aten.square.default, aten.tan.default, aten.tanh.default, aten.threshold.default,
-    aten.trunc.default, aten.zeros_like.default, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar,
+    aten.trunc.default, aten.zeros_like.default, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.fill.Scalar,
 ]  # fmt: skip
 _BINARY = [
     aten.__and__.Tensor, aten.__or__.Tensor, aten.atan2.default, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor,
@@ -53,8 +53,8 @@ _BINARY = [
     aten.div.Tensor_mode, aten.eq.Tensor, aten.floor_divide.default, aten.fmod.Tensor, aten.ge.Tensor, aten.gt.Tensor,
     aten.heaviside.default, aten.hypot.default, aten.le.Tensor, aten.logaddexp.default, aten.logical_and.default,
     aten.logical_or.default, aten.logical_xor.default, aten.lt.Tensor, aten.maximum.default, aten.minimum.default,
-    aten.ne.Tensor, aten.pow.Tensor_Tensor, aten.remainder.Tensor, aten.xlogy.Tensor, aten.where.ScalarOther,
-    aten.where.ScalarSelf, aten.where.Scalar,
+    aten.fill.Tensor, aten.ne.Tensor, aten.pow.Tensor_Tensor, aten.remainder.Tensor, aten.xlogy.Tensor,
+    aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar,
 ]  # fmt: skip
 
 

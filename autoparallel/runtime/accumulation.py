@@ -70,13 +70,15 @@ class Window(Generic[T]):
                 store.synchronise = True
         store.settle()
 
-    def factor(self, weight: Weight) -> Any:
-        """What the gradient of a microbatch's loss is multiplied by; called once for every backward."""
+    def factor(self, weight: Weight, again: bool = False) -> Any:
+        """What the gradient of a microbatch's loss is multiplied by; called for every backward, ``again`` for another
+        one through the same microbatch, which is counted once."""
         if weight.value is None:
             return 1.0
         if self._reference is None:
             self._reference = weight.expected * self.steps
-        self._total = weight.value if self._total is None else self._total + weight.value
+        if not again:
+            self._total = weight.value if self._total is None else self._total + weight.value
         return weight.value / self._reference
 
     def divisor(self) -> Any:

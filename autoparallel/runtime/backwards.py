@@ -59,11 +59,13 @@ class BackwardPass:
         reductions: gradients on their way, and who gets them at the end of the pass.
         leftovers: what lets go of what the pass may not have used; called however it ends.
         callback: what the engine calls at the end; gone where it never will.
+        is_counted: whether the ranks have shown each other that they come to it.
     """
 
     reductions: list[tuple[Travel, Callable[[Tensors], None]]] = field(default_factory=list)
     leftovers: list[Callable[[], None]] = field(default_factory=list)
     callback: weakref.ref[Callable[[], None]] | None = None
+    is_counted: bool = False
 
     def abandon(self) -> None:
         """Waits for what is under way and forgets it."""

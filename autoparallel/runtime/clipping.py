@@ -105,7 +105,14 @@ class Clipper:
         """See ``ParallelModule.clip_grad_value_``."""
         if not value >= 0:
             raise ValueError(f"value must not be negative, got {value}")
-        runs = arithmetic.join([_torch.local_of(g) for g in self.gradients("clip_grad_value_()").values()])
+        grads = self.gradients("clip_grad_value_()")
+        name = next((n for n, p in self.store.parameters.items() if p.is_complex()), None)
+        if name is not None:
+            raise ValueError(
+                f"clip_grad_value_() cannot clamp the gradient of {name}, which is complex: complex numbers have no "
+                "order (torch refuses it, too); use clip_grad_norm_()"
+            )
+        runs = arithmetic.join([_torch.local_of(g) for g in grads.values()])
         if runs:
             torch._foreach_clamp_min_(runs, -float(value))
             torch._foreach_clamp_max_(runs, float(value))
@@ -292,7 +299,7 @@ class Clipper:
     def _visible(self, norms: torch.Tensor, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Norms in the dtype that users see: float64 for gradients of float64, else float32."""
         held = grads.values() if self.store.everyone is None else self.store.parameters.values()
-        return norms if torch.float64 in {p.dtype for p in held} else norms.float()
+        return norms if any(p.dtype.to_real() == torch.float64 for p in held) else norms.float()
 
 
 def _empty(grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.collectives import Extent, extent_of, pack, start_transfers
+from autoparallel.collectives import Extent, extent_of, pack, settled, start_transfers
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import group_name
 from autoparallel.placements import Layout, dual_layout, to_dtensor_placements
@@ -114,9 +114,11 @@ class GradientStore:
 
     def begin_backward(self) -> None:
         """Counts a backward through an output of the model, which begins, and ends those that have died."""
-        self.passes.running()
-        self.backwards += 1
-        self.before_backward()
+        running = self.passes.running()
+        if not running.is_counted:
+            running.is_counted = True
+            self.backwards += 1
+            self.before_backward()
 
     def has_stale(self) -> bool:
         """Whether a kept copy of gathered parameters is not what they are now, as far as this rank can see."""
@@ -228,7 +230,7 @@ class GradientStore:
         for value, use in zip(values, chain.uses, strict=True):
             if value is None:
                 continue
-            value = self.along(value, chain.shape, dual_layout(use), chain.made)
+            value = self.along(settled(value), chain.shape, dual_layout(use), chain.made)
             total = value if total is None else total + value
         assert total is not None
         return total

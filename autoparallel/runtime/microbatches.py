@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
+from autoparallel.collectives import settled
 from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.groups import communicator_of
 from autoparallel.passes.cut_stages import StageGraph
@@ -63,7 +64,7 @@ def batch_dim(captured: Captured, result: int) -> int:
 
 def pack(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bytes of some tensors, as one message."""
-    return torch.cat([v.detach().contiguous().reshape(-1).view(torch.uint8) for v in values])
+    return torch.cat([settled(v.detach()).contiguous().reshape(-1).view(torch.uint8) for v in values])
 
 
 def unpack(packed: torch.Tensor, forms: Sequence[Form]) -> list[torch.Tensor]:
@@ -173,26 +174,10 @@ class HandOut(torch.autograd.Function):
         return None, None, None
 
 
-class Refuse(torch.autograd.Function):
-    """An output of a pipeline that cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise RuntimeError(
-            "a pipeline differentiates its loss only, in training mode: pass loss_fn to compile() and the target to "
-            "the call, or have the model return its loss as a scalar, and call model.train() before"
-        )
-
-
 __all__ = [
     "Gradients",
     "HandOut",
     "NotKept",
-    "Refuse",
     "batch_dim",
     "micro_specs",
     "microbatch",

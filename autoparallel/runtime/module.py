@@ -36,7 +36,7 @@ from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
 from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
-from autoparallel.runtime.runner import Kind, Outputs
+from autoparallel.runtime.runner import Delivery, Kind, Outputs, refuse_detached
 from autoparallel.runtime.state import distribute_like
 from autoparallel.waiting import note_raised
 
@@ -325,11 +325,12 @@ class ParallelModule(nn.Module):
         values: list[Any] = list(results)
         weight = self._weight(captured, values, call)
         kept = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
-        flowing = [i for i in kept if values[i].requires_grad]
-        if flowing:
-            outer = Outputs.apply(self._store, weight, kind.runner.used, *(values[i] for i in flowing))
-            for i, value in zip(flowing, outer, strict=True):
-                values[i] = value
+        delivery = Delivery(self._store, weight, kind.runner.used)
+        for i in kept:
+            if values[i].requires_grad:
+                values[i] = Outputs.apply(delivery, values[i])
+        if torch.is_grad_enabled():
+            refuse_detached(captured, values)
         for i in range(count, len(values)):
             placements, layout = kind.runner.specs[i]
             if any(p.kind == "S" for p in layout):
@@ -350,7 +351,7 @@ class ParallelModule(nn.Module):
         if weight.kind == "sum":
             return Weight(None)
         if weight.output is not None:
-            counts = [s.shape for s in call.specs if isinstance(s, InputSpec) and not s.dtype.is_floating_point]
+            counts = [s.shape for s in call.specs if isinstance(s, InputSpec) and s.is_integer]
             expected = max(map(math.prod, counts), default=call.batch) or 1
             return Weight(values[weight.output].detach().double(), float(expected))
         size = weight.size

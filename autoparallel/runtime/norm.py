@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autoparallel.collectives import settled
 from autoparallel.groups import axis_index, communicator_of
 
 _SAFE = (1e-15, 1e15)
@@ -117,6 +118,8 @@ def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
 def local_sum(grads: Sequence[Tensor], p: float) -> Tensor:
     """The sum of |g|^p over a rank's elements of some gradients, or their largest |g| for p = inf; float64 scalar.
 
+    Of a complex gradient |g| is the modulus, as for torch.
+
     Args:
         grads: at least one tensor; any shapes and dtypes, on one device.
         p: positive, or inf.
@@ -125,6 +128,7 @@ def local_sum(grads: Sequence[Tensor], p: float) -> Tensor:
     grads = [g for g in grads if g.numel()]
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
+    grads = [g if not g.is_complex() else torch.view_as_real(settled(g)) if p == 2.0 else g.abs() for g in grads]
     if math.isinf(p):
         return torch.stack([_largest(g).double() for g in grads]).amax()
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

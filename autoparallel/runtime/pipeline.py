@@ -28,13 +28,13 @@ from autoparallel.passes.cut_stages import Crossing, StageGraph
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.program import LocalProgram
+from autoparallel.rules.calls import may_have_gradient
 from autoparallel.runtime.calls import Call, require_divisible, sizes_of
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.microbatches import (
     Gradients,
     HandOut,
     NotKept,
-    Refuse,
     batch_dim,
     micro_specs,
     microbatch,
@@ -42,6 +42,7 @@ from autoparallel.runtime.microbatches import (
     shared_forms,
     unpack,
 )
+from autoparallel.runtime.runner import Refuse
 from autoparallel.runtime.stages import Form, Stage, form_of
 from autoparallel.runtime.tied import TiedParameters
 from autoparallel.schedules import (
@@ -64,6 +65,12 @@ T = TypeVar("T")
 
 AHEAD = 8
 """How many values may be on their way from a rank before it waits for the first of them, and lets go of it."""
+
+
+_ONLY_LOSS = (
+    "a pipeline differentiates its loss only, in training mode: pass loss_fn to compile() and the target to the call, "
+    "or have the model return its loss as a scalar, and call model.train() before"
+)
 
 
 class PipelineError(RuntimeError):
@@ -163,7 +170,7 @@ class PipelineRunner:
         self.specs = [(to_dtensor_placements(whole), whole)] * results
         used = {name: None for stage in range(staged.plan.count) for name in staged.chains(stage)}
         self.used = tuple(name for name in used if name in store.parameters)
-        self.loss = captured.scalars[0] if captured.scalars else None
+        self.loss = captured.objective
         self.scaler: torch.amp.GradScaler | None = None
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
         self._forms: dict[Any, dict[int, Form]] = {}
@@ -351,7 +358,7 @@ class PipelineRunner:
 
     def _reference(self, run: _Run) -> float:
         """About what the weights of all microbatches add up to."""
-        sizes = [x.numel() for x in run.leaves[0] if isinstance(x, torch.Tensor) and not x.is_floating_point()]
+        sizes = [x.numel() for x in run.leaves[0] if isinstance(x, torch.Tensor) and not may_have_gradient(x)]
         return float(max(sizes, default=1) * run.count)
 
     def _combine(self, run: _Run) -> dict[int, torch.Tensor]:
@@ -456,11 +463,10 @@ class PipelineRunner:
             divisor = self._divisor(run, combined)
             call = Gradients(self.stages, self.store, self.tied, sums, totals, divisor, self.scaler is not None)
             outputs[self.loss] = HandOut.apply(anchor, outputs[self.loss], call)
-        elif torch.is_grad_enabled():
-            first = len(self.captured.mutated_buffers)
-            for i in range(first, len(outputs)):
-                if isinstance(outputs[i], torch.Tensor) and outputs[i].is_floating_point():
-                    outputs[i] = Refuse.apply(anchor, outputs[i])
+        if torch.is_grad_enabled():
+            for i in (*self.captured.flowing, *self.captured.detached):
+                if isinstance(outputs[i], torch.Tensor) and not (run.differentiate and i == self.loss):
+                    outputs[i] = Refuse.apply(anchor, outputs[i], _ONLY_LOSS)
         return outputs
 
     def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | float:

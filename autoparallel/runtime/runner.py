@@ -107,17 +107,55 @@ class CallRunner(Protocol):
     def run(self, call: Call, random: RandomState) -> Sequence[Any]: ...
 
 
+class Delivery:
+    """The outputs of one call, which the user may differentiate together or one by one.
+
+    Args:
+        store: where gradients go; the window of ``accumulate()`` that it has now is the call's.
+        weight: what the call weighs there.
+        used: the names of the parameters that the call used.
+    """
+
+    def __init__(self, store: GradientStore, weight: Weight, used: Sequence[str]) -> None:
+        self._store, self._window, self._weight = store, store.window, weight
+        self._weighed = False
+        self._used, self._versions = used, store.versions(used)
+
+    def weighted(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of an output as it enters the program."""
+        now = self._store.versions(self._used)
+        if now != self._versions:
+            changed = next(n for n, a, b in zip(self._used, self._versions, now, strict=True) if a != b)
+            raise RuntimeError(
+                f"{changed} was modified in place between the forward and the backward that needs it; step the "
+                "optimizer after backward()"
+            )
+        self._store.begin_backward()
+        if self._window is None:
+            return grad
+        if self._window is not self._store.window:
+            raise RuntimeError(
+                "backward() of a microbatch after its window of accumulate() has ended: call backward() inside "
+                "the loop over the window"
+            )
+        factor = self._window.factor(self._weight, again=self._weighed)
+        self._weighed = True
+        return None if grad is None else (grad * factor).to(grad.dtype)
+
+
 class Outputs(torch.autograd.Function):
-    """The boundary between the program and what the user does with its outputs."""
+    """The boundary between the program and what the user does with one of its outputs.
+
+    Each output has its own, because a backward frees what all operands of a node have saved, also where no gradient
+    comes to them.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, store: GradientStore, weight: Weight, used: Sequence[str], *outputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.store, ctx.window, ctx.weight = store, store.window, weight
-        ctx.used, ctx.versions = used, store.versions(used)
+    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor) -> torch.Tensor:
+        ctx.delivery = delivery
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in outputs)
+        # A loss may be divided in place. Views of other outputs keep the count of changes that autograd looks at.
+        return output.clone() if output.ndim == 0 else output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -126,23 +164,34 @@ class Outputs(torch.autograd.Function):
                 "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
                 "derivative would be taken of one rank's part only. Compute it on the plain model."
             )
-        now = ctx.store.versions(ctx.used)
-        if now != ctx.versions:
-            changed = next(n for n, a, b in zip(ctx.used, ctx.versions, now, strict=True) if a != b)
-            raise RuntimeError(
-                f"{changed} was modified in place between the forward and the backward that needs it; step the "
-                "optimizer after backward()"
+        return None, ctx.delivery.weighted(grads[0])
+
+
+class Refuse(torch.autograd.Function):
+    """An output that cannot be differentiated, though the plain model's can."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, reason: str) -> torch.Tensor:
+        ctx.reason = reason
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(ctx.reason)
+
+
+def refuse_detached(captured: Captured, values: list[Any]) -> None:
+    """Lets the outputs that were detached beside the loss raise when they are differentiated; in place."""
+    first = len(captured.mutated_buffers)
+    for i in captured.detached:
+        if isinstance(values[i], torch.Tensor) and not values[i].requires_grad:
+            reason = (
+                f"output {i - first} of the model is not the loss and was detached from what computed it, because the "
+                'loss is known (loss_fn returned it, or it is called "loss"): pass outputs="gather" to compile() for '
+                'outputs that are whole and can be differentiated, or outputs="sharded" for such as lie over the mesh'
             )
-        ctx.store.begin_backward()
-        if ctx.window is not None:
-            if ctx.window is not ctx.store.window:
-                raise RuntimeError(
-                    "backward() of a microbatch after its window of accumulate() has ended: call backward() inside "
-                    "the loop over the window"
-                )
-            factor = ctx.window.factor(ctx.weight)
-            grads = tuple(None if g is None else (g * factor).to(g.dtype) for g in grads)
-        return None, None, None, *grads
+            anchor = torch.zeros((), device=values[i].device, requires_grad=True)
+            values[i] = Refuse.apply(anchor, values[i], reason)
 
 
 @dataclass

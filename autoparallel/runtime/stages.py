@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoparallel.collectives import settled
 from autoparallel.passes.cut_stages import Crossing, StageGraph
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
@@ -226,7 +227,7 @@ class Stage:
         return Made(
             changed,
             {i: x.detach() for i, x in made.items()},
-            {i: x.detach().contiguous() for i, x in sent.items()},
+            {i: settled(x.detach()).contiguous() for i, x in sent.items()},
         )
 
     def backward(
@@ -258,7 +259,7 @@ class Stage:
         for crossing in self.graph.received:
             if self.index in crossing.flows:
                 x = kept.received[crossing.number]
-                back[crossing.number] = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
+                back[crossing.number] = torch.zeros_like(x) if x.grad is None else settled(x.grad).contiguous()
         self.gradients.own(back.values())
         kept.received, kept.sent, kept.loss = {}, {}, None
         if not split:

@@ -7,7 +7,8 @@ from torch import fx
 
 from autoparallel.passes.mark_gradients import (
     detach_outputs,
-    differentiated_scalars,
+    differentiable_outputs,
+    is_loss,
     mark_backward,
     mark_differentiable,
 )
@@ -49,7 +50,9 @@ def test_gradients_flow_from_what_is_trained_to_what_is_differentiated() -> None
         "detach_default": (False, False),
         "sum_default_1": (False, False),
     }
-    assert differentiated_scalars(graph.output_node().args[0], 1) == [1]
+    results = graph.output_node().args[0]
+    assert differentiable_outputs(results, 1) == [1, 2]
+    assert [is_loss(results[i]) for i in (1, 2)] == [True, False]  # type: ignore[index]
 
 
 def test_new_values_of_buffers_and_what_lies_beside_a_loss_are_detached() -> None:
@@ -62,7 +65,7 @@ def test_new_values_of_buffers_and_what_lies_beside_a_loss_are_detached() -> Non
     ]
     assert _text(graph) == [*before, "(mul_tensor, sum_default, mul_tensor, sum_default_1)"]
     mark_differentiable(graph, {"w"})
-    assert detach_outputs(graph, 1, detach_others=True) == [1]
+    assert detach_outputs(graph, 1, loss=1) == [2]
     assert _text(graph) == [
         *before,
         "detach_default_1(mul_tensor)",
@@ -71,10 +74,35 @@ def test_new_values_of_buffers_and_what_lies_beside_a_loss_are_detached() -> Non
     ]
 
 
+def test_gradients_flow_through_complex_numbers() -> None:
+    graph = fx.Graph()
+    w = graph.placeholder("w")
+    complex_ = graph.call_function(aten.fft_rfft.default, (w,))
+    angle = graph.call_function(aten.angle.default, (complex_,))
+    sign = graph.call_function(aten.gt.Scalar, (angle, 0))
+    graph.output((angle, sign, complex_))
+    values = (torch.zeros(4), torch.zeros(3, dtype=torch.complex64), torch.zeros(3), torch.zeros(3, dtype=torch.bool))
+    for node, value in zip((w, complex_, angle, sign), values, strict=True):
+        node.meta.update(val=value, key=node.name)
+    mark_differentiable(graph, {"w"})
+    mark_backward(graph)
+    assert [n.meta["backward"] for n in (w, complex_, angle, sign)] == [True, True, True, False]
+    results = graph.output_node().args[0]
+    assert differentiable_outputs(results, 0) == [0, 2]
+
+
+def test_a_complex_scalar_is_no_loss() -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("z")
+    for dtype, expected in ((torch.complex64, False), (torch.float64, True)):
+        node.meta["val"] = torch.zeros((), dtype=dtype)
+        assert is_loss(node) == expected
+
+
 def test_without_a_loss_outputs_stay_differentiable() -> None:
     graph = _graph()
     mark_differentiable(graph, {"w"})
     product, _, _, count = graph.output_node().args[0]  # type: ignore[misc]
     graph.output_node().args = ((product, product, count),)
-    assert detach_outputs(graph, 1, detach_others=True) == []
+    assert detach_outputs(graph, 1) == []
     assert str(graph.output_node().args[0]) == "(detach_default_1, mul_tensor, sum_default_1)"

@@ -64,6 +64,8 @@ def _elementwise() -> list[Example]:
         e(aten.clamp_max.default, (real(6, 6), 0.1)),
         e(aten.threshold.default, (real(6, 6), 0.1, -3.0)),
         e(aten.full_like.default, (real(6, 6), 3.5)),
+        e(aten.fill.Scalar, (real(6, 6), 3.5)),
+        e(aten.fill.Tensor, (real(6, 6), real())),
         e(aten.pow.Tensor_Scalar, (real(6, 6), 3)),
         e(aten.pow.Scalar, (1.7, real(6, 6))),
         e(aten.gelu.default, (real(6, 6),), {"approximate": "tanh"}, label="tanh"),
@@ -115,6 +117,43 @@ def _elementwise() -> list[Example]:
         e(aten.prelu.default, (real(6, 6), real(1)), label="one slope"),
     ]
     return found
+
+
+def imaginary(*shape: int) -> Tensor:
+    """Complex numbers of uneven scale."""
+    return torch.complex(real(*shape), real(*shape))
+
+
+def _complexes() -> list[Example]:
+    e, z = Example, imaginary
+    along = ("fft", "ifft", "hfft", "irfft")
+    over = ("fft2", "ifft2", "irfft2", "fftn", "ifftn", "irfftn")
+    found = [e(getattr(aten, f"fft_{name}").default, (z(6, 6, 4), None, 1)) for name in along]
+    found += [e(getattr(aten, f"fft_{name}").default, (real(6, 6, 4), 5), label="sized") for name in ("rfft", "ihfft")]
+    found += [e(getattr(aten, f"fft_{name}").default, (z(6, 6, 4, 4), None, [-2, 1])) for name in over]
+    found += [e(getattr(aten, f"fft_{n}").default, (real(6, 6, 4, 4), [3, 4], [2, 3])) for n in ("rfft2", "rfftn")]
+    return [
+        *found,
+        e(aten.fft_rfftn.default, (real(6, 6, 4, 4), [3, 4]), label="last dims"),
+        e(aten.fft_fftshift.default, (z(6, 6, 4), [-1])),
+        e(aten.fft_ifftshift.default, (real(6, 6, 4), [1])),
+        e(aten._fft_c2c.default, (z(6, 6, 4), [1], 0, True)),
+        e(aten._fft_r2c.default, (real(6, 6, 4), [2], 1, True)),
+        e(aten._fft_c2r.default, (z(6, 6, 4), [2], 2, 6)),
+        e(aten.conj_physical.default, (z(6, 6),)),
+        e(aten.complex.default, (real(6, 6), real(6, 1))),
+        e(aten.polar.default, (real(6, 6), real(6))),
+        e(aten.angle.default, (z(6, 6),)),
+        e(aten.sgn.default, (z(6, 6),)),
+        e(aten.abs.default, (z(6, 6),), label="complex"),
+        e(aten.mul.Tensor, (z(6, 6), real(6, 1)), label="complex and real"),
+        e(aten.mul.Tensor, (z(6, 6), z(6)), label="complex"),
+        e(aten.add.Tensor, (real(6, 6), z(6)), label="real and complex"),
+        e(aten.sum.dim_IntList, (z(6, 6), [0]), label="complex"),
+        e(aten.mm.default, (z(6, 6), z(6, 6)), label="complex"),
+        e(aten.bmm.default, (z(6, 6, 6), z(6, 6, 6)), label="complex"),
+        e(aten.vdot.default, (z(6), z(6)), label="complex"),
+    ]
 
 
 def _matmul() -> list[Example]:
@@ -440,6 +479,7 @@ def _random() -> list[Example]:
 
 FAMILIES: dict[str, list[Example]] = {
     "elementwise": _elementwise(),
+    "complexes": _complexes(),
     "matmul": _matmul(),
     "convolution": _convolution(),
     "random": _random(),

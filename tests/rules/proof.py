@@ -26,7 +26,7 @@ from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Layout, dual_layout, format_layout
 from autoparallel.redistribution import Redistributor
 from autoparallel.rules import rule_for
-from autoparallel.rules.calls import shape_of, tensor_operands
+from autoparallel.rules.calls import may_have_gradient, shape_of, tensor_operands
 from autoparallel.rules.typing import Mode, Typed
 from autoparallel.simulate import coordinates
 
@@ -216,7 +216,7 @@ def _ways(call: Call) -> list[Typed]:
 def _differentiable_sets(example: Example) -> list[list[bool]]:
     """Which operands carry a gradient: all that can, then each alone, then none."""
     tensors = example.tensors
-    can = [x.is_floating_point() and i not in example.constant for i, x in enumerate(tensors)]
+    can = [may_have_gradient(x) and i not in example.constant for i, x in enumerate(tensors)]
     sets = [can]
     if sum(can) > 1:
         sets += [[i == j for j in range(len(can))] for i in range(len(can)) if can[i]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ def _inputs_and_outputs() -> dict[str, Any]:
         name = f"{outputs}, loss"
         results[f"{name}: values"] = max(off(a["loss"], b["loss"]), off(a["out"], b["out"]))
         results[f"{name}: sharded"] = isinstance(a["out"], DTensor)
-        results[f"{name}: detached"] = not a["out"].requires_grad and a["loss"].requires_grad
+        results[f"{name}: refused"] = 'outputs="gather"' in raised(partial(a["out"].sum().backward, retain_graph=True))
         results[f"{name}: plain loss"] = type(a["loss"]) is Tensor
         model.zero_grad(), plain.zero_grad()
         a["loss"].backward(), b["loss"].backward()
@@ -228,7 +229,8 @@ def test_inputs_and_outputs(outputs: str, inputs_and_outputs) -> None:
         assert results[f"{outputs}, no loss: sharded"] == (outputs == "sharded")
         assert results[f"{outputs}, no loss: flows"]
         assert results[f"{outputs}, loss: sharded"] == (outputs != "gather")
-        assert results[f"{outputs}, loss: detached"] and results[f"{outputs}, loss: plain loss"]
+        assert results[f"{outputs}, loss: refused"] == (outputs == "auto")
+        assert results[f"{outputs}, loss: plain loss"]
 
 
 class Odd(nn.Module):
@@ -262,8 +264,14 @@ def _odd_outputs() -> dict[str, Any]:
     model, plain = compiled_pair(Net, 2, plan="fsdp", loss_fn=two_losses)
     a, b = model(x, y), two_losses(plain(x), y)
     results["losses"] = max(off(a[0], b[0]), *(off(a[1][k], b[1][k]) for k in b[1]))
-    results["beside a loss"] = 1.0 if a[1]["out"].requires_grad else 0.0
-    (a[0] + 2 * a[1]["l1"]).backward(), (b[0] + 2 * b[1]["l1"]).backward()
+    refusals = [raised(lambda name=name: a[1][name].sum().backward()) for name in ("l1", "out")]
+    results["beside a loss"] = 0.0 if all("is not the loss" in text for text in refusals) else 1.0
+    a[0].backward(), b[0].backward()
+    results["of the loss"] = gradients_off(model, plain)
+    model, plain = compiled_pair(Net, 2, plan="fsdp", loss_fn=two_losses, outputs="gather")
+    a, b = model(x, y), two_losses(plain(x), y)
+    for out in (a, b):
+        (out[0] + 2 * out[1]["l1"] + out[1]["out"].exp().mean()).backward()
     results["of two losses"] = gradients_off(model, plain)
     model.zero_grad(), plain.zero_grad()
     model(x, y)[1]["l1"].backward(), two_losses(plain(x), y)[1]["l1"].backward()

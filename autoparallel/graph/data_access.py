@@ -1,0 +1,105 @@
+"""What a forward does beside autograd: it reads ``x.data``, or writes to the memory of another tensor.
+
+[Note: writing through a detached tensor] ``x.data`` and ``x.detach()`` share the memory of ``x``.  What is written to
+them changes the values of ``x``, and autograd goes on as if it had not: there is no operator that does this, so that it
+cannot be in a program.  Where ``x`` is not differentiated, it is a change in place like any other.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autoparallel.graph.captured import CaptureError
+
+_DETACHES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
+_VIEWS = frozenset((
+    "__getitem__", "as_strided", "chunk", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow",
+    "permute", "real", "reshape", "select", "split", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unbind",
+    "unflatten", "unsqueeze", "view", "view_as", "view_as_real", "view_as_complex",
+))  # fmt: skip
+_IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__"))
+
+
+class DataAccess(TorchFunctionMode):
+    """Inside, ``x.data`` is ``x.detach()``, which a trace can follow, and so are writes to a diagonal or under a mask.
+
+    Raises:
+        CaptureError: where a tensor is given other memory, or memory that it shares with one that is differentiated
+            is written to (see [Note: writing through a detached tensor]).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._detached: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets its id
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise CaptureError(explain_new_memory("x.data = ...", _line()))
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            self._require_own(args[0] if args else None)
+        self._require_own(kwargs.get("out"))
+        if name == "fill_diagonal_" and _is_plain_diagonal(*args, **kwargs):
+            value = args[1] if len(args) > 1 else kwargs["fill_value"]
+            args[0].diagonal().fill_(value)  # a view that has a derivative, unlike strides
+            return args[0]
+        if name == "__setitem__" and _is_mask(*args):
+            args[0].masked_fill_(_trailing(args[1], args[0]), args[2])  # of a fixed size, unlike positions
+            return None
+        if func in _DETACHES:
+            result = args[0].detach()
+            if args[0].requires_grad:
+                self._detached[id(result)] = result
+            return result
+        result = func(*args, **kwargs)
+        if (name in _VIEWS or name == "__get__") and args and id(args[0]) in self._detached:
+            parts = result if isinstance(result, tuple | list) else (result,)
+            self._detached |= {id(x): x for x in parts if isinstance(x, torch.Tensor)}
+        return result
+
+    def _require_own(self, written: Any) -> None:
+        if isinstance(written, torch.Tensor) and id(written) in self._detached:
+            raise CaptureError(
+                "the model writes to x.data or x.detach() of a tensor that is differentiated, which changes its values "
+                f"behind autograd's back, at {_line()}\nWhat to change: compute a new tensor; for another value with "
+                "the same gradient write x + (value - x).detach()."
+            )
+
+
+def _is_plain_diagonal(x: torch.Tensor, fill_value: Any = 0, wrap: bool = False) -> bool:
+    return x.ndim == 2 and not wrap
+
+
+def _is_mask(x: torch.Tensor, index: Any, value: Any) -> bool:
+    """Whether one value is written wherever a mask says so."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 0
+    return is_mask and isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype == x.dtype
+
+
+def _trailing(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A mask over leading dims as one over all of them."""
+    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
+
+
+def explain_new_memory(how: str, line: str) -> str:
+    """Why a tensor must keep its memory, and what to write instead."""
+    return (
+        f"the model gives a tensor other memory ({how}) at {line}\nWhat to change: use the new tensor instead; to "
+        "change a buffer, use buffer.copy_(...)."
+    )
+
+
+def _line() -> str:
+    """The line of the model that runs now."""
+    package = __file__.rpartition("/graph/")[0]
+    others = ("/torch/", package)
+    frame = [f for f in traceback.extract_stack() if not any(part in f.filename for part in others)][-1]
+    return f'"{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
+
+
+__all__ = ["DataAccess", "explain_new_memory"]
