@@ -346,7 +346,7 @@ def _inline_gradient_modes(program: ExportedProgram, calls: Trace) -> None:
 
 def _explain(error: Exception, model: nn.Module) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    package = __file__.rpartition("/")[0]
+    package = __file__.rpartition("/graph/")[0]
     own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(package)]
     where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}' if own else "unknown line"
     text = str(error).strip()
@@ -364,6 +364,11 @@ def _explain(error: Exception, model: nn.Module) -> str:
         )
     elif ".item()" in text or "scalar" in text:
         advice = "a tensor's value is read into Python: keep it a tensor"
+    elif "functorch tensor" in text:
+        advice = (
+            "write the derivative out, or put it into an autograd.Function: not all that torch.func does inside of "
+            "a model can be traced"
+        )
     elif "Constraints violated" in text or "specialized" in text:
         advice = "the batch size is fixed somewhere in the model: use x.shape[0] instead of a number"
     else:
@@ -505,7 +510,11 @@ def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
 def _line_of(node: fx.Node) -> str:
     """The line of the model that made a node, as the trace noted it."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    files = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "/') and "/torch/" not in line]
+    package = f'File "{__file__.rpartition("/graph/")[0]}/'
+    files = [
+        i for i, line in enumerate(lines)
+        if line.lstrip().startswith('File "/') and "/torch/" not in line and not line.lstrip().startswith(package)
+    ]  # fmt: skip
     if files:
         return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2])
     # Under torch.no_grad() the trace keeps modules, but no lines.

@@ -218,7 +218,7 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
     tensors = [x if id(x) in top else x.detach() for x in taken.tensors]  # autograd looks no deeper
     if not any(hasattr(x, "fake_mode") for x in tensors):
         return _apply(cls)(*args, **kwargs)
-    copies = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+    copies = [x.detach().requires_grad_(x.requires_grad).clone() for x in tensors]
     values: dict[str, Sequence[Any]] = {"tensor": copies, "number": taken.numbers}
     inner_args, inner_kwargs = fill_template(template, lambda slot: values[slot.kind][slot.index])
     watcher = _Watcher(copies)
@@ -369,16 +369,22 @@ def _grad_fn(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
     )
 
 
-def _backward(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
     raise _refuse(
-        "backward() is called inside of the model", "call it on what the model returns, or use torch.autograd.grad"
+        f"{func.__name__}() differentiates inside of the model",
+        "write the derivative out, put it into an autograd.Function (whose forward may call torch.autograd.grad under "
+        "torch.enable_grad), or differentiate what the model returns",
     )
 
 
-def _grad(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
-    grads = func(*args, **kwargs)
-    keeps = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
-    return grads if keeps else tuple(g if g is None else g.detach() for g in grads)
+def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) -> Any:
+    module = f"{_TORCH}nn/modules/module.py"
+    if tensor.requires_grad == value or _caller().startswith(_TORCH) and _caller() != module:
+        return func(tensor, value)
+    raise _refuse(
+        f"a tensor's requires_grad becomes {value} inside of the model",
+        "use x.detach() for what carries none; freeze parameters, and make inputs require gradients, before the call",
+    )
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -386,8 +392,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_post_accumulate_grad_hook: _post_accumulate,
     Tensor.retain_grad: _retain_grad,
     Tensor.grad_fn.__get__: _grad_fn,  # type: ignore[attr-defined]
-    Tensor.backward: _backward,
-    torch.autograd.grad: _grad,
+    Tensor.backward: _differentiate,
+    Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad_: _requires_grad,
+    torch.autograd.grad: _differentiate,
 }
 
 
@@ -507,7 +515,7 @@ def _exit_inference_mode(self: torch.inference_mode, *error: Any) -> None:
 def _enter_saved_tensors_hooks(self: Any) -> None:
     if _listening() is None:
         return _ENTER_SAVED(self)
-    if not type(self).__module__.startswith("torch."):  # those of torch save memory, and compute the same
+    if type(self) is _SAVED or not type(self).__module__.startswith("torch."):  # torch's others only save memory
         raise _refuse(
             "torch.autograd.graph.saved_tensors_hooks is entered inside of the model",
             "enter it around the call, or write an autograd.Function that saves what its backward needs",
@@ -522,6 +530,16 @@ def _exit_saved_tensors_hooks(self: Any, *error: Any) -> None:
     return _EXIT_SAVED(self, *error)
 
 
+def _enter_dual_level() -> Any:
+    if _listening() is None:
+        return _ENTER_DUAL_LEVEL()
+    raise _refuse(
+        "torch.autograd.forward_ad is used inside of the model", "use torch.func.jvp, or write the derivative out"
+    )
+
+
+_FORWARD_AD = torch.autograd.forward_ad
+_ENTER_DUAL_LEVEL = _FORWARD_AD.enter_dual_level
 _SAVED = torch.autograd.graph.saved_tensors_hooks
 _ENTER_INFERENCE, _EXIT_INFERENCE = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 _ENTER_SAVED, _EXIT_SAVED = _SAVED.__enter__, _SAVED.__exit__
@@ -530,6 +548,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.modules, "BackwardHook", _backward_hook),
     (torch.inference_mode, "__enter__", _enter_inference_mode),
     (torch.inference_mode, "__exit__", _exit_inference_mode),
+    (_FORWARD_AD, "enter_dual_level", _enter_dual_level),
     (_SAVED, "__enter__", _enter_saved_tensors_hooks),
     (_SAVED, "__exit__", _exit_saved_tensors_hooks),
 )
