@@ -236,7 +236,7 @@ def _values_of_forward() -> Iterator[Any]:
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "autoparallel.graph.capture":
         outer = set(frame.f_code.co_freevars)
-        yield from (value for name, value in frame.f_locals.items() if name not in outer)
+        yield from [value for name, value in list(frame.f_locals.items()) if name not in outer]
         frame = frame.f_back  # type: ignore[assignment]
 
 

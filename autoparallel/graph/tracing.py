@@ -531,7 +531,7 @@ def _exit_saved_tensors_hooks(self: Any, *error: Any) -> None:
 
 
 def _enter_dual_level() -> Any:
-    if _listening() is None:
+    if _listening() is None or torch._C._are_functorch_transforms_active():
         return _ENTER_DUAL_LEVEL()
     raise _refuse(
         "torch.autograd.forward_ad is used inside of the model", "use torch.func.jvp, or write the derivative out"
