@@ -136,6 +136,7 @@ class Planner:
             training=training,
             precision=request.precision,
             ranks=math.prod(request.sizes),
+            gradients=call.gradients or training is True,
         )
 
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:

@@ -7,7 +7,6 @@ that runs, and over the user's own modules.
 
 from __future__ import annotations
 
-import builtins
 import functools
 import sys
 import types
@@ -39,8 +38,23 @@ def hooks_of(model: nn.Module) -> Hashable:
 
 
 def _hooks(table: dict[int, Any]) -> Iterator[Hashable]:
-    for number, hook in table.items():
-        yield number, id(hook)
+    return map(_Registered, table.values())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Registered:
+    """A hook, equal to itself only, and written the same on every rank."""
+
+    hook: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Registered) and self.hook is other.hook
+
+    def __hash__(self) -> int:
+        return id(self.hook)
+
+    def __repr__(self) -> str:
+        return str(getattr(self.hook, "__qualname__", type(self.hook).__name__))
 
 
 def require_full_hooks(model: nn.Module) -> None:
@@ -176,7 +190,7 @@ def make_template(hook: Any, original: Callable[[Any], Any]) -> tuple[HookTempla
         Unsupported: for a hook over something that a program cannot hold.
     """
     read = Arguments()
-    template = _Maker(read, original).template(hook, made_here=False)
+    template = _Maker(read, original).template(hook)
     name = getattr(hook, "__qualname__", type(hook).__name__)
     return HookTemplate(f"{getattr(hook, '__module__', '')}.{name}", template, len(read.tensors)), read
 
@@ -186,12 +200,8 @@ class _Maker:
         self.read, self.original = read, original
         self.locals = {id(value): value for value in _values_of_forward()}
 
-    def template(self, value: Any, made_here: bool = True) -> Any:
-        """A part of a hook with slots for values of the trace.
-
-        Args:
-            made_here: whether the forward that runs may have made it, so that each call has another.
-        """
+    def template(self, value: Any) -> Any:
+        """A part of a hook with slots for values of the trace."""
         theirs = self.original(value)
         if theirs is not value:
             return _Object(theirs)
@@ -206,7 +216,7 @@ class _Maker:
             )
         if isinstance(value, types.MethodType):
             return _Bound(self.template(value.__self__), value.__name__)
-        if isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, types.ModuleType | None.__class__):
+        if isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, types.ModuleType | None):
             return _Bound(self.template(value.__self__), value.__name__)
         if isinstance(value, functools.partial):
             return _Partial(self.template(value.func), self.template(value.args), self.template(value.keywords))
@@ -240,5 +250,4 @@ def _values_of_forward() -> Iterator[Any]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-_ = builtins
 __all__ = ["HookTemplate", "hooks_of", "make_template", "require_full_hooks"]
