@@ -34,7 +34,7 @@ def _full(x: Any) -> Tensor:
 
 def train(model: nn.Module, batches: Sequence[Tensor]) -> list[Step]:
     """Steps of SGD with momentum and weight decay; the model returns its loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=0.1)
     steps = []
     for x in batches:
         optimizer.zero_grad()
@@ -54,7 +54,12 @@ def batches(rows: int = 8, features: int = 4) -> list[Tensor]:
 
 def make_model(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    return make().double()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return make()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def require_equal(expected: Sequence[Step], actual: Sequence[Step]) -> None:
