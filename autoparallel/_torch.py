@@ -140,12 +140,13 @@ def _accumulates(node: Any) -> bool:
 def backward_hook_of(module: nn.Module) -> BackwardHook:
     """What runs a module's backward hooks, as they are registered now, in one call of it."""
     full = module._get_backward_hooks()[0] if module._backward_hooks or modules._global_backward_hooks else []
-    return BackwardHook(module, full, module._get_backward_pre_hooks())  # type: ignore[no-untyped-call]
+    return BackwardHook(module, full, module._get_backward_pre_hooks())
 
 
 __all__ = [
-    "BackwardHook", "NoopSaveInputs", "SingleLevelFunction", "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "backward_hook_of", "free_unbacked_symbols",
-    "graph_break_of", "has_side_effect", "is_compiled_call", "leave_open", "local_of", "make_fake_mode", "make_spec",
-    "mesh_without_groups", "modules", "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of", "spec_of",
-    "without_modes", "wrap_local", "wrap_with_set_grad_enabled",
+    "BackwardHook", "NoopSaveInputs", "SingleLevelFunction", "StorageWeakRef", "accumulated", "after_backward",
+    "all_gather_single", "backward_hook_of", "free_unbacked_symbols", "graph_break_of", "has_side_effect",
+    "is_compiled_call", "leave_open", "local_of", "make_fake_mode", "make_spec", "mesh_without_groups", "modules",
+    "outside_of_dynamo", "process_group", "reduce_scatter_single", "source_of", "spec_of", "without_modes",
+    "wrap_local", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

@@ -89,7 +89,7 @@ def _flatten(module: fx.GraphModule, enabled: bool) -> Iterator[tuple[fx.Node, t
         held = iter(operands)
         for part in inner.graph.nodes:
             if part.op == "placeholder":
-                copies[part] = next(held)  # type: ignore[assignment]
+                copies[part] = next(held)
             elif part.op == "output":
                 results = [copies[x] if isinstance(x, fx.Node) else x for x in part.args[0]]
             else:

@@ -152,7 +152,8 @@ def _values_before(
         if x not in needed:
             needed.add(x)
             pending += x.all_input_nodes
-    follows, copies, point, after = {node}, {}, node, False
+    copies: dict[fx.Node, fx.Node] = {}
+    follows, point, after = {node}, node, False
     for x in list(graph.nodes):
         after |= x is node
         if not after or x is node:

@@ -12,7 +12,7 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -339,7 +339,7 @@ def _inline_gradient_modes(program: ExportedProgram, calls: Trace) -> None:
         aliases=lambda node: node.target is CALL and calls.calls[node.args[2]].aliases,  # type: ignore[index]
     )
     results = graph.output_node().args[0]
-    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):  # type: ignore[arg-type]
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
         if isinstance(node, fx.Node):
             spec.arg.name = node.name
 

@@ -166,7 +166,8 @@ def _build(part: Any, value_of: Callable[[Any], Any]) -> Any:
     if isinstance(part, _Bound):
         return getattr(_build(part.owner, value_of), part.name)
     if isinstance(part, _Partial):
-        return functools.partial(_build(part.function, value_of), *_build(part.args, value_of), **_build(part.kwargs, value_of))
+        function, args, kwargs = (_build(x, value_of) for x in (part.function, part.args, part.kwargs))
+        return functools.partial(function, *args, **kwargs)
     if isinstance(part, _Function):
         made = types.FunctionType(
             part.function.__code__,
@@ -175,7 +176,8 @@ def _build(part: Any, value_of: Callable[[Any], Any]) -> Any:
             tuple(_build(x, value_of) for x in part.defaults) if part.defaults is not None else None,
             tuple(types.CellType(_build(x, value_of)) for x in part.cells),
         )
-        made.__kwdefaults__ = part.keyword_defaults and {k: _build(x, value_of) for k, x in part.keyword_defaults.items()}
+        named = part.keyword_defaults
+        made.__kwdefaults__ = named and {k: _build(x, value_of) for k, x in named.items()}
         return made
     return fill_template(part, value_of)
 
@@ -206,7 +208,8 @@ class _Maker:
         if theirs is not value:
             return _Object(theirs)
         if isinstance(value, types.FunctionType):
-            cells = [self._cell(name, cell) for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)]
+            variables = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            cells = [self._cell(name, cell) for name, cell in variables]
             defaults, named = value.__defaults__, value.__kwdefaults__
             return _Function(
                 value,
@@ -222,7 +225,8 @@ class _Maker:
             return _Partial(self.template(value.func), self.template(value.args), self.template(value.keywords))
         if isinstance(value, Tensor) and not hasattr(value, "fake_mode"):
             return _Object(value)
-        if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | torch._ops.OpOverloadPacket | nn.Module):
+        whole = type | types.ModuleType | types.BuiltinFunctionType | torch._ops.OpOverloadPacket | nn.Module
+        if isinstance(value, whole):
             return _Object(value)
         if isinstance(value, list | dict | set) and id(value) not in self.locals:
             return _Object(value)  # made outside of forward: one for all calls

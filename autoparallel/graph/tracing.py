@@ -2,8 +2,8 @@
 
 ``torch.export`` records operators.  While a model is traced, :func:`everything_seen` makes what else decides about
 gradients visible, too: an ``autograd.Function``, a tensor's hook and a module's backward hooks each leave a call that
-stands for them (see ``operators.opaque``); inference mode, which no program has, is ``no_grad``; and a call whose effect
-on gradients no program can have raises, with line and cure.
+stands for them (see ``operators.opaque``); inference mode, which no program has, is ``no_grad``; and a call whose
+effect on gradients no program can have raises, with line and cure.
 
 Most of it goes through a ``TorchFunctionMode``, which belongs to the thread.  Where torch has no such door, a name of
 torch is replaced while any thread traces, by one that does as torch does on all other threads.
@@ -156,7 +156,7 @@ class FunctionCall:
 
 def _apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What torch does to apply a Function, past the name that we replace."""
-    return super(_torch.SingleLevelFunction, cls).apply  # type: ignore[misc,no-any-return]
+    return super(_torch.SingleLevelFunction, cls).apply  # type: ignore[misc]
 
 
 def _run_silently(function: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
@@ -315,7 +315,8 @@ def _register_hook(trace: Trace, func: Any, tensor: Tensor, hook: Any) -> Any:
         return func(tensor, hook)  # torch's own error
     if _caller().startswith(_TORCH):
         raise _refuse(
-            "torch hooks several tensors at once", "use Tensor.register_hook on each of them, or a module's backward hook"
+            "torch hooks several tensors at once",
+            "use Tensor.register_hook on each of them, or a module's backward hook",
         )
     if tensor.is_leaf:
         raise _refuse(
@@ -325,7 +326,8 @@ def _register_hook(trace: Trace, func: Any, tensor: Tensor, hook: Any) -> Any:
     try:
         template, read = make_template(hook, trace.original)
     except Unsupported as error:
-        raise _refuse(f"a tensor's hook {error}, registered", "give it tensors, numbers and the model's modules") from None
+        cure = "give it tensors, numbers and the model's modules"
+        raise _refuse(f"a tensor's hook {error}, registered", cure) from None
     name, count = template.name, 0
     while trace.hooks.setdefault(name, template) != template:
         count += 1
@@ -391,9 +393,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
     Tensor.register_post_accumulate_grad_hook: _post_accumulate,
     Tensor.retain_grad: _retain_grad,
-    Tensor.grad_fn.__get__: _grad_fn,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["grad_fn"].__get__: _grad_fn,
     Tensor.backward: _differentiate,
-    Tensor.requires_grad.__set__: _requires_grad,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["requires_grad"].__set__: _requires_grad,
     Tensor.requires_grad_: _requires_grad,
     torch.autograd.grad: _differentiate,
 }

@@ -201,7 +201,7 @@ def hooked_operator(hooks: Sequence[Hook]) -> Callable[..., Any]:
         out = tensor.view_as(tensor)
         if out.requires_grad:
             for hook, (_, *read) in zip(hooks, reads, strict=True):
-                out.register_hook(hook.build(read))  # type: ignore[no-untyped-call]
+                out.register_hook(hook.build(read))
         return out
 
     hooked.__module__ = __name__

@@ -25,10 +25,10 @@ from autoparallel.groups import use_communicator
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.insert_collectives import Sizes
+from autoparallel.placements import largest_piece
 from autoparallel.plan import Plan
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
-from autoparallel.redistribution import largest_piece
 from autoparallel.report.attention import attention
 from autoparallel.report.meter import Clock, Ledger, Meter
 from autoparallel.report.transfers import BACKWARD, FORWARD, GRADIENTS, UNSHARD, Finish, Transfers

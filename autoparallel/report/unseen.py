@@ -51,7 +51,8 @@ class _Unseen(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         read, made = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         wanted = ctx.needs_input_grad[1:]
-        return None, *(torch.empty_like(x) if w else None for x, w in zip(read, wanted, strict=False)), *(None for _ in made)
+        found = [torch.empty_like(x) if w else None for x, w in zip(read, wanted, strict=False)]
+        return None, *found, *(None for _ in made)
 
 
 __all__ = ["is_unseen", "stand_in"]

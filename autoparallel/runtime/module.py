@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs, leaf_value
+from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import PythonState
-from autoparallel.graph.hooks import hooks_of
 from autoparallel.groups import before_next_collective, settle
 from autoparallel.operators import RandomState
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements
