@@ -13,17 +13,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._guards import tracing
+from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx.node import has_side_effect
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils.hooks import BackwardHook
+
+# What saves the inputs of a checkpoint; gone in 2.13.
+NoopSaveInputs = getattr(checkpoint, "_NoopSaveInputs", None)
 
 # Renamed in 2.13; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -185,10 +194,17 @@ def _accumulates(node: Any) -> bool:
         return False
 
 
+def backward_hook_of(module: nn.Module) -> BackwardHook:
+    """What runs a module's backward hooks, as they are registered now, in one call of it."""
+    full = module._get_backward_hooks()[0] if module._backward_hooks or modules._global_backward_hooks else []
+    return BackwardHook(module, full, module._get_backward_pre_hooks())
+
+
 __all__ = [
-    "HOOKS", "StorageWeakRef", "accumulated", "after_backward", "all_gather_single", "copy_parameter_hooks",
-    "default_store", "free_unbacked_symbols", "graph_break_of", "is_compiled_call", "is_gloo", "is_open", "leave_open",
-    "local_of", "make_fake_mode", "make_spec", "mesh_without_groups", "outside_of_dynamo", "process_group",
+    "HOOKS", "BackwardHook", "NoopSaveInputs", "SingleLevelFunction", "StorageWeakRef", "accumulated", "after_backward",
+    "all_gather_single", "backward_hook_of", "copy_parameter_hooks", "default_store", "free_unbacked_symbols",
+    "graph_break_of", "has_side_effect", "is_compiled_call", "is_gloo", "is_open", "leave_open", "local_of",
+    "make_fake_mode", "make_spec", "mesh_without_groups", "modules", "outside_of_dynamo", "process_group",
     "reduce_scatter_single", "running_backward", "same_storage", "source_of", "spec_of", "timeout_of", "without_modes",
-    "wrap_local",
+    "wrap_local", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

@@ -137,6 +137,7 @@ class Planner:
             detach_beside_loss=request.outputs == "auto",
             precision=request.precision,
             ranks=math.prod(request.sizes),
+            gradients=call.gradients or training is True,
         )
 
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:

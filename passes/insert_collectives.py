@@ -25,6 +25,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.collectives import redistribute
+from autoparallel.operators.opaque import has_own_backward
 from autoparallel.placements import Invariant, Layout, divides, fills_up, reaches_all, shards_of
 from autoparallel.redistribution import Redistributor, Step
 from autoparallel.rules import rule_for
@@ -97,7 +98,11 @@ def call_modes(node: fx.Node) -> list[Typed]:
     operands = tensor_operands(node)
     flows = bool(node.meta["differentiable"])
     return typed_modes(
-        rule_for(node), len(operands), [flows and bool(o.meta["differentiable"]) for o in operands], flows
+        rule_for(node),
+        len(operands),
+        [flows and bool(o.meta["differentiable"]) for o in operands],
+        flows,
+        has_own_backward(node.target),
     )
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoparallel.operators.opaque import has_own_backward
 from autoparallel.rules.calls import is_tensor, tensor_operands
 
 
@@ -173,6 +174,8 @@ def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) ->
         if all(x in alone for x in read) and not _reads_activation(node, alone):
             if node not in together:  # else its backward runs once only, for all of its readers
                 alone.add(node)
+            continue
+        if has_own_backward(node.target):  # the user's backward runs once, for all of its operands
             continue
         weights = [i for i, x in enumerate(tensor_operands(node)) if x in alone]
         with graph.inserting_before(node):

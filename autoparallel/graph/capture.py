@@ -27,6 +27,7 @@ from autoparallel._torch import make_fake_mode
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
 from autoparallel.graph.data_access import DataAccess
 from autoparallel.graph.globals_read import GlobalsRead, owners_of
+from autoparallel.graph.hooks import require_full_hooks
 from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_out
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.outputs import find_loss, set_apart, weigh_outputs
@@ -34,7 +35,10 @@ from autoparallel.graph.plain_tensors import is_attribute, make_buffer, plain_te
 from autoparallel.graph.recorder import Recorder, StateChangedError, first_line
 from autoparallel.graph.refusals import require_positions, require_same_memory, require_static
 from autoparallel.graph.seeding import refuse_seeding
+from autoparallel.graph.tracing import Trace, everything_seen
+from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
 from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import (
     detach_outputs,
@@ -44,7 +48,9 @@ from autoparallel.passes.mark_gradients import (
     mark_differentiable,
 )
 from autoparallel.passes.name_nodes import name_nodes
+from autoparallel.passes.refusal import Refusal
 from autoparallel.passes.replace_random_operators import replace_random_operators
+from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -58,11 +64,15 @@ class _Found:
         counted: whether the loss function returned a sum and a count.
         spec: how the outputs nest.
         attributes: the attributes that the call sets, and how their values nest.
+        originals: of the objects in the copy of the model, by id.
+        copies: the copies themselves: an id is unique while its owner lives.
     """
 
     counted: bool = False
     spec: pytree.TreeSpec | None = None
     attributes: dict[str, pytree.TreeSpec] = field(default_factory=dict)
+    originals: dict[int, Any] = field(default_factory=dict)
+    copies: dict[int, Any] = field(default_factory=dict)
 
 
 class _Training(nn.Module):
@@ -86,6 +96,9 @@ class _Training(nn.Module):
         self.output_dtype = precision.output_dtype if precision is not None else None
         self.found = _Found()
         self.recorder = recorder
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # the user's hooks for all modules are not for this one
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the outputs, and of the attributes that the call sets."""
@@ -142,6 +155,7 @@ def capture(
     detach_beside_loss: bool = True,
     precision: MixedPrecisionPolicy | None = None,
     ranks: int = 1,
+    gradients: bool = True,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
@@ -157,6 +171,7 @@ def capture(
         ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
             ``passes.interleave_projections``).
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
+        gradients: whether it is called with gradients enabled.
 
     Raises:
         CaptureError: when the model cannot be captured.
@@ -213,12 +228,16 @@ def capture(
         recorders.append(Recorder(model, plain, table))
         wrapper = _Training(plain, loss_fn, precision, recorders[-1])
         wrapper.training = plain.training
+        wrapper.found.copies = table
+        wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 
     def trace(runs: list[Run]) -> Captured:
         wrapper = make()
         leave_out(wrapper, runs)
-        program, draws = _export(wrapper, (args, kwargs), shapes, model)
+        calls = _calls_of(wrapper)
+        program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
+        resolve_opaque_calls(program.graph_module, calls.calls, calls.hooks)
         captured = _describe(
             program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
         )
@@ -232,14 +251,21 @@ def capture(
             captured.module.recompile()
         return captured
 
+    def run(wrapper: nn.Module) -> Any:
+        with everything_seen(_calls_of(wrapper)):
+            return wrapper(args, kwargs)
+
+    require_full_hooks(model)
     reads = GlobalsRead(owners_of(loss_fn))
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(gradients)
     try:
         with mode:
             whole = make()
             try:
-                runs, failed = _rehearse(whole, make, lambda wrapper: wrapper(args, kwargs), reads)
+                runs, failed = _rehearse(whole, make, run, reads)
             except StateChangedError as error:
-                raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn)), (args, kwargs)) from None
+                raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn)), run) from None
         with reads if failed else nullcontext():
             try:
                 captured = trace(runs)
@@ -248,6 +274,7 @@ def capture(
         captured.state.merge(whole.recorder.state())
         captured.state.merge(reads.state())
     finally:
+        torch.set_grad_enabled(before)
         for recorder in recorders:
             recorder.close()
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
@@ -271,37 +298,66 @@ def _rehearse(
 
 
 def _with_line(
-    error: StateChangedError, wrapper: _Training, reads: GlobalsRead, inputs: tuple[Any, Any]
+    error: StateChangedError, wrapper: _Training, reads: GlobalsRead, run: Callable[[nn.Module], Any]
 ) -> CaptureError:
     """What a run changes that no trace can show, with the line that does, for which a copy runs again."""
 
-    def run() -> None:
+    def again() -> None:
         with reads:
-            wrapper(*inputs)
+            run(wrapper)
 
-    return CaptureError(error.message(first_line(run, lambda: error.has_changed(wrapper.recorder, reads))))
+    return CaptureError(error.message(first_line(again, lambda: error.has_changed(wrapper.recorder, reads))))
+
+
+def _calls_of(wrapper: nn.Module) -> Trace:
+    """What a trace of a copy of the model notes beside operators."""
+    assert isinstance(wrapper, _Training)
+    return Trace(wrapper.found.originals, {id(module): path for path, module in wrapper.model.named_modules()})
 
 
 def _export(
-    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module
+    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module, calls: Trace
 ) -> tuple[ExportedProgram, int]:
     """The trace, and how many times it draws random numbers."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), everything_seen(calls):
             warnings.simplefilter("ignore")
             program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
             require_same_memory(program.graph)
             draws = replace_random_operators(program.graph_module)
-            return program.run_decompositions({}), draws
+            with calls.silent():
+                _inline_gradient_modes(program, calls)
+                return program.run_decompositions({}), draws
     except CaptureError:
         raise
+    except Refusal as error:
+        raise CaptureError(f"{error} at {line_of(error.node)}\nWhat to change: {error.cure}.") from None
     except Exception as error:
         raise CaptureError(_explain(error, model)) from error
 
 
+def _inline_gradient_modes(program: ExportedProgram, calls: Trace) -> None:
+    """Takes the regions of other gradient modes out of a program, which decomposing would lose."""
+    module, graph = program.graph_module, program.graph
+    differentiable = {
+        n.name for n in graph.nodes if n.op == "placeholder" and getattr(n.meta.get("val"), "requires_grad", False)
+    }
+    inline_gradient_modes(
+        module,
+        differentiable,
+        enabled=torch.is_grad_enabled(),
+        transparent=lambda node: node.target is HOOK,
+        aliases=lambda node: node.target is CALL and calls.calls[node.args[2]].aliases,  # type: ignore[index]
+    )
+    results = graph.output_node().args[0]
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(node, fx.Node):
+            spec.arg.name = node.name
+
+
 def _explain(error: Exception, model: nn.Module) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    package = __file__.rpartition("/")[0]
+    package = __file__.rpartition("/graph/")[0]
     own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(package)]
     where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}' if own else "unknown line"
     text = str(error).strip()
@@ -323,6 +379,11 @@ def _explain(error: Exception, model: nn.Module) -> str:
         advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
     elif ".item()" in text or "scalar" in text:
         advice = "a tensor's value is read into Python: keep it a tensor"
+    elif "functorch tensor" in text:
+        advice = (
+            "write the derivative out, or put it into an autograd.Function: not all that torch.func does inside of "
+            "a model can be traced"
+        )
     elif "Constraints violated" in text or "specialized" in text:
         advice = "the batch size is fixed somewhere in the model: use x.shape[0] instead of a number"
     else:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from torch import fx
 
+_OURS = f'File "{__file__.rpartition("/graph/")[0]}/'
+
 
 def line_of(node: fx.Node) -> str:
     """The line of the model that made a node, as the trace noted it."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    files = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "/') and "/torch/" not in line]
+    files = [
+        i
+        for i, line in enumerate(lines)
+        if line.lstrip().startswith('File "/') and "/torch/" not in line and not line.lstrip().startswith(_OURS)
+    ]
     if files:
         return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2])
     # Under torch.no_grad() the trace keeps modules, but no lines.

@@ -25,12 +25,14 @@ from autoparallel.groups import use_communicator
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.insert_collectives import Sizes
+from autoparallel.placements import largest_piece
 from autoparallel.plan import Plan
 from autoparallel.planner.hardware import Profile
 from autoparallel.program import LocalProgram
 from autoparallel.report.attention import attention
 from autoparallel.report.meter import Clock, Ledger, Meter
 from autoparallel.report.transfers import BACKWARD, FORWARD, GRADIENTS, UNSHARD, Finish, Transfers
+from autoparallel.report.unseen import is_unseen, stand_in
 from autoparallel.rules.calls import is_tensor
 from autoparallel.traffic import CountingMode, Traffic
 
@@ -352,6 +354,18 @@ class _Body(fx.Interpreter):
         self.extra_traceback = False  # the second run of a region ends in an exception, when it has made enough
         self.player = player
         self.buckets = {b.name: b for b in player.program.buckets}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_unseen(n):
+            return stand_in(n, *self.fetch_args_kwargs_from_env(n), partial(self.shape_of, n))
+        return super().run_node(n)
+
+    def shape_of(self, node: fx.Node, traced: torch.Tensor) -> tuple[int, ...]:
+        """A rank's shape of one of the results of a node."""
+        shape = tuple(self.player.sizes(size) for size in traced.shape)
+        if not is_tensor(node):  # several results are whole
+            return shape
+        return tuple(largest_piece(shape, node.meta["placements"], self.player.plan.axis_sizes))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in self.buckets:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel.operators.opaque import function_class
 from autoparallel.rules import (
     complexes,
     convolution,
@@ -45,6 +46,8 @@ def rule_for(node: fx.Node) -> Rule | None:
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name
         maker = _USER_RULES.get(f"{name}.{target._overloadname}") or _USER_RULES.get(name) or maker
+    elif (cls := function_class(target)) is not None:
+        maker = _USER_RULES.get(cls)
     found = maker(node) if maker is not None else None
     return _without_partial_bools(found, node) if found is not None else None
 
@@ -63,7 +66,7 @@ def has_rule(target: Any) -> bool:
         name = target._schema.name
         if name in _USER_RULES or f"{name}.{target._overloadname}" in _USER_RULES:
             return True
-    return target in _RULES
+    return target in _RULES or function_class(target) in _USER_RULES
 
 
 def _check_registration(
@@ -109,7 +112,7 @@ def _check_registration(
 
 
 def register_rule(
-    operator: str,
+    operator: str | type[torch.autograd.Function],
     notation: str,
     *,
     reductions: Mapping[str, str] | None = None,
@@ -120,8 +123,13 @@ def register_rule(
 ) -> None:
     """Teaches autoparallel how your own operator may be sharded.
 
+    An ``autograd.Function`` with a rule is called on shards, forward and backward; its backward sees the whole gradient
+    of its shard, and hands out summands for operands that do not bear the sharded factor.  Sizes among its arguments
+    are the global ones.  Without a rule, or with several results, it is called on whole tensors.
+
     Args:
-        operator: the operator's qualified name, ``"mylib::rope"`` or ``"mylib::rope.overload"``.
+        operator: the operator's qualified name, ``"mylib::rope"`` or ``"mylib::rope.overload"``, or an
+            ``autograd.Function`` that returns one tensor.
         notation: its factors, one name for each loop dimension: ``"b s h d, s d -> b s h d"``.  ``(h d)`` is not
             accepted here, since the sizes of its parts cannot be told from the shapes.
         reductions: for each factor that the result does not bear, ``"sum"`` or ``"mean"``.
@@ -133,9 +141,13 @@ def register_rule(
     Raises:
         RuleError: when a factor is reduced without a declared kind, or the notation cannot be read.
     """
-    if "::" not in operator:
-        raise RuleError(f"an operator is named 'library::name', got {operator!r}")
-    _check_registration(operator, notation, dict(reductions or {}), linear, additive, blocked)
+    if isinstance(operator, type) and issubclass(operator, torch.autograd.Function):
+        name = f"{operator.__module__}.{operator.__qualname__}"
+    elif isinstance(operator, str) and "::" in operator:
+        name = operator
+    else:
+        raise RuleError(f"an operator is named 'library::name' or is an autograd.Function, got {operator!r}")
+    _check_registration(name, notation, dict(reductions or {}), linear, additive, blocked)
 
     def maker(node: fx.Node) -> Rule:
         try:
@@ -150,7 +162,7 @@ def register_rule(
                 flops=flops,
             )
         except RuleError as error:
-            raise RuleError(f"the rule registered for {operator} does not fit a call of it: {error}") from None
+            raise RuleError(f"the rule registered for {name} does not fit a call of it: {error}") from None
 
     _USER_RULES[operator] = maker
 

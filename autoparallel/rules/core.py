@@ -199,7 +199,7 @@ def _tensor_factors(
 RuleMaker = Callable[["fx.Node"], "Rule | None"]
 
 _RULES: dict[Any, RuleMaker] = {}
-_USER_RULES: dict[str, RuleMaker] = {}
+_USER_RULES: dict[Any, RuleMaker] = {}
 
 
 def rule(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:

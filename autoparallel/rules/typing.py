@@ -8,6 +8,9 @@
   the operator sends rows to the owners of what they need and back.
 - *Partial* passes through operands in which the operator is linear; every other differentiable operand is Replicate.
 
+An operator whose backward the user has written is never run Replicate: the backward would get summands of a gradient,
+in which it need not be linear.
+
 Operands that carry no gradient have no summands to keep apart: where a differentiable one is Replicate, they are
 written Invariant.
 """
@@ -63,7 +66,11 @@ class Typed:
 
 
 def typed_modes(
-    rule: Rule | None, operand_count: int, differentiable: Sequence[bool], result_differentiable: bool
+    rule: Rule | None,
+    operand_count: int,
+    differentiable: Sequence[bool],
+    result_differentiable: bool,
+    own_backward: bool = False,
 ) -> list[Typed]:
     """Every way to run an operator on one mesh axis.
 
@@ -72,10 +79,11 @@ def typed_modes(
         operand_count: the number of tensor operands.
         differentiable: for each operand, whether a gradient flows to it through this operator.
         result_differentiable: whether a gradient flows into the result.
+        own_backward: whether the backward is the user's, which may be given no summand of a gradient.
     """
     whole = tuple(Replicate if d else Invariant for d in differentiable)
     modes = [Typed(INVARIANT_MODE, (Invariant,) * operand_count, Invariant)]
-    if result_differentiable:
+    if result_differentiable and not own_backward:
         modes.append(Typed(REPLICATE_MODE, whole, Replicate))
     if rule is not None:
         modes.extend(_sharded(rule, whole))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ class Call:
         with_target: whether the last positional argument is the target of the loss function.
         training: every submodule's training flag.
         trainable: for every submodule's parameters, whether they are trained.
+        gradients: whether it is made with gradients enabled.
+        hooks: the hooks that it runs (see ``graph.hooks.hooks_of``).
     """
 
     leaves: tuple[Any, ...]
@@ -37,6 +39,8 @@ class Call:
     with_target: bool
     training: tuple[bool, ...]
     trainable: tuple[bool, ...]
+    gradients: bool = True
+    hooks: Hashable = ()
 
 
 def fits(captured: Captured, specs: Sequence[Any]) -> bool:
@@ -47,7 +51,9 @@ def fits(captured: Captured, specs: Sequence[Any]) -> bool:
         if node is None or not isinstance(spec, InputSpec):
             continue
         for traced, real in zip(node.meta["val"].shape, spec.shape, strict=True):
-            if isinstance(traced, int) and traced != real:
+            # The trace may have fixed a size that was open at first, such as by int(x.shape[0]).
+            fixed = traced if isinstance(traced, int) else traced.node.expr
+            if (isinstance(fixed, int) or fixed.is_Integer) and fixed != real:
                 return False
     return True
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs, leaf_value
+from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import PythonState
 from autoparallel.groups import before_next_collective, settle
@@ -200,7 +201,10 @@ class ParallelModule(nn.Module):
             problem = "the batch is empty: its first tensor has 0 rows"
         training = tuple(m.training for m in modules)
         trainable = tuple(p.requires_grad for p in parameters)
-        call = Call(tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable)
+        call = Call(
+            tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
+            torch.is_grad_enabled(), hooks_of(self._plain),
+        )  # fmt: skip
         return call, problem
 
     def _binds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -220,7 +224,10 @@ class ParallelModule(nn.Module):
         if modules not in self._structures:
             self._structures.append(modules)
         structure = self._structures.index(modules)
-        key = structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts, call.with_target
+        key = (
+            structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts, call.with_target,
+            call.gradients, call.hooks,
+        )  # fmt: skip
         states = self._states.get(key, [])
         return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
 

@@ -1,0 +1,58 @@
+"""Calls of the user's own Python in a dry run, which has no data to give it: their results have the right shapes, and
+keep what they read and made for the backward, as most do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autoparallel.operators.opaque import exit_module, function_class, has_own_backward
+from autoparallel.rules.calls import is_tensor
+
+
+def is_unseen(node: fx.Node) -> bool:
+    """Whether a node calls Python of the user's."""
+    return node.op == "call_function" and has_own_backward(node.target)
+
+
+def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor], tuple[int, ...]]) -> Any:
+    """What takes the place of the results of an unseen call.
+
+    Args:
+        shape_of: the shape on a rank of one of the results that were traced.
+    """
+    if node.target is exit_module:
+        return args[1:]
+    if function_class(node.target) is None:
+        return args[0] if is_tensor(node) else (*args[1:], None)
+    read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    traced = node.meta["val"]
+    values = [traced] if is_tensor(node) else list(traced)
+    outputs = [None if v is None else torch.empty(shape_of(v), dtype=v.dtype, device="meta") for v in values]
+    made = iter(_Unseen.apply(len(read), *read, *(x for x in outputs if x is not None)))
+    results = tuple(None if x is None else next(made) for x in outputs)
+    return results[0] if is_tensor(node) else results
+
+
+class _Unseen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.count = count
+        outputs = tuple(x.view_as(x) for x in tensors[count:])
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point() and not x.is_complex()))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        read, made = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        wanted = ctx.needs_input_grad[1:]
+        found = [torch.empty_like(x) if w else None for x, w in zip(read, wanted, strict=False)]
+        return None, *found, *(None for _ in made)
+
+
+__all__ = ["is_unseen", "stand_in"]

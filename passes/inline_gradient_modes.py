@@ -1,0 +1,231 @@
+"""Writes gradient modes into a forward graph: what runs under ``torch.no_grad()`` reads its operands detached.
+
+``torch.export`` keeps a region of another gradient mode as one call; decomposing inlines it, and the mode is lost.  So
+regions are inlined here, before: an operator under ``no_grad`` reads each tensor that carries a gradient through one
+``detach``, shared by the region, and one in an ``enable_grad`` inside of it reads the tensors themselves.
+
+Before (x carries a gradient, ema is a buffer):
+    linear = aten.linear(x, w)
+    wrap = wrap_with_set_grad_enabled(False, submod_1, ema, linear);  getitem = wrap[0]
+    mul = aten.mul(linear, getitem)
+    submod_1:  add_ = aten.add_(ema, linear);  return (add_,)
+After:
+    linear = aten.linear(x, w)
+    detach = aten.detach(linear);  add_ = aten.add_(ema, detach)
+    mul = aten.mul(linear, add_)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoparallel._torch import wrap_with_set_grad_enabled
+from autoparallel.passes.refusal import Refusal
+
+_STOPS = ("aten::detach", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros")
+
+
+def inline_gradient_modes(
+    module: fx.GraphModule,
+    differentiable: Collection[str],
+    *,
+    enabled: bool = True,
+    transparent: Callable[[fx.Node], bool] = lambda node: False,
+    aliases: Callable[[fx.Node], bool] = lambda node: False,
+) -> fx.GraphModule:
+    """Rewrites ``module`` in place, and returns it.
+
+    Args:
+        differentiable: the placeholders that carry a gradient.
+        enabled: the gradient mode in which the model is called.
+        transparent: whether a call reads its operands as they are, whatever the mode.
+        aliases: whether a call that is no operator of torch returns what shares memory with its operands.
+
+    Raises:
+        Refusal: where a tensor that carries a gradient is changed in place without its gradient noticing.
+    """
+    modes = dict(_flatten(module, enabled))
+    if not enabled:
+        for node, (mode, _) in modes.items():
+            if mode:
+                raise Refusal(
+                    node,
+                    "the model is called under torch.no_grad() or torch.inference_mode(), and enables gradients inside",
+                    "call it with gradients enabled",
+                )
+    elif modes:
+        _Walk(module.graph, modes, differentiable, transparent, aliases).run()
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def _flatten(module: fx.GraphModule, enabled: bool) -> Iterator[tuple[fx.Node, tuple[bool, int]]]:
+    """Inlines all regions; gives every call with its mode and its region's number."""
+    graph, regions, pending = module.graph, 0, list(module.graph.nodes)
+    where = dict.fromkeys(pending, (enabled, 0))
+    names: set[str] = set()
+    while pending:
+        node = pending.pop(0)
+        if node.op == "get_attr" and all(user.target is wrap_with_set_grad_enabled for user in node.users):
+            names.add(str(node.target))
+            continue
+        if node.target is not wrap_with_set_grad_enabled:
+            if node.op == "call_function":
+                yield node, where[node]
+            continue
+        regions += 1
+        mode, source, *operands = node.args
+        assert isinstance(mode, bool) and isinstance(source, fx.Node)
+        inner = module.get_submodule(str(source.target)) if source in where else None
+        assert isinstance(inner, fx.GraphModule)
+        copies: dict[fx.Node, fx.Node] = {}
+        made: list[fx.Node] = []
+        held = iter(operands)
+        for part in inner.graph.nodes:
+            if part.op == "placeholder":
+                copies[part] = next(held)
+            elif part.op == "output":
+                results = [copies[x] if isinstance(x, fx.Node) else x for x in part.args[0]]
+            else:
+                with graph.inserting_before(node):
+                    copies[part] = copy = graph.node_copy(part, copies.__getitem__)
+                if part.op == "get_attr":  # a region in the region, or a tensor
+                    name = f"{str(source.target).replace('.', '_')}_{part.target}"
+                    module.add_module(name, inner.get_submodule(str(part.target)))
+                    copy.target = name
+                where[copy] = mode, regions
+                made.append(copy)
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+            if user in pending:
+                pending.remove(user)
+        graph.erase_node(node)
+        pending = made + pending
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users and node.target in names:
+            graph.erase_node(node)
+    for name in names:
+        if not any(node.op == "get_attr" and node.target == name for node in graph.nodes):
+            module.delete_submodule(name)
+
+
+class _Walk:
+    """One walk through the calls, which knows what carries a gradient and what shares memory with what."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        modes: dict[fx.Node, tuple[bool, int]],
+        differentiable: Collection[str],
+        transparent: Callable[[fx.Node], bool],
+        aliases: Callable[[fx.Node], bool],
+    ) -> None:
+        self.graph, self.modes, self.transparent, self.aliases = graph, modes, transparent, aliases
+        self.roots: dict[fx.Node, frozenset[fx.Node]] = {}  # whose memory a tensor is
+        self.carries: dict[fx.Node, bool] = {}
+        self.severed: set[fx.Node] = set()  # shares memory with what carries a gradient, but not the gradient
+        self.tied: set[fx.Node] = set()  # memory that the results of an opaque call may share
+        self.detached: dict[tuple[fx.Node, int], fx.Node] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.roots[node] = frozenset([node])
+                self.carries[node] = node.name in differentiable
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function":
+                self._visit(node, *self.modes[node])
+
+    def _visit(self, node: fx.Node, enabled: bool, region: int) -> None:
+        shared, written = _aliased(node)
+        if self.aliases(node):
+            shared = list(node.all_input_nodes)
+            self.tied.update(root for x in shared for root in self.roots.get(x, ()))
+        for x in written:
+            self._change(node, x, enabled)
+        self.roots[node] = frozenset(root for x in shared for root in self.roots.get(x, ())) or frozenset([node])
+        if any(x in self.severed or (self.carries.get(x) and (not enabled or _stops(node))) for x in shared):
+            self.severed.add(node)
+        carried = any(self.carries.get(x) for x in node.all_input_nodes)
+        self.carries[node] = carried and enabled and not _stops(node) and _is_differentiable(node)
+        if not enabled and carried and node.target is not operator.getitem and not self.transparent(node):
+            self._detach(node, region)
+
+    def _detach(self, node: fx.Node, region: int) -> None:
+        for x in node.all_input_nodes:
+            if not self.carries.get(x) or not isinstance(x.meta.get("val"), torch.Tensor):
+                continue
+            if (x, region) not in self.detached:
+                with self.graph.inserting_before(node):
+                    new = self.graph.call_function(torch.ops.aten.detach.default, (x,))
+                marks = ("nn_module_stack", "stack_trace", "torch_fn")
+                new.meta = {"val": x.meta["val"], **{k: node.meta[k] for k in marks if k in node.meta}}
+                self.detached[x, region] = new
+                self.roots[new], self.carries[new] = self.roots[x], False
+                self.severed.add(new)
+            node.replace_input_with(x, self.detached[x, region])
+
+    def _change(self, node: fx.Node, target: fx.Node, enabled: bool) -> None:
+        """A change in place: of everything that shares the memory."""
+        roots = self.roots.get(target, frozenset())
+        alike = [x for x, owners in self.roots.items() if owners & roots]
+        parameter = any(root.op == "placeholder" for root in roots)  # refused where the graph is described
+        flows = any(self.carries[x] for x in alike)
+        if self.tied & roots:
+            raise Refusal(
+                node,
+                "a tensor is changed in place that shares its memory with a result of an autograd.Function",
+                "change a copy (y = x.clone())",
+            )
+        if flows and not parameter and node.target is torch.ops.aten.detach_.default:
+            raise Refusal(node, "a tensor that carries a gradient is detached in place", "use x = x.detach()")
+        if flows and not parameter and (not enabled or target in self.severed):
+            how = "torch.no_grad()" if not enabled else "detach()"
+            raise Refusal(
+                node,
+                f"under {how} a tensor that carries a gradient is changed in place: its value changes, its gradient "
+                "does not",
+                "make a new tensor that says so, such as x = x + (new - x).detach()",
+            )
+        if enabled and any(self.carries.get(x) for x in node.all_input_nodes):
+            for x in alike:
+                self.carries[x] = x not in self.severed
+
+
+def _aliased(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The operands that a call's results may share memory with, and those that it changes."""
+    if node.target is operator.getitem:
+        return list(node.all_input_nodes), []
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return [], []
+    shared: list[fx.Node] = []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        info = argument.alias_info
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if info is not None and value is not None:
+            operands = [x for x in pytree.tree_leaves(value) if isinstance(x, fx.Node)]
+            shared += operands
+            if info.is_write:
+                written += operands
+    return shared, written
+
+
+def _stops(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _STOPS
+
+
+def _is_differentiable(node: fx.Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+
+
+__all__ = ["inline_gradient_modes"]

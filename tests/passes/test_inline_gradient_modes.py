@@ -1,0 +1,30 @@
+"""Gradient modes in a graph, before and after."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.export import export
+
+from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
+
+
+class _Follows(nn.Module):
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        h = x * w
+        with torch.no_grad():
+            a = h + h.exp()
+        return h * a
+
+
+def test_a_region_reads_one_detached_tensor() -> None:
+    program = export(_Follows(), (torch.ones(2), torch.ones(2)), strict=False)
+    assert "wrap_with_set_grad_enabled" in program.graph_module.code
+    inline_gradient_modes(program.graph_module, {"w"})
+    calls = [n for n in program.graph.nodes if n.op == "call_function"]
+    mul, detach, exp, add, out = calls
+    assert [str(n.target) for n in calls] == [f"aten.{x}" for x in (
+        "mul.Tensor", "detach.default", "exp.default", "add.Tensor", "mul.Tensor"
+    )]  # fmt: skip
+    assert [n.all_input_nodes for n in calls[1:]] == [[mul], [detach], [detach, exp], [mul, add]]
+    assert out.users
