@@ -312,9 +312,13 @@ def difference(one: Any, other: Any) -> str:
     if isinstance(one, list | tuple):
         if len(one) != len(other):
             return f"{len(one)} entries instead of {len(other)}: {brief(one)} instead of {brief(other)}"
-        return next((f"[{i}]: {d}" for i, (a, b) in enumerate(zip(one, other, strict=True)) if (d := difference(a, b))), "")
+        return next(
+            (f"[{i}]: {d}" for i, (a, b) in enumerate(zip(one, other, strict=True)) if (d := difference(a, b))), ""
+        )
     if isinstance(one, float):
-        close = one == other or math.isnan(one) and math.isnan(other) or abs(one - other) <= TOLERANCE * max(1, abs(other))
+        close = (
+            one == other or math.isnan(one) and math.isnan(other) or abs(one - other) <= TOLERANCE * max(1, abs(other))
+        )
         return "" if close else f"{one} instead of {other}"
     return "" if one == other else f"{brief(one)} instead of {brief(other)}"
 

@@ -52,8 +52,6 @@ class ComplexRotary(nn.Module):
         return torch.view_as_real(turned).flatten(2)
 
 
-
-
 @program()
 class Polar(nn.Module):
     def __init__(self) -> None:

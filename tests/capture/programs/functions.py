@@ -175,8 +175,6 @@ class FocalLoss(torch.autograd.Function):
         return grad * (x - y).tanh() / x.shape[0], None
 
 
-
-
 @program(batch=rows_and_targets, loss_fn=FocalLoss.apply, ranks=True)
 class FunctionAsLoss(nn.Module):
     def __init__(self) -> None:

@@ -192,7 +192,9 @@ def hook_counts_calls(run: Run) -> None:
 @program()
 def state_dict_hook() -> nn.Module:
     model = two()
-    model.register_state_dict_post_hook(lambda m, sd, prefix, meta: sd.update({f"{prefix}2.bias": sd[f"{prefix}0.bias"]}))
+    model.register_state_dict_post_hook(
+        lambda m, sd, prefix, meta: sd.update({f"{prefix}2.bias": sd[f"{prefix}0.bias"]})
+    )
     return model
 
 
