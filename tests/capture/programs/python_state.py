@@ -114,7 +114,7 @@ class CounterOnlyWritten(nn.Module):
         return self.a(x)
 
 
-@program(refused=".")
+@program()
 class CachedTensor(nn.Module):
     """Keeps an activation for whoever asks."""
 
@@ -126,7 +126,7 @@ class CachedTensor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        self.last = h.detach()  # refused
+        self.last = h.detach()
         return h
 
 
@@ -140,11 +140,11 @@ class CachedMask(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mask is None:
-            self.mask = torch.ones(8).cumsum(0)  # refused
+            self.mask = torch.ones(8).cumsum(0)
         return self.a(x) * self.mask
 
 
-@program(refused=".")
+@program()
 class Recurrent(nn.Module):
     """The hidden state goes from call to call."""
 
@@ -154,7 +154,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.a(x) + self.b(self.h))
-        self.h = h.detach()  # refused
+        self.h = h.detach()
         return h
 
 
@@ -173,6 +173,23 @@ class ReboundBuffer(nn.Module):
         h = self.a(x)
         self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
         return h - self.mean
+
+
+@program(ranks=True)
+class ReboundBufferInProduct(nn.Module):
+    """The old value is saved for backward: a new one must not be written over it."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * self.scale
+        self.scale = 0.9 * self.scale + 0.1 * h.detach().abs().mean(0)
+        return h
 
 
 @program()
@@ -219,7 +236,7 @@ class ListOfTheCall(nn.Module):
         return x, torch.stack(losses)
 
 
-@program(refused="random")
+@program(refused="torch.where")
 class SkipsLayers(nn.Module):
     """Stochastic depth with Python's generator."""
 
