@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -211,7 +211,7 @@ class DirtyFunction(nn.Module):
 class ReadsBackward(torch.autograd.Function):
     """Its backward writes into a list: what a debugger or a scale's statistics do."""
 
-    seen: list[float] = []
+    seen: ClassVar[list[float]] = []
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def weight_norm_by_hooks() -> nn.Module:
 
 
 @program()
-def orthogonal() -> nn.Module:
+def orthogonal_parametrization() -> nn.Module:
     return nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8)), nn.Linear(8, 8))
 
 
