@@ -25,6 +25,11 @@ def verdicts(names: list[str], plan: str) -> dict[str, list[str]]:
     return {name: [rank[name] for rank in ranks] for name in names}
 
 
+def verdict_of(name: str) -> str:
+    """The verdict of one program on one rank."""
+    return verdict(next(p for p in programs() if p.name == name))
+
+
 def _verdicts(names: list[str], plan: str) -> dict[str, str]:
     table = {p.name: p for p in programs()}
     return {name: _verdict(table[name], plan) for name in names}

@@ -189,6 +189,10 @@ def hook_counts_calls(run: Run) -> None:
         run.note("calls", sorted(calls))
 
 
+def with_another_name(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}again"] = state[f"{prefix}0.bias"]
+
+
 @program()
 def state_dict_hook() -> nn.Module:
     model = two()

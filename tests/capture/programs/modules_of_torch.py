@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.capture.programs.inplace import Two
 from tests.capture.registry import loop, program
-from tests.capture.runner import STEPS, Run, numbers, rows_and_targets, sgd
+from tests.capture.runner import STEPS, Run, numbers, sgd
 
 
 @program(ranks=True)
@@ -163,14 +163,6 @@ class CellLoop(nn.Module):
 @program()
 def bilinear_and_norms() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.PReLU(8), nn.RMSNorm(8), nn.Softplus(), nn.GLU())
-
-
-@program(batch=rows_and_targets, loss_fn=nn.CosineEmbeddingLoss(margin=0.1))
-class LossOfThree(Two):
-    """A loss that wants more arguments than a target: an error of the user's, said plainly."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x)
 
 
 @program()
