@@ -142,7 +142,8 @@ class Run:
             self.note(f"parameter {name}", parameter)
         for name, buffer in model.named_buffers():
             self.note(f"buffer {name}", buffer)
-        self.note("names in the state dict", sorted(model.state_dict()))
+        # Beside the model's own names stands where its stream of random numbers is.
+        self.note("names in the state dict", sorted(set(model.state_dict()) - {"_extra_state"}))
         for plain in self.plains:
             for name, value in attributes(plain).items():
                 self.notes.append((f"attribute {name}", value))

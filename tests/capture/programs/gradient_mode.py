@@ -146,7 +146,7 @@ class NoGradViewOfLive(nn.Module):
         return self.b(same / top)
 
 
-@program()
+@program(refused="detach")
 class NoGradInPlace(nn.Module):
     """An in-place change under ``no_grad`` of a tensor that is differentiable outside."""
 
@@ -157,7 +157,7 @@ class NoGradInPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         with torch.no_grad():
-            h.mul_(0.5)
+            h.mul_(0.5)  # refused
         return self.b(h)
 
 
@@ -277,7 +277,7 @@ class PowerIteration(nn.Module):
         return F.linear(x, self.weight / sigma)
 
 
-@program()
+@program(refused="x.detach")
 class DetachInPlace(nn.Module):
     """``detach_`` cuts the tensor itself."""
 
@@ -287,11 +287,11 @@ class DetachInPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        h.detach_()
+        h.detach_()  # refused
         return self.b(h)
 
 
-@program()
+@program(refused=".")
 class RequiresGradInside(nn.Module):
     """Gradients of an input are asked for inside forward: an energy's force."""
 
@@ -301,7 +301,7 @@ class RequiresGradInside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
-            x = x.detach().requires_grad_(True)
+            x = x.detach().requires_grad_(True)  # refused
             energy = self.a(x).tanh().sum()
             (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
         return force

@@ -74,7 +74,7 @@ def backward_hook_logs() -> nn.Module:
     return model
 
 
-@program(observe=lambda _: list(LOG))
+@program(observe=lambda _: list(LOG), refused=".")
 def forward_hook_logs() -> nn.Module:
     """Activation statistics, kept outside of the model."""
     LOG.clear()
@@ -202,7 +202,7 @@ def state_dict_hook() -> nn.Module:
     return model
 
 
-@program()
+@program(refused="hook")
 class RetainGrad(nn.Module):
     """Asks for an activation's gradient and keeps the activation."""
 
@@ -212,8 +212,8 @@ class RetainGrad(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        h.retain_grad()
-        self.h = h  # refused
+        h.retain_grad()  # refused
+        self.h = h
         return self.b(h)
 
 
