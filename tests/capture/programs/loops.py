@@ -245,7 +245,7 @@ def clipped(run: Run) -> None:
         finish(run, model, optimizer)
 
 
-@loop()
+@loop(line=False, refused="backward")
 def gradients_by_autograd_grad(run: Run) -> None:
     """torch.autograd.grad instead of backward."""
     model = run.compile(net())
@@ -381,7 +381,7 @@ def compiled_with_a_loss(run: Run) -> None:
         finish(run, model, optimizer)
 
 
-@loop()
+@loop(line=False, refused=".")
 def submodule_called(run: Run) -> None:
     """Only a part of the model is called, on its own."""
     plain = net()
@@ -433,7 +433,7 @@ def saved_tensor_hooks(run: Run) -> None:
             run.step(model, optimizer, step)
 
 
-@loop(ranks=True)
+@loop(line=False, refused="plain model")
 def meta_learning_penalty(run: Run) -> None:
     """R1: the loss holds the norm of a gradient that autograd.grad gives (create_graph)."""
     model = run.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))

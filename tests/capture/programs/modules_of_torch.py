@@ -216,7 +216,7 @@ class AsksParameterRequiresGrad(Two):
         return self.b(h)
 
 
-@loop()
+@loop(line=False, refused=".")
 def called_under_autocast(run: Run) -> None:
     model = run.compile(Two2())
     optimizer = sgd(model)
