@@ -14,7 +14,7 @@ from tests.capture.registry import programs
 from tests.capture.runner import Program
 from tests.distributed import run_distributed
 
-PER_CALL = 12
+PER_CALL = 13
 PROGRAMS = programs()
 USUAL = {p.name for i, p in enumerate(PROGRAMS) if p.refused or i % 2 == 0}
 ON_TWO_RANKS = [p.name for p in chosen()]
