@@ -1,0 +1,282 @@
+"""Python in forward: branches, loops, recursion, exceptions, arguments."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import loop, program
+from tests.capture.runner import STEPS, Keywords, Run, numbers, rows, sgd
+
+
+@program(refused="torch.where")
+class BranchOnValue(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if h.mean() > 0:  # refused
+            h = self.b(h)
+        return h
+
+
+@program(refused="tensor")
+class ItemInForward(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) / x.abs().max().item()  # refused
+
+
+@program(refused="torch.where")
+class BooleanIndexing(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h[x.sum(-1) > 0]).sum(0)  # refused
+
+
+@program(refused=".")
+class TensorToFloat(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(self.a.weight.abs().sum())  # refused
+        return self.a(x) / scale
+
+
+@program(refused=".")
+class TensorToNumpy(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.detach().numpy().argsort(-1)  # refused
+        return self.a(x).gather(1, torch.from_numpy(order))
+
+
+@program(refused=".")
+class TensorToList(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * max(x[0].tolist())  # refused
+
+
+@program(ranks=True)
+class BranchOnTraining(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) if self.training else self.a(x)
+
+
+@program(batch=lambda step: (*rows(step), step % 2 == 0))
+class BranchOnArgument(Two):
+    def forward(self, x: Tensor, deep: bool) -> Tensor:
+        return self.b(self.a(x)) if deep else self.a(x)
+
+
+@program(batch=lambda step: (*rows(step), Keywords(scale=1.0 + step, mode=("a", "b", "a")[step])))
+class KeywordOnly(Two):
+    def forward(self, x: Tensor, *, scale: float = 1.0, mode: str = "a", **rest: Any) -> Tensor:
+        return getattr(self, mode)(x) * scale
+
+
+@program(batch=lambda step: (*rows(step), *rows(step + 5), *rows(step + 9)))
+class VariableArguments(Two):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.b(torch.stack([self.a(x) for x in inputs]).mean(0))
+
+
+@program(batch=lambda step: ({"x": rows(step)[0], "rest": [rows(step + 5)[0], None]},))
+class DictInput(Two):
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        y, none = batch["rest"]
+        assert none is None
+        return self.a(batch["x"]) + self.b(y)
+
+
+@program(batch=lambda step: (numbers((4, 8, 4)[step], 8, seed=step),))
+class BatchOfAnotherSize(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh()) / x.shape[0]
+
+
+@program(batch=lambda step: (numbers(4, 3 + step, 8, seed=step),))
+class SequenceOfAnotherSize(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).cumsum(1)).mean(1) * len(x[0])
+
+
+@program()
+class DependsOnBatchSize(Two):
+    """A number computed from the batch's size enters the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 6:
+            return self.a(x)
+        return self.b(x) * x.shape[0] ** 0.5 / x.size(0)
+
+
+@program(ranks=True)
+class Recursion(Two):
+    def descend(self, x: Tensor, depth: int) -> Tensor:
+        return x if depth == 0 else self.a(self.descend(x, depth - 1)).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.descend(x, 3))
+
+
+@program(batch=lambda step: (*rows(step), ("left", "right", "left")[step]))
+class ModuleByName(nn.Module):
+    """A head per task: those that are not used have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({"left": nn.Linear(8, 4), "right": nn.Linear(8, 4)})
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        return self.heads[task](x)
+
+
+@program()
+class TriesAndFallsBack(Two):
+    """Catches an error of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            h = self.a(x.view(3, -1, 8).mean(0))
+        except RuntimeError:
+            h = self.a(x)
+        return self.b(h)
+
+
+class TooWide(ValueError):
+    pass
+
+
+@loop()
+def exception_of_the_user(run: Run) -> None:
+    """The second batch is refused by the model itself; training goes on."""
+
+    class Strict(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[-1] != 8:
+                raise TooWide(f"expected 8 columns, not {x.shape[-1]}")
+            return self.b(self.a(x))
+
+    model = run.compile(Strict())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        try:
+            model(numbers(4, 5, seed=0))
+        except TooWide as error:
+            run.note("raised", str(error))
+        except Exception as error:
+            run.note("raised", isinstance(error.__cause__, TooWide) and "expected 8 columns, not 5" in str(error))
+            run.notes[-1] = ("raised", "expected 8 columns, not 5") if run.notes[-1][1] else ("raised", repr(error))
+        run.step(model, optimizer, step)
+
+
+@program()
+class AssertsAndPrints(Two):
+    """Logs and asserts shapes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.ndim == 2 and x.shape[1] == 8, "two dims"
+        logging.getLogger(__name__).debug("input %s", x.shape)
+        if x.shape[1] > 100:
+            warnings.warn("wide", stacklevel=2)
+        return self.b(self.a(x))
+
+
+@contextmanager
+def scaled(values: list[float], factor: float) -> Iterator[None]:
+    values.append(factor)
+    try:
+        yield
+    finally:
+        values.pop()
+
+
+@program()
+class ContextManagerOfItsOwn(Two):
+    """A stack that is empty again after the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with scaled(self.stack, 2.0):
+            h = self.a(x) * self.stack[-1]
+        return self.b(h) * self.stack[-1]
+
+
+@program(ranks=True)
+class EarlyExit(nn.Module):
+    """Comprehension over modules, zip, enumerate, any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = [g * layer(x).relu() for layer, g in zip(self.layers, self.gains, strict=True)]
+        return sum((o / (i + 1) for i, o in enumerate(outs)), torch.zeros(8))
+
+
+@program()
+class CondOperator(Two):
+    """``torch.cond`` on a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (h,))
+
+
+@program()
+class LambdaLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.steps = [lambda t: t.tanh(), self.a, lambda t, k=3: t * k]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+@program()
+class GeneratorAndStar(Two):
+    def states(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.a(x)
+        yield self.b(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.states(x)
+        return torch.cat([first, *others], dim=-1)
+
+
+@program(refused=".")
+class ModuleMadeInForward(nn.Module):
+    """A layer that is made at the first call is not trained by an optimizer of before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.late = nn.Linear(8, 8), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late is None:
+            self.late = nn.Linear(8, 8, dtype=torch.float64)  # refused
+        return self.late(self.a(x))
+
+
+@program()
+class LazyLayer(nn.Module):
+    """A lazy layer that had its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.LazyLinear(8, dtype=torch.float64)
+        self.a(torch.zeros(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.a(x))

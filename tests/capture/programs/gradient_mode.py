@@ -1,0 +1,307 @@
+"""no_grad, set_grad_enabled, inference_mode, detach: where gradients stop."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.registry import program
+
+
+@program(ranks=True)
+class NoGradBranch(nn.Module):
+    """A second path that only looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            scale = self.b(h).sigmoid()
+        return h * scale
+
+
+@program(ranks=True)
+class StopGradientTarget(nn.Module):
+    """SimSiam: each view predicts the other one's projection, which is a target only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.predictor = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        one, other = self.encoder(x), self.encoder(x.flip(1))
+        loss = -F.cosine_similarity(self.predictor(one), other.detach(), dim=-1).mean()
+        return {"loss": loss - F.cosine_similarity(self.predictor(other), one.detach(), dim=-1).mean()}
+
+
+@program(ranks=True)
+class MomentumEncoder(nn.Module):
+    """BYOL, MoCo: the target's weights follow the online ones, inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Linear(8, 8), nn.Linear(8, 8)
+        for p in self.target.parameters():
+            p.requires_grad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.target(x)
+        return (self.online(x) - target).square()
+
+
+@program()
+class DecoratedTarget(nn.Module):
+    """``@torch.no_grad()`` on a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    @torch.no_grad()
+    def target(self, x: Tensor) -> Tensor:
+        return self.b(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) - self.target(x)
+
+
+@program()
+class InferenceModeTarget(nn.Module):
+    """``@torch.inference_mode()`` on a method, its result used as a constant factor of nothing differentiable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            codes = self.b(x).argmax(-1)
+        return self.a(x), codes
+
+
+@program(ranks=True)
+class GradModeByFlag(nn.Module):
+    """``set_grad_enabled`` with a flag, as backbones that may be frozen do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head, self.tune = nn.Linear(8, 8), nn.Linear(8, 8), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.tune):
+            h = self.backbone(x).relu()
+        return self.head(h)
+
+
+@program()
+class GradModeAsFunction(nn.Module):
+    """``torch.set_grad_enabled`` called as a function, and set back by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        torch.set_grad_enabled(False)
+        gate = self.b(h).sigmoid()
+        torch.set_grad_enabled(True)
+        return self.c(h * gate)
+
+
+@program()
+class GradInsideNoGrad(nn.Module):
+    """``enable_grad`` inside ``no_grad``: what is made within is differentiable again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.a(x).relu()
+            with torch.enable_grad():
+                y = self.b(h)
+        return y
+
+
+@program()
+class NoGradViewOfLive(nn.Module):
+    """A value made before the region is used after it: only what the region makes stops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            top = h.abs().amax(dim=-1, keepdim=True)
+            same = h
+        return self.b(same / top)
+
+
+@program(refused="detach")
+class NoGradInPlace(nn.Module):
+    """An in-place change under ``no_grad`` of a tensor that is differentiable outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            h.mul_(0.5)  # refused
+        return self.b(h)
+
+
+@program(ranks=True)
+class BufferUnderNoGrad(nn.Module):
+    """Running statistics by hand."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return h - self.mean
+
+
+@program()
+class BufferUsedBeforeAndAfter(nn.Module):
+    """The statistics before the update enter the output, the new ones the next step's."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("level", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x) / self.level.clone()
+        with torch.no_grad():
+            self.level.copy_(0.5 * self.level + 0.5 * y.abs().mean())
+        return y * self.level.clone()
+
+
+@program(ranks=True)
+class LogitsOfDetached(nn.Module):
+    """An auxiliary head on detached features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head, self.probe = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x).tanh()
+        return self.head(h), self.probe(h.detach())
+
+
+@program()
+class NoGradParameterOnly(nn.Module):
+    """A parameter that is used under ``no_grad`` only has no gradient, so that weight decay leaves it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.scale = nn.Linear(8, 8), nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            s = self.scale.softmax(0)
+        return self.a(x) * s
+
+
+class VectorQuantizer(nn.Module):
+    """VQ-VAE with codebooks that follow by exponential moving averages."""
+
+    codes: Tensor
+    counts: Tensor
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("codes", torch.randn(6, 8))
+        self.register_buffer("counts", torch.ones(6))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.encoder(x)
+        nearest = torch.cdist(h, self.codes).argmin(-1)
+        q = F.embedding(nearest, self.codes)
+        if self.training:
+            with torch.no_grad():
+                hot = F.one_hot(nearest, 6).to(h.dtype)
+                self.counts.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+                self.sums.mul_(0.9).add_(hot.T @ h, alpha=0.1)
+                self.codes.copy_(self.sums / self.counts.clamp(min=1e-2)[:, None])
+        commitment = F.mse_loss(h, q.detach())
+        q = h + (q - h).detach()
+        return self.decoder(q), commitment
+
+
+program(ranks=True)(VectorQuantizer)
+
+
+@program()
+class PowerIteration(nn.Module):
+    """Spectral normalisation by hand: the vectors move under ``no_grad``."""
+
+    u: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("u", F.normalize(torch.randn(8), dim=0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            v = F.normalize(self.weight.t() @ self.u, dim=0)
+            u = F.normalize(self.weight @ v, dim=0)
+            self.u.copy_(u)
+        sigma = u @ self.weight @ v
+        return F.linear(x, self.weight / sigma)
+
+
+@program(refused="x.detach")
+class DetachInPlace(nn.Module):
+    """``detach_`` cuts the tensor itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h.detach_()  # refused
+        return self.b(h)
+
+
+@program(refused=".")
+class RequiresGradInside(nn.Module):
+    """Gradients of an input are asked for inside forward: an energy's force."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)  # refused
+            energy = self.a(x).tanh().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        return force

@@ -1,0 +1,257 @@
+"""In-place operators, and views that they write through."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.registry import program
+from tests.capture.runner import tokens
+
+
+class Two(nn.Module):
+    """Two linear layers, for programs to use as they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+@program(ranks=True)
+class FillDiagonal(Two):
+    """Self-similarities without the diagonal: contrastive losses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        c = h @ h.T
+        c.fill_diagonal_(0)
+        return c.logsumexp(-1) + self.b(x).sum(-1)
+
+
+@program()
+class FillDiagonalOfCovariance(Two):
+    """Barlow twins, VICReg."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) - self.a(x).mean(0)
+        c = h.T @ h / (x.shape[0] - 1)
+        return c.fill_diagonal_(1.0).square().sum() / 8 + self.b(x).var(0).mean()
+
+
+@program(ranks=True)
+class SliceAssignment(Two):
+    """Half of a tensor of zeros is filled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros(x.shape[0], 16)
+        out[:, :8] = self.a(x)
+        out[:, 8:] += self.b(x)
+        return out
+
+
+@program()
+class MaskedAssignment(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h = h.clone()
+        h[x > 0] = 0.5
+        return self.b(h)
+
+
+@program(ranks=True)
+class MaskedFillInPlace(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.a(x)
+        scores.masked_fill_(x < 0, float("-inf"))
+        return self.b(scores.softmax(-1).nan_to_num())
+
+
+@program()
+class ReluInPlace(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x), inplace=True)).add_(1).mul_(2)
+
+
+@program()
+class WriteThroughView(Two):
+    """A view is changed, the base is used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) + 0
+        left = h.view(-1, 2, 4)[:, 0]
+        left.mul_(3)
+        return self.b(h)
+
+
+@program()
+class WriteThroughChunks(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).clone()
+        one, other = h[:, :4], h[:, 4:]
+        one.add_(other)
+        return self.b(h) * one.sum(-1, keepdim=True)
+
+
+@program()
+class WriteThroughTranspose(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).clone()
+        h.t()[2].zero_()
+        return self.b(h)
+
+
+@program()
+class IndexPut(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        out = torch.zeros_like(h)
+        out[:, torch.tensor([3, 1, 1])] = h[:, :3] * 2
+        out.index_add_(1, torch.tensor([0, 0, 5]), h[:, 3:6])
+        return self.b(out)
+
+
+@program(ranks=True)
+class ScatterAdd(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        index = x.argsort(dim=-1)
+        return torch.zeros_like(h).scatter_add_(1, index, h) + torch.zeros_like(h).scatter(1, index, self.b(x))
+
+
+@program()
+class CopyInPlace(Two):
+    """``copy_`` into what was made without gradients, another shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape[0], 3, 8)
+        out.copy_(self.a(x)[:, None])
+        out[:, 1].copy_(self.b(x))
+        return out
+
+
+@program()
+class DataOfActivation(Two):
+    """``x.data`` shares memory and no history."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) * h.data.abs().amax(-1, keepdim=True)
+
+
+@program()
+class DataOfWeight(Two):
+    """Weights are read through ``.data`` for a scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) / self.a.weight.data.norm()
+
+
+@program(refused="optimizer")
+class WeightClampedInForward(Two):
+    """A Lipschitz constraint: the parameter is changed in place under no_grad."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.weight.clamp_(-0.2, 0.2)  # refused
+        return self.b(self.a(x))
+
+
+@program(refused=".")
+class WeightDataChangedInForward(Two):
+    """The same through ``.data``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.weight.data.clamp_(-0.2, 0.2)  # refused
+        return self.b(self.a(x))
+
+
+@program(refused="clone")
+class InputChanged(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)  # refused
+        return self.b(self.a(x))
+
+
+@program(batch=tokens)
+class EmbeddingScaledInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.b = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        h *= 8**0.5
+        h[:, 0] = 0
+        h += torch.arange(6.0)[:, None]
+        return self.b(h)
+
+
+@program(refused=".")
+class EmbeddingRenorm(nn.Module):
+    """``max_norm`` changes the weight in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.abs().argmax(-1))  # refused
+
+
+@program()
+class SwapColumns(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).clone()
+        h[:, [0, 1]] = h[:, [1, 0]]
+        h[..., ::2] *= -1
+        return self.b(h)
+
+
+@program()
+class AccumulateInLoop(Two):
+    """A running sum in place over a Python loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for i in range(4):
+            total += torch.sin(self.a(x) * (i + 1)) / (i + 1)
+        return self.b(total)
+
+
+@program()
+class BufferWrittenBySlice(nn.Module):
+    """A queue of keys (MoCo): rows of a buffer are written, under no_grad."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("queue", torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = F.normalize(self.a(x), dim=-1)
+        logits = q @ self.queue.clone().T
+        with torch.no_grad():
+            self.queue[4:] = self.queue[:4].clone()
+            self.queue[:4] = q
+        return logits
+
+
+@program()
+class BufferGetsGradientHistory(nn.Module):
+    """A buffer that takes a differentiable value without detach: eager keeps the graph until the next call."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("last", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        out = h - self.last
+        self.last = h.mean(0).detach()
+        return out

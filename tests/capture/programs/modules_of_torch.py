@@ -1,0 +1,234 @@
+"""Modules and utilities of torch that keep state, hooks or parametrisations."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import loop, program
+from tests.capture.runner import STEPS, Run, numbers, sgd
+
+
+@program(ranks=True)
+def spectral_norm() -> nn.Module:
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8))
+
+
+@program()
+def spectral_norm_by_hooks() -> nn.Module:
+    """The old one: a forward pre-hook sets a plain attribute."""
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8))
+
+
+@program(ranks=True)
+def weight_norm() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8))
+
+
+@program()
+def weight_norm_by_hooks() -> nn.Module:
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8))
+
+
+@program()
+def orthogonal_parametrization() -> nn.Module:
+    return nn.Sequential(parametrizations.orthogonal(nn.Linear(8, 8)), nn.Linear(8, 8))
+
+
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.triu() + w.triu(1).mT
+
+
+@program()
+def own_parametrization() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    return model
+
+
+@program()
+class ParametrizationCached(Two):
+    """``parametrize.cached()`` around two uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrize.register_parametrization(self.a, "weight", Symmetric())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return self.b(self.a(self.a(x)))
+
+
+@program()
+def pruned() -> nn.Module:
+    """A mask as a buffer, applied by a pre-hook."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    return model
+
+
+@program(ranks=True)
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+
+
+@program()
+def batch_norm_of_all_batches() -> nn.Module:
+    """momentum=None: a cumulative average."""
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8))
+
+
+@program()
+def batch_norm_without_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 8))
+
+
+@program()
+class Checkpointed(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(checkpoint(lambda t: self.a(t).tanh(), x, use_reentrant=False))
+
+
+@program()
+class CheckpointReentrant(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(checkpoint(lambda t: self.a(t).tanh(), self.b(x), use_reentrant=True))
+
+
+@program()
+class CheckpointSequential(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+
+@program(random=True)
+class CheckpointWithDropout(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(checkpoint(lambda t: F.dropout(self.a(t), 0.3), x, use_reentrant=False))
+
+
+def sequences(step: int) -> tuple[Tensor]:
+    return (numbers(4, 5, 8, seed=step),)
+
+
+@program(batch=sequences)
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+@program(batch=sequences)
+class MultiheadAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out, weights = self.attention(x, x, x, need_weights=True)
+        return out, weights
+
+
+@program(batch=sequences)
+class Gru(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(8, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, last = self.rnn(x)
+        return self.head(out) + last.sum()
+
+
+@program()
+class CellLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for part in x.view(-1, 4, 2).unbind(1):
+            state = self.cell(part, state)
+        return torch.cat(state, -1)
+
+
+@program()
+def bilinear_and_norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.PReLU(8), nn.RMSNorm(8), nn.Softplus(), nn.GLU())
+
+
+@program()
+class AutocastInside(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.a(x)
+        return self.b(h.to(x.dtype))
+
+
+@program()
+class DoubleInside(Two):
+    """A softmax in another precision, and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).float().softmax(-1).double()
+        return self.b(h)
+
+
+@program()
+class GradModeOfCaller(Two):
+    """Asks whether gradients are wanted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if torch.is_grad_enabled() else self.b(x)
+
+
+@loop()
+def grad_mode_of_the_caller(run: Run) -> None:
+    model = run.compile(GradModeOfCaller())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        with torch.no_grad():
+            run.note("without", model(numbers(4, 8, seed=step + 3)))
+        run.step(model, optimizer, step)
+
+
+@program()
+class AsksRequiresGrad(Two):
+    """Branches on what of a tensor is differentiable."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) if h.requires_grad and not x.requires_grad else h * 2
+
+
+@program(between=lambda model, step: model.get_submodule("a").requires_grad_(step != 1))
+class AsksParameterRequiresGrad(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) if self.a.weight.requires_grad else self.b(x)
+        return self.b(h)
+
+
+@loop(line=False, refused=".")
+def called_under_autocast(run: Run) -> None:
+    model = run.compile(Two2())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(numbers(4, 8, seed=step))
+        out.float().square().mean().backward()
+        run.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Two2(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))

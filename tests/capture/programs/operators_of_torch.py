@@ -1,0 +1,181 @@
+"""Operators that researchers use: indexing, sorting, einsum, func, norms."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import program
+from tests.capture.runner import numbers
+
+
+def sequences(step: int) -> tuple[Tensor]:
+    return (numbers(4, 4, 8, seed=step),)
+
+
+@program(ranks=True)
+class Einsum(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.a(x).view(-1, 2, 4), self.b(x).view(-1, 2, 4)
+        return torch.einsum("bhd,bgd->bhg", q, k).softmax(-1)
+
+
+@program(ranks=True)
+class TopK(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        values, index = self.a(x).topk(3, dim=-1)
+        return values.softmax(-1) @ self.b.weight[:3] + self.b(x).gather(1, index).sum(-1, keepdim=True)
+
+
+@program()
+class SortAndCumsum(Two):
+    """Sparsemax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.a(x)
+        s, _ = z.sort(dim=-1, descending=True)
+        k = torch.arange(1, 9, dtype=z.dtype)
+        support = (1 + k * s > s.cumsum(-1)).sum(-1, keepdim=True)
+        tau = (s.cumsum(-1).gather(-1, support - 1) - 1) / support
+        return self.b((z - tau).clamp(min=0))
+
+
+@program()
+class AdvancedIndexing(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        index = torch.arange(x.shape[0])
+        return h[index, x.argmax(-1)][:, None] * self.b(x)[:, [1, 2, 5]] + h[..., None][:, 0]
+
+
+@program()
+class SafeWhere(Two):
+    """where with a branch that has no finite gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        positive = h > 0
+        return torch.where(positive, torch.where(positive, h, 1.0).sqrt(), self.b(x))
+
+
+@program()
+class NanGradient(Two):
+    """The gradient is nan in eager, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return torch.where(h > 0, h.sqrt(), 0.0) + self.b(x)
+
+
+@program(batch=lambda step: (numbers(2, 8, seed=step).repeat(2, 1),), ranks=True)
+class MinMaxTies(Two):
+    """Reductions whose gradients are shared between ties, which lie on different ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return h.amax(0) + h.max() + h.min(0).values + self.b(x).median(-1, keepdim=True).values + h.amin(1).sum()
+
+
+@program(ranks=True)
+class NormsOverTheBatch(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h = (h - h.mean(0)) / h.std(0).clamp(min=1e-5)
+        return self.b(h) / h.norm() + torch.linalg.vector_norm(h, 3) + h.var(unbiased=False)
+
+
+@program()
+class ClampWithTensors(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).clamp(min=self.b(x) - 0.1, max=torch.tensor(0.5))
+
+
+@program()
+class LinearAlgebra(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.a.weight
+        gram = w @ w.T + torch.eye(8)
+        return torch.linalg.solve(gram, self.b(x).T).T + torch.linalg.cholesky(gram).diagonal().log().sum()
+
+
+@program()
+class Orthogonal(Two):
+    """Matrix exponential and QR."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        skew = self.a.weight - self.a.weight.T
+        q, _ = torch.linalg.qr(self.b.weight)
+        return x @ torch.matrix_exp(skew) @ q
+
+
+@program()
+class ForwardModeDerivative(Two):
+    """torch.func.jvp inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, tangent = torch.func.jvp(lambda t: self.a(t).tanh(), (x,), (torch.ones_like(x),))
+        return out + tangent
+
+
+@program()
+class PerSampleGradient(Two):
+    """torch.func.grad and vmap inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(torch.func.grad(lambda t: self.a(t).tanh().sum()))(x)
+
+
+@program()
+class GradientInForward(Two):
+    """autograd.grad with create_graph: a gradient penalty, a force field."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_(True)
+        energy = self.b(self.a(x).tanh()).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force
+
+
+@program()
+class FunctionalCall(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {k: v * 2 for k, v in self.a.named_parameters()}
+        return torch.func.functional_call(self.a, weights, (x,)) + self.b(x)
+
+
+@program(batch=sequences, ranks=True)
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(-1, 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT / math.sqrt(4) + torch.full((4, 4), float("-inf")).triu(1)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@program(batch=sequences)
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool, self.up = nn.Conv1d(4, 8, 3, padding=1), nn.MaxPool1d(2), nn.ConvTranspose1d(8, 4, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.pool(self.conv(x).relu())) + F.interpolate(x[..., ::2], scale_factor=2, mode="linear")
+
+
+@program(batch=sequences)
+class AlibiAndPadding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.pad(self.a(x), (0, 0, 1, 0), value=1.0)
+        distance = (torch.arange(5)[:, None] - torch.arange(5)).clamp(min=0)
+        return (torch.exp(-distance * 0.5).tril() @ h).logcumsumexp(1)

@@ -1,0 +1,148 @@
+"""Tied and shared tensors, frozen parts, parameters that are unused."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import program
+from tests.capture.runner import tokens
+
+
+@program(batch=tokens, ranks=True)
+class TiedEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a, self.head = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.a(self.table(ids)).tanh())
+
+
+@program(ranks=True)
+class UsedTwice(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.a(x).tanh()) + F.linear(x, self.a.weight.t())
+
+
+@program(ranks=True)
+class Unused(Two):
+    """A parameter that no call uses keeps its None."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+
+@program()
+class UsedWithZero(Two):
+    """Used, with a factor of zero: a gradient of zeros, not None."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + 0 * self.b(x).sum()
+
+
+@program(ranks=True)
+class Frozen(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+@program()
+class SharedModule(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+        self.other = self.one
+        self.c = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.one(x).relu() + self.other(x * 2))
+
+
+@program()
+class SliceOfWeight(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x[:, :4], self.a.weight[:, :4], self.a.bias) + x @ self.b.weight.diag().diag()
+
+
+@program()
+class WeightAsOutput(Two):
+    """A regularisation of weights, computed in forward."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.b(self.a(x)), sum(p.square().sum() for p in self.parameters()) * 0.01
+
+
+@program()
+class ParametersByName(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        p = dict(self.named_parameters())
+        return F.linear(F.linear(x, p["a.weight"]).tanh(), p["b.weight"], p["b.bias"])
+
+
+@program(refused=".")
+class PlainTensorRequiresGrad(nn.Module):
+    """A tensor with gradients that is no parameter: its gradient has nowhere to go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.shift = nn.Linear(8, 8), torch.zeros(8, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.shift  # refused
+
+
+@program()
+class ListOfTensors(nn.Module):
+    """Constants in a list and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.shifts, self.masks = [torch.ones(8), torch.arange(8.0)], {"even": torch.arange(8) % 2 == 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(self.masks["even"], self.a(x) + self.shifts[1], self.a(x) - self.shifts[0])
+
+
+@program()
+class NotPersistent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("ramp", torch.arange(8.0), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.ramp
+
+
+@program()
+class ModulesInAList(nn.Module):
+    """Layers in a plain list: their parameters are not the model's, and are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.hidden = nn.Linear(8, 8), [nn.Linear(8, 8).double().requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.hidden[0](x).tanh())
+
+
+@program()
+class Expanded(Two):
+    """expand, repeat, broadcasting, unfold, flip, roll."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)[:, None].expand(-1, 3, -1) * torch.arange(3.0)[:, None]
+        h = h.roll(1, dims=-1).flip(1).repeat(1, 1, 2).unfold(2, 4, 4)
+        return self.b(h.reshape(x.shape[0], -1, 8))
