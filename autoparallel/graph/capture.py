@@ -26,13 +26,20 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch import make_fake_mode
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
 from autoparallel.graph.data_access import DataAccess
-from autoparallel.graph.globals_read import GlobalsRead, owners_of
+from autoparallel.graph.globals_read import GlobalsRead, owners_of, read_of_loss
 from autoparallel.graph.hooks import require_full_hooks
 from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_out
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.outputs import find_loss, set_apart, weigh_outputs
-from autoparallel.graph.plain_tensors import is_attribute, make_buffer, plain_tensors
-from autoparallel.graph.recorder import Recorder, StateChangedError, first_line
+from autoparallel.graph.plain_tensors import (
+    is_attribute,
+    make_buffer,
+    plain_generators,
+    plain_tensors,
+    stand_in,
+    trained_attributes,
+)
+from autoparallel.graph.recorder import IN_THE_MODEL, LOSS, Recorder, StateChangedError, first_line
 from autoparallel.graph.refusals import require_positions, require_same_memory, require_static
 from autoparallel.graph.seeding import refuse_seeding
 from autoparallel.graph.tracing import Trace, everything_seen
@@ -205,12 +212,17 @@ def capture(
     shapes = pytree.tree_unflatten(dynamic, in_spec)
 
     tensors = plain_tensors(model)
+    if isinstance(loss_fn, nn.Module):
+        state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
+        tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in memo}
     with mode:
         for tensor in tensors.values():
-            memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+            memo.setdefault(id(tensor), stand_in(tensor, memo))
+    memo |= {id(generator): generator for generator in plain_generators(model)}  # they cannot be copied
     attributes = {name: t for name, t in tensors.items() if is_attribute(model, name)}
     owners |= {name: name for name in attributes}
     references = {id(memo[id(t)]): t for t in tensors.values()}
+    trained = trained_attributes(tensors)
     recorders: list[Recorder] = []
 
     def make() -> _Training:
@@ -225,8 +237,10 @@ def capture(
             make_buffer(plain, name)
         if training is not None:
             plain.train(training)
-        recorders.append(Recorder(model, plain, table))
-        wrapper = _Training(plain, loss_fn, precision, recorders[-1])
+        loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
+        pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
+        recorders.append(Recorder(model, plain, table, trained, pair))
+        wrapper = _Training(plain, loss, precision, recorders[-1])
         wrapper.training = plain.training
         wrapper.found.copies = table
         wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
@@ -273,8 +287,10 @@ def capture(
                 captured = trace([])
         captured.state.merge(whole.recorder.state())
         captured.state.merge(reads.state())
+        captured.state.merge(read_of_loss(loss_fn))
     finally:
         torch.set_grad_enabled(before)
+        reads.forget_cached()
         for recorder in recorders:
             recorder.close()
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
@@ -358,8 +374,12 @@ def _inline_gradient_modes(program: ExportedProgram, calls: Trace) -> None:
 def _explain(error: Exception, model: nn.Module) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     package = __file__.rpartition("/graph/")[0]
-    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(package)]
-    where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}' if own else "unknown line"
+    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((package, "<"))]
+    if own:
+        where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}'
+    else:
+        code = type(model).forward.__code__
+        where = f'"{code.co_filename}", line {code.co_firstlineno}, in forward'
     text = str(error).strip()
     kind = type(error).__name__
     depends = "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text
@@ -457,6 +477,8 @@ def _describe(
     nodes = {n.name: n for n in graph.nodes}
     for out in program.graph_signature.output_specs:
         if out.kind == OutputKind.BUFFER_MUTATION:
+            if not str(out.target).startswith("model."):
+                raise CaptureError(f"the loss function changes its buffer {out.target} in place\n{IN_THE_MODEL}")
             mutated.append(owners[str(out.target).removeprefix("model.")])
             results.append(nodes[out.arg.name])
         elif out.kind == OutputKind.USER_OUTPUT:

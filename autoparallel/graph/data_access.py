@@ -41,7 +41,7 @@ class DataAccess(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError(explain_new_memory("x.data = ...", _line()))
-        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        if name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
             self._require_own(args[0] if args else None)
         self._require_own(kwargs.get("out"))
         if name == "fill_diagonal_" and _is_plain_diagonal(*args, **kwargs):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dis
 import gc
+import os
 import random
 import sys
 import types
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -33,6 +35,12 @@ from autoparallel.graph.python_state import (
     shown,
 )
 from autoparallel.graph.recorder import StateChangedError, line_of_frame
+
+_CACHE = type(cache(len))
+
+
+def _leave(value: Any) -> None:
+    """Leaves what a run has changed as it is."""
 
 
 class _Root:
@@ -97,6 +105,7 @@ class GlobalsRead:
         self._codes: dict[int, tuple[types.CodeType, _Loads | None]] = {}
         self._owners = {id(owner): owner for owner in owners}
         self._closures: set[Hashable] = set()
+        self._caches: list[Any] = []
         self._problem = ""
 
     def __enter__(self) -> GlobalsRead:
@@ -109,6 +118,7 @@ class GlobalsRead:
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         sys.setprofile(self._before)
+        self.forget_cached()
         self._suspended.__exit__(None, None, None)
         drawn = self.drawn()
         random.setstate(self._python)
@@ -132,6 +142,11 @@ class GlobalsRead:
                 raise StateChangedError(message, lambda _, reads: reads.has_changed(key))
             if self._problem:
                 raise CaptureError(self._problem)
+
+    def forget_cached(self) -> None:
+        """Empties the caches of functions that the run has called: they hold its tensors."""
+        for cached in self._caches:
+            cached.cache_clear()
 
     def drawn(self) -> list[str]:
         """The generators that have been drawn from."""
@@ -212,6 +227,12 @@ class GlobalsRead:
     def _add_chain(self, label: str, value: Any, attributes: tuple[str, ...], frame: types.FrameType) -> None:
         """An attribute of a module or of an object that is no part of the model."""
         name = attributes[0]
+        if value is os and name in ("environ", "getenv"):
+            self._add((id(os), "environ"), "os.environ", lambda: dict(os.environ), _leave, frame)
+            return
+        if isinstance(value, ContextVar):
+            self._add((id(value), "get"), label, partial(value.get, MISSING), _leave, frame)
+            return
         if isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] in LIBRARIES:
                 return
@@ -241,6 +262,9 @@ class GlobalsRead:
         if key in self._roots:
             return
         value = read()
+        if isinstance(value, _CACHE):
+            self._caches.append(value)
+            return
         # Of an installed package only numbers and the like are watched: its registries are no model's state.
         if isinstance(value, types.ModuleType) or not is_plain(value) and "/site-packages/" in frame.f_code.co_filename:
             return
@@ -251,6 +275,17 @@ class GlobalsRead:
             )
             return
         self._roots[key] = _Root(key, label, read, write, table)
+
+
+def read_of_loss(function: Any) -> PythonState:
+    """What a loss function brings along beside globals and cells: defaults, arguments of a ``functools.partial``."""
+    state = PythonState()
+    if isinstance(function, partial):
+        state.watch("loss_fn", lambda: function, deep=True)
+        state.merge(read_of_loss(function.func))
+    elif isinstance(function, types.FunctionType):
+        state.watch("the defaults of loss_fn", lambda: (function.__defaults__, function.__kwdefaults__), deep=True)
+    return state
 
 
 def owners_of(function: Any) -> tuple[Any, ...]:

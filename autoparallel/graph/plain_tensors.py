@@ -6,23 +6,23 @@ by reference: what is changed in them in place is seen.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.python_state import is_data
+
+REPLACED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""What ``compile()`` has put in the place of a plain parameter, which the model may hold in a list of its own, too."""
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that are no parameters and no buffers, by where they are.
-
-    Raises:
-        CaptureError: for one that is trained, which no optimizer of the model's parameters would see.
-    """
+    """The tensors that are no parameters and no buffers, by where they are."""
     registered = {id(t) for t in (*model.parameters(), *model.buffers())}
     modules = {id(m) for m in model.modules()}
     tensors: dict[str, torch.Tensor] = {}
@@ -33,15 +33,25 @@ def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
                 continue
             label = f"{path}.{name}" if path else name
             for place, tensor in _tensors(value, label, modules, set()):
-                if id(tensor) in registered:
-                    continue
-                if tensor.requires_grad:
-                    raise CaptureError(
-                        f"{place} is trained, but it is not among the model's parameters\nWhat to change: register it "
-                        "(self.weight = nn.Parameter(...), nn.ParameterList, nn.ModuleList), or detach it."
-                    )
-                tensors[place] = tensor
+                if id(tensor) not in registered:
+                    tensors[place] = tensor
     return tensors
+
+
+def stand_in(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """What a copy of the model has in the place of a plain tensor; to be called in a fake mode."""
+    if tensor in REPLACED and id(REPLACED[tensor]) in memo:
+        twin: torch.Tensor = memo[id(REPLACED[tensor])]
+        return twin
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+
+
+def trained_attributes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The attributes whose tensors are trained although no optimizer of the model's parameters sees them, with where
+    the tensor is."""
+    trained = [place for place, tensor in tensors.items() if tensor.requires_grad and tensor not in REPLACED]
+    return {re.split(r"\[", place)[0]: place for place in reversed(trained)}
 
 
 def _tensors(value: Any, label: str, modules: set[int], seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,6 +75,11 @@ def _tensors(value: Any, label: str, modules: set[int], seen: set[int]) -> Itera
         return
     for place, entry in entries:
         yield from _tensors(entry, place, modules, seen)
+
+
+def plain_generators(model: nn.Module) -> list[torch.Generator]:
+    """The generators of random numbers that modules hold."""
+    return [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Generator)]
 
 
 def is_attribute(model: nn.Module, name: str) -> bool:

@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,8 @@ _PLAIN = (
     torch.memory_format, enum.Enum,
 )  # fmt: skip
 OPAQUE = (
-    types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, nn.Module
+    types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, nn.Module, property,
+    staticmethod, classmethod, cached_property, type(cache(len)),
 )  # fmt: skip
 """What is compared by identity: what is in it is looked at where it is read."""
 

@@ -30,10 +30,15 @@ from autoparallel.graph.python_state import (
     shown,
 )
 
-_INTERNAL = frozenset((*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized"))
+_INTERNAL = frozenset((*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized")) - {"forward"}
 """Attributes of modules that are torch's own; those that matter are part of the kind of call in other ways."""
 
 _TABLES = ("_parameters", "_modules")
+
+LOSS = "loss_fn"
+"""The path of the loss function among the modules of what is traced."""
+
+IN_THE_MODEL = "What to change: keep what changes in the model, as a registered buffer."
 
 
 def line_of_frame(frame: FrameType | None) -> str:
@@ -126,17 +131,30 @@ class Recorder:
     Args:
         model, copied: the user's model and the copy, of which every object is watched from now on.
         memo: that of ``copy.deepcopy``.
+        trained: attributes that hold tensors which are trained, but are not registered, and where those are.
+        loss: the user's loss function and its copy, where it is a module.
     """
 
-    def __init__(self, model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        copied: nn.Module,
+        memo: dict[int, Any],
+        trained: Mapping[str, str] | None = None,
+        loss: tuple[nn.Module, nn.Module] | None = None,
+    ) -> None:
         self._memo = memo
+        self._trained = trained or {}
+        self._refusal = ""
         originals: list[Any] = memo.get(id(memo), [])
         self._watched: dict[int, _Watched] = {}
         self._recording = False
         self._tables: dict[tuple[int, str], dict[str, Any]] = {}
-        for path, module in copied.named_modules(remove_duplicate=False):
-            if id(vars(module)) not in self._watched:
-                self._watch(path, model.get_submodule(path), module)
+        for prefix, (theirs, ours) in {"": (model, copied), **({LOSS: loss} if loss else {})}.items():
+            for path, module in ours.named_modules(remove_duplicate=False):
+                if id(vars(module)) not in self._watched:
+                    self._watch(".".join(filter(None, (prefix, path))), theirs.get_submodule(path), module)
+        modules = [*model.modules(), *(loss[0].modules() if loss else ())]
         holders = {id(x): w.label(n) for w in self._watched.values() for n, x in vars(w.copy).items()}
         for original in originals:
             twin = memo.get(id(original))
@@ -144,7 +162,7 @@ class Recorder:
                 self._watch(holders.get(id(twin), type(original).__name__), original, twin)
 
         tables = {id(vars(w.original)) for w in self._watched.values()}
-        tables |= {id(vars(m)[kind]) for m in model.modules() for kind in ("_buffers", "_parameters")}
+        tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
         self._held = [
             memo[id(x)]
             for x in originals
@@ -186,8 +204,27 @@ class Recorder:
         """Notes that an attribute of the object with this ``__dict__`` is read."""
         if self._recording and name not in _INTERNAL:
             watched = self._watched[id(table)]
-            if name not in watched.writes:
+            if name not in watched.writes and name not in watched.reads:
                 watched.reads.add(name)
+                self._look_at(watched, name)
+
+    def _look_at(self, watched: _Watched, name: str) -> None:
+        """Refuses what is read for the first time and cannot be in a program; later, not in the middle of a call."""
+        label, value = watched.label(name), vars(watched.original).get(name)
+        if self._refusal:
+            return
+        if label in self._trained:
+            self._refusal = (
+                f"{self._trained[label]} is trained, but it is not among the model's parameters; it is read at "
+                f"{line_of_frame(sys._getframe(3))}\nWhat to change: register it (nn.Parameter, nn.ParameterList, "
+                "nn.ModuleList), or freeze it (requires_grad_(False), detach())."
+            )
+        elif isinstance(value, Iterator):
+            self._refusal = (
+                f"{label}, a {type(value).__name__}, has another value at every call; it is read at "
+                f"{line_of_frame(sys._getframe(3))}\nWhat to change: take the value outside of the model and pass it "
+                "in."
+            )
 
     def write(self, table: dict[str, Any], name: str) -> None:
         """Notes that an attribute is written."""
@@ -204,6 +241,9 @@ class Recorder:
             CaptureError: where the run has changed what it reads, or what no program can carry.
         """
         self._recording = False
+        if self._refusal:
+            raise CaptureError(self._refusal)
+        self._require_classes_kept()
         written: dict[str, Any] = {}
         for watched in list(self._watched.values()):
             for name, line in list(watched.changed().items()):
@@ -223,6 +263,17 @@ class Recorder:
             watched.writes.clear()
         return dict(sorted(written.items()))
 
+    def _require_classes_kept(self) -> None:
+        """Raises where the run has set an attribute of a class, which the class made for recording has got."""
+        for watched in self._watched.values():
+            cls = type(watched.copy)
+            for name in _written_to(cls):
+                delattr(cls, name)
+                raise CaptureError(
+                    f"a call changes the class of {watched.path or 'the model'}: {cls.__name__}.{name}\n"
+                    "What to change: keep it in a registered buffer, or set it outside of forward."
+                )
+
     def _take(self, watched: _Watched, name: str, line: str, written: dict[str, Any]) -> None:
         table, label = vars(watched.copy), watched.label(name)
         before = vars(watched.original).get(name, getattr(type(watched.original), name, MISSING))
@@ -241,7 +292,7 @@ class Recorder:
                 f"a call changes what it reads: {label} is {shown(before)} before it and {shown(now)} after it, at "
                 f"{line}\n{_advice(now)}"
             )
-        if not isinstance(watched.copy, nn.Module):
+        if not isinstance(watched.copy, nn.Module) or watched.path.partition(".")[0] == LOSS:
             raise CaptureError(
                 f"a call sets {label}, an attribute of a {type(watched.original).__name__}, at {line}\n"
                 "What to change: return the value, or keep it in an attribute of the module."
@@ -261,6 +312,8 @@ class Recorder:
         now = table.get(name)
         if now is before:
             return
+        if watched.path.partition(".")[0] == LOSS:
+            raise CaptureError(f"the loss function replaces {label} at {line}\n{IN_THE_MODEL}")
         if kind != "_buffers":
             what = "parameter" if kind == "_parameters" else "module"
             raise CaptureError(
@@ -323,9 +376,8 @@ class Recorder:
             state.add(label, table, name)
         else:  # an attribute of the class, until the object has one of this name
             cls = next(c for c in type(owner).__mro__ if name in vars(c))
-            if is_plain(value := vars(cls)[name]) or isinstance(value, list | tuple | dict | set):
-                state.add(label, table, name)
-                state.add(f"{cls.__name__}.{name}", vars(cls), name)
+            state.add(label, table, name)
+            state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name)
 
 
 def _is_bookkeeping(module: Any) -> bool:
@@ -408,6 +460,14 @@ _RECORDERS: dict[int, Recorder] = {}
 """By the id of an object's ``__dict__``: it is the same for the proxies that ``torch.export`` puts around modules."""
 
 _CLASSES: dict[type, type] = {}
+
+
+_BODY = frozenset(("__getattribute__", "__setattr__", "__delattr__", "__slots__", "__module__", "__doc__"))
+
+
+def _written_to(cls: type) -> list[str]:
+    """What has been set on a recording class since it was made; nothing for another."""
+    return [name for name in vars(cls) if name not in _BODY] if cls in _CLASSES.values() else []
 
 
 def _recording_class(cls: type) -> type:

@@ -140,7 +140,7 @@ class _Unshard(torch.autograd.Function):
         if not any(wanted):
             raise RuntimeError(
                 "torch.autograd.grad() with respect to parameters is not supported on a model compiled by "
-                "autoparallel: call backward() and read .grad"
+                "autoparallel\nWhat to change: call backward() and read .grad."
             )
         rows = [row if w else [None] * uses for row, w in zip(rows, wanted, strict=True)]
         bucket.store.receive(chains, rows)

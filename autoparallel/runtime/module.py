@@ -178,7 +178,10 @@ class ParallelModule(nn.Module):
             )
         problem = problem or self._store.assigned()
         if torch.is_autocast_enabled(self._mesh.device_type):
-            problem = "the model is called under torch.autocast, which is not supported yet: call it outside"
+            problem = (
+                "the model is called under torch.autocast, which is not supported yet\nWhat to change: call it outside, "
+                "and give compile() the dtypes (precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            )
         layouts: list[Layout | None] = []
         local: list[Any] = []
         for leaf in leaves:

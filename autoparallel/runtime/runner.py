@@ -162,7 +162,7 @@ class Outputs(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
-                "derivative would be taken of one rank's part only. Compute it on the plain model."
+                "derivative would be taken of one rank's part only.\nWhat to change: compute it on the plain model."
             )
         return None, ctx.delivery.weighted(grads[0])
 
@@ -187,8 +187,9 @@ def refuse_detached(captured: Captured, values: list[Any]) -> None:
         if isinstance(values[i], torch.Tensor) and not values[i].requires_grad:
             reason = (
                 f"output {i - first} of the model is not the loss and was detached from what computed it, because the "
-                'loss is known (loss_fn returned it, or it is called "loss"): pass outputs="gather" to compile() for '
-                'outputs that are whole and can be differentiated, or outputs="sharded" for such as lie over the mesh'
+                'loss is known (loss_fn returned it, or it is called "loss")\nWhat to change: pass outputs="gather" to '
+                'compile() for outputs that are whole and can be differentiated, or outputs="sharded" for such as lie '
+                "over the mesh"
             )
             anchor = torch.zeros((), device=values[i].device, requires_grad=True)
             values[i] = Refuse.apply(anchor, values[i], reason)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
 from autoparallel import _torch
+from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.hooks import move_hooks
 from autoparallel.runtime.slices import local_slice
@@ -53,7 +54,7 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
             new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
             move_hooks(parameter, new)
-            made[id(parameter)] = new
+            made[id(parameter)] = REPLACED[parameter] = new
             replaced[id(parameter)] = parameter
         module._parameters[name] = made[id(parameter)]
     return list(replaced.values())
