@@ -32,6 +32,7 @@ from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_o
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.outputs import find_loss, set_apart, weigh_outputs
 from autoparallel.graph.plain_tensors import (
+    REPLACED,
     is_attribute,
     make_buffer,
     plain_generators,
@@ -223,6 +224,7 @@ def capture(
     owners |= {name: name for name in attributes}
     references = {id(memo[id(t)]): t for t in tensors.values()}
     trained = trained_attributes(tensors)
+    constants = {name: memo[id(t)] for name, t in tensors.items() if name not in attributes and t not in REPLACED}
     recorders: list[Recorder] = []
 
     def make() -> _Training:
@@ -239,7 +241,7 @@ def capture(
             plain.train(training)
         loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
-        recorders.append(Recorder(model, plain, table, trained, pair))
+        recorders.append(Recorder(model, plain, table, trained, pair, constants))
         wrapper = _Training(plain, loss, precision, recorders[-1])
         wrapper.training = plain.training
         wrapper.found.copies = table
@@ -252,11 +254,13 @@ def capture(
         calls = _calls_of(wrapper)
         program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
         resolve_opaque_calls(program.graph_module, calls.calls, calls.hooks)
+        _name_outputs(program)
         captured = _describe(
             program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
         )
         captured.state = wrapper.recorder.state()
         captured.draws = draws
+        captured.rebound = frozenset(owners[name] for name in wrapper.recorder.rebound)
         for run in runs:
             inner = replace(run, path=run.path.removeprefix("model."))
             fill_up(captured.graph, inner, captured.parameters, captured.buffers)
@@ -365,7 +369,12 @@ def _inline_gradient_modes(program: ExportedProgram, calls: Trace) -> None:
         transparent=lambda node: node.target is HOOK,
         aliases=lambda node: node.target is CALL and calls.calls[node.args[2]].aliases,  # type: ignore[index]
     )
-    results = graph.output_node().args[0]
+    _name_outputs(program)
+
+
+def _name_outputs(program: ExportedProgram) -> None:
+    """Writes the names of the results of a graph that was rewritten into its signature."""
+    results = program.graph.output_node().args[0]
     for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
         if isinstance(node, fx.Node):
             spec.arg.name = node.name

@@ -64,6 +64,7 @@ class Captured:
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
         weight: what the loss weighs among the microbatches of a step; None where there is no loss.
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
+        rebound: of the mutated buffers those that a call binds to a new tensor, instead of changing theirs in place.
         attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
         state: the values of Python's that the trace has read.
         draws: how many times a call draws random numbers.
@@ -83,6 +84,7 @@ class Captured:
     actual: dict[sympy.Symbol, int] = field(default_factory=dict)
     weight: LossWeight | None = None
     rest_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    rebound: frozenset[str] = frozenset()
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)
     state: PythonState = field(default_factory=PythonState)
     draws: int = 0
@@ -109,7 +111,7 @@ class Captured:
     @property
     def saved_buffers(self) -> frozenset[str]:
         """The buffers that a call changes although the backward may need what they were."""
-        changed = set(self.mutated_buffers)
+        changed = set(self.mutated_buffers) - self.rebound
         return frozenset(
             self.buffers[node.name]
             for node in self.graph.nodes

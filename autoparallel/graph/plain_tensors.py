@@ -43,14 +43,17 @@ def stand_in(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if tensor in REPLACED and id(REPLACED[tensor]) in memo:
         twin: torch.Tensor = memo[id(REPLACED[tensor])]
         return twin
-    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def trained_attributes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The attributes whose tensors are trained although no optimizer of the model's parameters sees them, with where
-    the tensor is."""
-    trained = [place for place, tensor in tensors.items() if tensor.requires_grad and tensor not in REPLACED]
+    """The attributes whose tensors are parameters, or trained, although no optimizer of the model's parameters sees
+    them, with where the tensor is."""
+    trained = [
+        place
+        for place, tensor in tensors.items()
+        if (tensor.requires_grad or isinstance(tensor, nn.Parameter)) and tensor not in REPLACED
+    ]
     return {re.split(r"\[", place)[0]: place for place in reversed(trained)}
 
 
@@ -105,3 +108,10 @@ def tensor_at(model: nn.Module, name: str) -> torch.Tensor:
     path, _, attribute = name.rpartition(".")
     value: torch.Tensor = getattr(model.get_submodule(path), attribute)
     return value
+
+
+def rebind(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Puts a new tensor in the place of a buffer or of one that is a plain attribute."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    (module._buffers if attribute in module._buffers else vars(module))[attribute] = value

@@ -133,6 +133,7 @@ class Recorder:
         memo: that of ``copy.deepcopy``.
         trained: attributes that hold tensors which are trained, but are not registered, and where those are.
         loss: the user's loss function and its copy, where it is a module.
+        constants: the copy's tensors that are no attributes of modules, by where they are.
     """
 
     def __init__(
@@ -142,10 +143,13 @@ class Recorder:
         memo: dict[int, Any],
         trained: Mapping[str, str] | None = None,
         loss: tuple[nn.Module, nn.Module] | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._memo = memo
         self._trained = trained or {}
         self._refusal = ""
+        self._constants, self._versions = constants or {}, dict[str, int]()
+        self.rebound: set[str] = set()
         originals: list[Any] = memo.get(id(memo), [])
         self._watched: dict[int, _Watched] = {}
         self._recording = False
@@ -187,6 +191,7 @@ class Recorder:
             (id(vars(w.copy)), kind): dict(vars(w.copy)[kind]) for w in modules for kind in ("_buffers", *_TABLES)
         }
         self._containers = [(container, container.copy()) for container in self._held]
+        self._versions = {name: fake._version for name, fake in self._constants.items()}
         self._recording = True
         return self
 
@@ -195,8 +200,10 @@ class Recorder:
 
     def close(self) -> None:
         """Forgets the copy."""
-        for key in self._watched:
+        for key, watched in self._watched.items():
             _RECORDERS.pop(key, None)
+            for name in _written_to(type(watched.copy)):
+                delattr(type(watched.copy), name)
 
     # -- while the copy runs ----------------------------------------------------------------------------------------
 
@@ -215,9 +222,9 @@ class Recorder:
             return
         if label in self._trained:
             self._refusal = (
-                f"{self._trained[label]} is trained, but it is not among the model's parameters; it is read at "
-                f"{line_of_frame(sys._getframe(3))}\nWhat to change: register it (nn.Parameter, nn.ParameterList, "
-                "nn.ModuleList), or freeze it (requires_grad_(False), detach())."
+                f"{self._trained[label]} is a parameter or trained, but it is not among the model's parameters; it is "
+                f"read at {line_of_frame(sys._getframe(3))}\nWhat to change: register it (nn.Parameter, "
+                "nn.ParameterList, nn.ModuleList), or keep a plain tensor (detach())."
             )
         elif isinstance(value, Iterator):
             self._refusal = (
@@ -243,7 +250,22 @@ class Recorder:
         self._recording = False
         if self._refusal:
             raise CaptureError(self._refusal)
-        self._require_classes_kept()
+        if name := self.changed_class():
+            raise StateChangedError(
+                lambda line: (
+                    f"a call changes an attribute of a class, {name}, at {line}\n"
+                    "What to change: keep it in a registered buffer, or set it outside of forward."
+                ),
+                lambda recorder, _: bool(recorder.changed_class()),
+            )
+        if constant := self.changed_constant():
+            raise StateChangedError(
+                lambda line: (
+                    f"a call changes the tensor {constant} in place, at {line}\n"
+                    "What to change: register it as a buffer (self.register_buffer)."
+                ),
+                lambda recorder, _: bool(recorder.changed_constant()),
+            )
         written: dict[str, Any] = {}
         for watched in list(self._watched.values()):
             for name, line in list(watched.changed().items()):
@@ -263,16 +285,14 @@ class Recorder:
             watched.writes.clear()
         return dict(sorted(written.items()))
 
-    def _require_classes_kept(self) -> None:
-        """Raises where the run has set an attribute of a class, which the class made for recording has got."""
-        for watched in self._watched.values():
-            cls = type(watched.copy)
-            for name in _written_to(cls):
-                delattr(cls, name)
-                raise CaptureError(
-                    f"a call changes the class of {watched.path or 'the model'}: {cls.__name__}.{name}\n"
-                    "What to change: keep it in a registered buffer, or set it outside of forward."
-                )
+    def changed_class(self) -> str:
+        """An attribute of a class that the run has set, which the class made for recording has got; empty for none."""
+        classes = {type(watched.copy) for watched in self._watched.values()}
+        return next((f"{cls.__name__}.{name}" for cls in classes for name in _written_to(cls)), "")
+
+    def changed_constant(self) -> str:
+        """A tensor in a list, dict or object that the run has changed in place; empty for none."""
+        return next((name for name, fake in self._constants.items() if fake._version != self._versions[name]), "")
 
     def _take(self, watched: _Watched, name: str, line: str, written: dict[str, Any]) -> None:
         table, label = vars(watched.copy), watched.label(name)
@@ -330,6 +350,7 @@ class Recorder:
                 f"{tuple(now.shape)} {now.dtype}, at {line}\nWhat to change: keep its shape and dtype."
             )
         table[name] = before
+        self.rebound.add(label)
         with torch.no_grad():
             before.copy_(now)
 
@@ -339,7 +360,9 @@ class Recorder:
         if not container and not entries:
             return False
         if isinstance(container, OrderedDict):  # hooks, among others
-            container = {k: f for k, f in container.items() if not _is_bookkeeping(getattr(f, "__module__", ""))}
+            container = {
+                k: f for k, f in container.items() if k in entries or not _is_bookkeeping(getattr(f, "__module__", ""))
+            }
         return len(container) != len(entries) or not all(map(_is_same, _flat(container), _flat(entries)))
 
     def _holder(self, container: Any) -> str:
@@ -381,9 +404,9 @@ class Recorder:
 
 
 def _is_bookkeeping(module: Any) -> bool:
-    """Whether code is that of transformers, which installs hooks of its own when a model is first called, and notes
-    that it has: every copy gets them anew."""
-    return str(module).partition(".")[0] == "transformers"
+    """Whether code is that of transformers, which installs hooks of its own when a model is first called and notes that
+    it has, or of torch, whose recurrent layers list their weights: every copy does so anew."""
+    return str(module).partition(".")[0] in ("torch", "transformers")
 
 
 def _is_same(before: Any, now: Any) -> bool:

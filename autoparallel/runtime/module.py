@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs, leaf_value
 from autoparallel.graph.hooks import hooks_of
-from autoparallel.graph.plain_tensors import tensor_at
+from autoparallel.graph.plain_tensors import rebind, tensor_at
 from autoparallel.graph.python_state import PythonState
 from autoparallel.groups import before_next_collective, settle
 from autoparallel.operators import RandomState
@@ -179,8 +179,8 @@ class ParallelModule(nn.Module):
         problem = problem or self._store.assigned()
         if torch.is_autocast_enabled(self._mesh.device_type):
             problem = (
-                "the model is called under torch.autocast, which is not supported yet\nWhat to change: call it outside, "
-                "and give compile() the dtypes (precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+                "the model is called under torch.autocast, which is not supported yet\nWhat to change: call it "
+                "outside, and give compile() the dtypes (precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
             )
         layouts: list[Layout | None] = []
         local: list[Any] = []
@@ -331,7 +331,10 @@ class ParallelModule(nn.Module):
         count = len(captured.mutated_buffers)
         with torch.no_grad():
             for path, value in zip(captured.mutated_buffers, results[:count], strict=True):
-                tensor_at(self._plain, path).copy_(value)
+                if path in captured.rebound:
+                    rebind(self._plain, path, value)
+                else:
+                    tensor_at(self._plain, path).copy_(value)
         values: list[Any] = list(results)
         weight = self._weight(captured, values, call)
         kept = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
