@@ -40,6 +40,7 @@ from autoparallel.graph.plain_tensors import (
     stand_in,
     trained_attributes,
 )
+from autoparallel.graph.python_state import is_plain
 from autoparallel.graph.recorder import IN_THE_MODEL, LOSS, Recorder, StateChangedError, first_line
 from autoparallel.graph.refusals import require_positions, require_same_memory, require_static
 from autoparallel.graph.seeding import refuse_seeding
@@ -112,6 +113,7 @@ class _Training(nn.Module):
         """The leaves of the outputs, and of the attributes that the call sets."""
         with self.recorder, refuse_seeding(), DataAccess():
             leaves, self.found.spec = pytree.tree_flatten(self._outputs(args, kwargs))
+        _require_leaves(leaves)
         for name, value in self.recorder.take().items():
             more, self.found.attributes[name] = pytree.tree_flatten(value)
             leaves += more
@@ -130,6 +132,17 @@ class _Training(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _cast((args, kwargs), self.input_dtype)
         return _cast(self.model(*args, **kwargs), self.output_dtype)
+
+
+def _require_leaves(values: Sequence[Any]) -> None:
+    """Raises where outputs do not nest in a way that is known."""
+    for value in values:
+        if not is_plain(value) and not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise CaptureError(
+                f"the model returns a {type(value).__name__}, in which nobody can look for tensors\nWhat to change: "
+                "return tensors, or tuples, lists and dicts of them; a dataclass of your own can be registered "
+                "(torch.export.register_dataclass), a cache of transformers left out (use_cache=False)."
+            )
 
 
 def _is_scalar(value: Any) -> bool:

@@ -127,7 +127,8 @@ class _Player:
         counting = CountingMode(self.net.add, dry=True)
         meter = Meter(self.profile, self.plan.axis_sizes, self.clock, self.ledger)
         try:
-            with counting, meter, torch.enable_grad():
+            # What the user asks of autograd meanwhile (set_detect_anomaly) reads values, which there are none of.
+            with counting, meter, torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
                 flowing = self.forward()
                 self.net.finish_phase(FORWARD)
                 self.net.phase = BACKWARD

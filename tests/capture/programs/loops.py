@@ -381,18 +381,6 @@ def compiled_with_a_loss(run: Run) -> None:
         finish(run, model, optimizer)
 
 
-@loop(line=False, refused=".")
-def submodule_called(run: Run) -> None:
-    """Only a part of the model is called, on its own."""
-    plain = net()
-    model = run.compile(plain)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        run.step(model, optimizer, step)
-        with torch.no_grad():
-            run.note("features", plain[0](*rows(step)))
-
-
 @loop()
 def gradients_accumulate_over_none(run: Run) -> None:
     """A parameter without a gradient in one backward, with one in the next."""

@@ -7,7 +7,6 @@ import contextvars
 import functools
 import itertools
 import os
-import time
 import types
 from typing import Any
 
@@ -214,7 +213,7 @@ class TensorAttributeInPlace(Two):
         return h - self.level
 
 
-@program()
+@program(refused="register_buffer")
 class ListOfTensorsInPlace(Two):
     """The same in a list: per-layer statistics."""
 
@@ -225,7 +224,7 @@ class ListOfTensorsInPlace(Two):
     def forward(self, x: Tensor) -> Tensor:
         for layer, level in zip((self.a, self.b), self.levels, strict=True):
             x = layer(x).tanh()
-            level.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            level.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)  # refused
             x = x - level
         return x
 
@@ -267,14 +266,6 @@ class ContextVariable(Two):
 class Environment(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) * float(os.environ["TEST_CAPTURE_GAIN"])  # refused
-
-
-@program(refused=".")
-class Clock(Two):
-    """Time enters the result (eager agrees with itself here only because the clock is cut to hours)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) * (1.0 if time.time() > 0 else 2.0)  # refused
 
 
 @functools.lru_cache(maxsize=4)

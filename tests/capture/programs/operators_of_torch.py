@@ -121,20 +121,20 @@ class ForwardModeDerivative(Two):
         return out + tangent
 
 
-@program()
+@program(refused="write the derivative out")
 class PerSampleGradient(Two):
     """torch.func.grad and vmap inside."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.vmap(torch.func.grad(lambda t: self.a(t).tanh().sum()))(x)
+        return torch.vmap(torch.func.grad(lambda t: self.a(t).tanh().sum()))(x)  # refused
 
 
-@program()
+@program(refused=".")
 class GradientInForward(Two):
     """autograd.grad with create_graph: a gradient penalty, a force field."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_(True)
+        x = x.clone().requires_grad_(True)  # refused
         energy = self.b(self.a(x).tanh()).sum()
         (force,) = torch.autograd.grad(energy, x, create_graph=True)
         return force

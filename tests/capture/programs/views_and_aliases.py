@@ -126,7 +126,7 @@ class NotPersistent(nn.Module):
         return self.a(x) * self.ramp
 
 
-@program()
+@program(refused="ModuleList")
 class ModulesInAList(nn.Module):
     """Layers in a plain list: their parameters are not the model's, and are not trained."""
 
@@ -135,7 +135,7 @@ class ModulesInAList(nn.Module):
         self.a, self.hidden = nn.Linear(8, 8), [nn.Linear(8, 8).double().requires_grad_(False)]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(self.hidden[0](x).tanh())
+        return self.a(self.hidden[0](x).tanh())  # refused
 
 
 @program()
