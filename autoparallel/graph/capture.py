@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch import make_fake_mode
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
 from autoparallel.graph.data_access import DataAccess
-from autoparallel.graph.globals_read import GlobalsRead, owners_of, read_of_loss
+from autoparallel.graph.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
 from autoparallel.graph.hooks import require_full_hooks
 from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_out
 from autoparallel.graph.lines import line_of
@@ -287,7 +287,8 @@ def capture(
             return wrapper(args, kwargs)
 
     require_full_hooks(model)
-    reads = GlobalsRead(owners_of(loss_fn))
+    packages = packages_of(model, loss_fn)
+    reads = GlobalsRead(owners_of(loss_fn), packages)
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(gradients)
     try:
@@ -296,7 +297,7 @@ def capture(
             try:
                 runs, failed = _rehearse(whole, make, run, reads)
             except StateChangedError as error:
-                raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn)), run) from None
+                raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn), packages), run) from None
         with reads if failed else nullcontext():
             try:
                 captured = trace(runs)

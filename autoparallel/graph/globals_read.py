@@ -98,9 +98,11 @@ class GlobalsRead:
 
     Args:
         owners: objects whose methods run, but which are no part of the model: the trainer of a bound loss function.
+        packages: the installed packages that the model's classes come from; what others hold is no state of its.
     """
 
-    def __init__(self, owners: tuple[Any, ...] = ()) -> None:
+    def __init__(self, owners: tuple[Any, ...] = (), packages: frozenset[str] = frozenset()) -> None:
+        self._packages = packages
         self._roots: dict[Hashable, _Root] = {}
         self._codes: dict[int, tuple[types.CodeType, _Loads | None]] = {}
         self._owners = {id(owner): owner for owner in owners}
@@ -175,7 +177,7 @@ class GlobalsRead:
         code = frame.f_code
         seen = self._codes.get(id(code))
         if seen is None:
-            loads = None if is_library(code.co_filename) else _loads(code)
+            loads = None if is_library(code.co_filename) or self._is_foreign(frame) else _loads(code)
             self._codes[id(code)] = code, loads
             if loads is not None:
                 self._note_globals(frame, loads.globals)
@@ -190,6 +192,11 @@ class GlobalsRead:
             if id(owner) in self._owners:
                 for name in loads.first:
                     self._add_chain(f"{type(owner).__name__}", owner, (name,), frame)
+
+    def _is_foreign(self, frame: types.FrameType) -> bool:
+        """Whether a function is of a package that has nothing to do with the model: what a garbage collection calls."""
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        return "/site-packages/" in frame.f_code.co_filename and package not in self._packages
 
     def _note_globals(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
         table = frame.f_globals
@@ -286,6 +293,12 @@ def read_of_loss(function: Any) -> PythonState:
     elif isinstance(function, types.FunctionType):
         state.watch("the defaults of loss_fn", lambda: (function.__defaults__, function.__kwdefaults__), deep=True)
     return state
+
+
+def packages_of(model: torch.nn.Module, function: Any) -> frozenset[str]:
+    """The top-level packages that a model's classes and its loss function come from."""
+    places = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    return frozenset(place.partition(".")[0] for place in {*places, str(getattr(function, "__module__", ""))})
 
 
 def owners_of(function: Any) -> tuple[Any, ...]:
