@@ -224,16 +224,6 @@ def _replace_whole_batch_norm(emit: Emitter, node: fx.Node) -> None:
         _replace(node, _batch_statistics_norm(emit, x, weight, bias, eps)[0])
 
 
-def _replace_copy(emit: Emitter, node: fx.Node) -> None:
-    """What fills a tensor wholly is all that is left of it; torch has no derivative of ``aten.copy``."""
-    filled, source = (cast(fx.Node, x) for x in node.args[:2])
-    if source.meta["val"].dtype != filled.meta["val"].dtype:
-        source = emit(aten._to_copy.default, source, dtype=filled.meta["val"].dtype)
-    if shape_of(source) != shape_of(filled):
-        source = emit(aten.expand.default, source, [emit.size(filled, d) for d in range(len(shape_of(filled)))])
-    _replace(node, source)
-
-
 def _replace_view(emit: Emitter, node: fx.Node) -> None:
     _replace(node, emit(aten.reshape.default, node.args[0], node.args[1]))
 
@@ -423,7 +413,6 @@ _REWRITES: dict[Any, Callable[[Emitter, fx.Node], None]] = {
     aten._unsafe_view.default: _replace_view,
     aten.batch_norm.default: _replace_whole_batch_norm,
     aten.broadcast_tensors.default: _replace_broadcast,
-    aten.copy.default: _replace_copy,
     aten.cross_entropy_loss.default: _replace_cross_entropy,
     aten.dropout.default: _drop_inactive,
     aten.embedding.default: _replace_sparse_embedding,
