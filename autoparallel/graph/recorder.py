@@ -485,12 +485,13 @@ _RECORDERS: dict[int, Recorder] = {}
 _CLASSES: dict[type, type] = {}
 
 
-_BODY = frozenset(("__getattribute__", "__setattr__", "__delattr__", "__slots__", "__module__", "__doc__"))
+_BODIES: dict[type, frozenset[str]] = {}
+"""What a recording class had when it was made."""
 
 
 def _written_to(cls: type) -> list[str]:
     """What has been set on a recording class since it was made; nothing for another."""
-    return [name for name in vars(cls) if name not in _BODY] if cls in _CLASSES.values() else []
+    return [name for name in vars(cls) if name not in _BODIES[cls]] if cls in _BODIES else []
 
 
 def _recording_class(cls: type) -> type:
@@ -533,5 +534,5 @@ def _recording_class(cls: type) -> type:
             "__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__,
         }  # fmt: skip
         made = type(cls)(cls.__name__, (cls,), body)
-        _CLASSES[cls] = made
+        _CLASSES[cls], _BODIES[made] = made, frozenset(vars(made))
     return _CLASSES[cls]
