@@ -8,12 +8,10 @@ placeholder is which parameter, buffer or input, which output is the loss.
 from __future__ import annotations
 
 import copy
-import inspect
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -25,11 +23,10 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch import make_fake_mode
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
-from autoparallel.graph.data_access import DataAccess
 from autoparallel.graph.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
 from autoparallel.graph.hooks import require_full_hooks
 from autoparallel.graph.layers import NotAlike, Run, fill_up, find_runs, leave_out
-from autoparallel.graph.lines import line_of
+from autoparallel.graph.lines import first_line, line_of
 from autoparallel.graph.outputs import find_loss, set_apart, weigh_outputs
 from autoparallel.graph.plain_tensors import (
     REPLACED,
@@ -40,11 +37,16 @@ from autoparallel.graph.plain_tensors import (
     stand_in,
     trained_attributes,
 )
-from autoparallel.graph.python_state import is_plain
-from autoparallel.graph.recorder import IN_THE_MODEL, LOSS, Recorder, StateChangedError, first_line
-from autoparallel.graph.refusals import require_positions, require_same_memory, require_static
-from autoparallel.graph.seeding import refuse_seeding
+from autoparallel.graph.recorder import IN_THE_MODEL, LOSS, Recorder, StateChangedError
+from autoparallel.graph.refusals import (
+    explain_failure,
+    explain_mutation,
+    require_positions,
+    require_same_memory,
+    require_static,
+)
 from autoparallel.graph.tracing import Trace, everything_seen
+from autoparallel.graph.training import Found, Training
 from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
@@ -63,104 +65,6 @@ from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-
-@dataclass
-class _Found:
-    """What tracing found; an object of its own, because export resets the attributes of what it traces.
-
-    Attributes:
-        counted: whether the loss function returned a sum and a count.
-        spec: how the outputs nest.
-        attributes: the attributes that the call sets, and how their values nest.
-        originals: of the objects in the copy of the model, by id.
-        copies: the copies themselves: an id is unique while its owner lives.
-    """
-
-    counted: bool = False
-    spec: pytree.TreeSpec | None = None
-    attributes: dict[str, pytree.TreeSpec] = field(default_factory=dict)
-    originals: dict[int, Any] = field(default_factory=dict)
-    copies: dict[int, Any] = field(default_factory=dict)
-
-
-class _Training(nn.Module):
-    """The model with its loss: what is captured when a target is given.
-
-    Inputs and outputs are cast as ``fully_shard`` casts those of the outermost module.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        precision: MixedPrecisionPolicy | None,
-        recorder: Recorder,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        cast = precision is not None and precision.cast_forward_inputs
-        self.input_dtype = precision.param_dtype if precision is not None and cast else None
-        self.output_dtype = precision.output_dtype if precision is not None else None
-        self.found = _Found()
-        self.recorder = recorder
-
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)  # the user's hooks for all modules are not for this one
-
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves of the outputs, and of the attributes that the call sets."""
-        with self.recorder, refuse_seeding(), DataAccess():
-            leaves, self.found.spec = pytree.tree_flatten(self._outputs(args, kwargs))
-        _require_leaves(leaves)
-        for name, value in self.recorder.take().items():
-            more, self.found.attributes[name] = pytree.tree_flatten(value)
-            leaves += more
-        return leaves
-
-    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.loss_fn is None:
-            return self._run(args, kwargs)
-        *inputs, target = args
-        loss = self.loss_fn(self._run(tuple(inputs), kwargs), target)
-        if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
-            self.found.counted = True
-            return loss[0] / loss[1]
-        return loss
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = _cast((args, kwargs), self.input_dtype)
-        return _cast(self.model(*args, **kwargs), self.output_dtype)
-
-
-def _require_leaves(values: Sequence[Any]) -> None:
-    """Raises where outputs do not nest in a way that is known."""
-    for value in values:
-        if not is_plain(value) and not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise CaptureError(
-                f"the model returns a {type(value).__name__}, in which nobody can look for tensors\nWhat to change: "
-                "return tensors, or tuples, lists and dicts of them; a dataclass of your own can be registered "
-                "(torch.export.register_dataclass), a cache of transformers left out (use_cache=False)."
-            )
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
-
-
-def _is_count(value: Any) -> bool:
-    """Whether a loss function's second result is a count, not another output that happens to be a scalar."""
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0 and value.dtype in (torch.int64, torch.int32)
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    """Nested values with their floating tensors in another dtype."""
-    if dtype is None:
-        return values
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
 
 
 def capture(
@@ -240,7 +144,7 @@ def capture(
     constants = {name: memo[id(t)] for name, t in tensors.items() if name not in attributes and t not in REPLACED}
     recorders: list[Recorder] = []
 
-    def make() -> _Training:
+    def make() -> Training:
         table = dict(memo)
         try:
             plain = copy.deepcopy(model, table)
@@ -255,7 +159,7 @@ def capture(
         loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
         recorders.append(Recorder(model, plain, table, trained, pair, constants))
-        wrapper = _Training(plain, loss, precision, recorders[-1])
+        wrapper = Training(plain, loss, precision, recorders[-1])
         wrapper.training = plain.training
         wrapper.found.copies = table
         wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
@@ -316,7 +220,7 @@ def capture(
 
 
 def _rehearse(
-    whole: _Training, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], reads: GlobalsRead
+    whole: Training, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], reads: GlobalsRead
 ) -> tuple[list[Run], bool]:
     """Runs the whole model once, without a trace, to see what it reads of Python: the runs of layers that need not be
     traced, and whether it failed."""
@@ -332,7 +236,7 @@ def _rehearse(
 
 
 def _with_line(
-    error: StateChangedError, wrapper: _Training, reads: GlobalsRead, run: Callable[[nn.Module], Any]
+    error: StateChangedError, wrapper: Training, reads: GlobalsRead, run: Callable[[nn.Module], Any]
 ) -> CaptureError:
     """What a run changes that no trace can show, with the line that does, for which a copy runs again."""
 
@@ -345,7 +249,7 @@ def _with_line(
 
 def _calls_of(wrapper: nn.Module) -> Trace:
     """What a trace of a copy of the model notes beside operators."""
-    assert isinstance(wrapper, _Training)
+    assert isinstance(wrapper, Training)
     return Trace(wrapper.found.originals, {id(module): path for path, module in wrapper.model.named_modules()})
 
 
@@ -367,7 +271,7 @@ def _export(
     except Refusal as error:
         raise CaptureError(f"{error} at {line_of(error.node)}\nWhat to change: {error.cure}.") from None
     except Exception as error:
-        raise CaptureError(_explain(error, model)) from error
+        raise CaptureError(explain_failure(error, model)) from error
 
 
 def _inline_gradient_modes(program: ExportedProgram, calls: Trace) -> None:
@@ -394,61 +298,6 @@ def _name_outputs(program: ExportedProgram) -> None:
             spec.arg.name = node.name
 
 
-def _explain(error: Exception, model: nn.Module) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    package = __file__.rpartition("/graph/")[0]
-    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((package, "<"))]
-    if own:
-        where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}'
-    else:
-        code = type(model).forward.__code__
-        where = f'"{code.co_filename}", line {code.co_firstlineno}, in forward'
-    text = str(error).strip()
-    kind = type(error).__name__
-    depends = "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text
-    if depends and any(_loops_over_experts(m) for m in model.modules()):
-        advice = (
-            "the experts are looped over one by one, as the tokens need them: make the model with "
-            "experts_implementation='grouped_mm' (or 'batched_mm')"
-        )
-    elif depends:
-        advice = (
-            "Python control flow or a size depends on a tensor's values: use torch.where or masks, or compute it "
-            "outside of the model and pass it in"
-        )
-    elif kind == "UnsupportedOperatorException" and _draws(text):
-        advice = "torch cannot trace this random operator: draw outside of the model, and pass the numbers in"
-    elif kind == "SyntaxError" and "proxy_tensor" in text:
-        advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
-    elif ".item()" in text or "scalar" in text:
-        advice = "a tensor's value is read into Python: keep it a tensor"
-    elif "functorch tensor" in text:
-        advice = (
-            "write the derivative out, or put it into an autograd.Function: not all that torch.func does inside of "
-            "a model can be traced"
-        )
-    elif "Constraints violated" in text or "specialized" in text:
-        advice = "the batch size is fixed somewhere in the model: use x.shape[0] instead of a number"
-    else:
-        advice = "the model must run under torch.export(strict=False) with a symbolic batch"
-    first = text.splitlines()[0] if text else ""
-    return f"{type(model).__name__} cannot be captured at {where}\n{kind}: {first}\nWhat to change: {advice}."
-
-
-def _draws(text: str) -> bool:
-    """Whether a text begins with the name of an operator that torch tags as random."""
-    names = text.split()[0].split(".")
-    target: Any = torch.ops
-    for name in names:
-        target = getattr(target, name, None)
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-
-
-def _loops_over_experts(module: nn.Module) -> bool:
-    """Whether it is a model of transformers in whose experts Python asks which of them have tokens."""
-    return getattr(getattr(module, "config", None), "_experts_implementation", "") == "eager"
-
-
 def _describe(
     program: ExportedProgram,
     model: nn.Module,
@@ -457,7 +306,7 @@ def _describe(
     specs: Sequence[InputSpec | Any],
     has_loss_fn: bool,
     detach_beside_loss: bool,
-    found: _Found,
+    found: Found,
     ranks: int,
 ) -> Captured:
     module = fx.GraphModule(torch.nn.Module(), program.graph)
@@ -514,7 +363,7 @@ def _describe(
                 outputs.append(len(results))
                 results.append(nodes[out.arg.name])
         else:
-            raise CaptureError(_explain_mutation(str(out.target), nodes[out.arg.name], model))
+            raise CaptureError(explain_mutation(str(out.target), nodes[out.arg.name], model))
     require_static(graph)
     require_positions(graph)
     output = graph.output_node()
@@ -554,22 +403,6 @@ def _describe(
         module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, loss, flowing, detached, actual,
         weight, attributes=attributes,
     )  # fmt: skip
-
-
-def _explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
-    if target.startswith("model."):
-        return (
-            f"the model changes its parameter {target.removeprefix('model.')} in place at {line_of(node)}\n"
-            "What to change: only the optimizer may change a parameter; keep other state in a buffer."
-        )
-    kind, _, name = target.partition("_")
-    names = list(inspect.signature(model.forward).parameters)
-    if kind == "args" and name.isdigit() and int(name) < len(names):
-        name = names[int(name)]
-    return (
-        f"the model changes its input {name or target} in place at {line_of(node)}\n"
-        "What to change: work on a copy (x = x.clone())."
-    )
 
 
 def set_device(graph: fx.Graph, device: torch.device) -> None:

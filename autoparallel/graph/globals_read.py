@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import (
     LIBRARIES,
     MISSING,
@@ -34,7 +35,7 @@ from autoparallel.graph.python_state import (
     is_plain,
     shown,
 )
-from autoparallel.graph.recorder import StateChangedError, line_of_frame
+from autoparallel.graph.recorder import StateChangedError
 
 _CACHE = type(cache(len))
 

@@ -1,8 +1,16 @@
-"""Where in the user's model a node of a trace was made."""
+"""Lines of the user's model: where a node was made, where a frame runs, after which something has changed."""
 
 from __future__ import annotations
 
+import linecache
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 from torch import fx
+
+from autoparallel.graph.python_state import is_library
 
 _OURS = f'File "{__file__.rpartition("/graph/")[0]}/'
 
@@ -20,3 +28,43 @@ def line_of(node: fx.Node) -> str:
     # Under torch.no_grad() the trace keeps modules, but no lines.
     modules = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
     return f"forward of {modules[-1]}" if modules else "an unknown line"
+
+
+def line_of_frame(frame: FrameType | None) -> str:
+    """The innermost line of the user's among a frame and its callers."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_library(name):
+            text = linecache.getline(name, frame.f_lineno).strip()
+            return f'"{name}", line {frame.f_lineno}, in {frame.f_code.co_name}: {text}'
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def first_line(run: Callable[[], Any], has_changed: Callable[[], bool]) -> str:
+    """The line of the user's after which something has changed, while ``run`` runs."""
+    last: list[str] = []
+    at: list[str] = []
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        if at:
+            return None
+        if last and has_changed():
+            at.append(last[-1])
+            return None
+        last[:] = [line_of_frame(frame)]
+        return line
+
+    def call(frame: FrameType, *_: Any) -> Any:
+        name = frame.f_code.co_filename
+        return None if at or is_library(name) else line
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        run()
+    except Exception:  # noqa: BLE001 - it has been seen to fail, or to change something, before
+        pass
+    finally:
+        sys.settrace(before)
+    return at[0] if at else last[0] if last else "an unknown line"

@@ -7,25 +7,23 @@ an output; what is read and then written has another value at the next call, and
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import (
     LIBRARIES,
     MISSING,
     PythonState,
     freeze,
     is_data,
-    is_library,
     is_plain,
     shown,
 )
@@ -41,17 +39,6 @@ LOSS = "loss_fn"
 IN_THE_MODEL = "What to change: keep what changes in the model, as a registered buffer."
 
 
-def line_of_frame(frame: FrameType | None) -> str:
-    """The innermost line of the user's among a frame and its callers."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_library(name):
-            text = linecache.getline(name, frame.f_lineno).strip()
-            return f'"{name}", line {frame.f_lineno}, in {frame.f_code.co_name}: {text}'
-        frame = frame.f_back
-    return "an unknown line"
-
-
 class StateChangedError(CaptureError):
     """Something outside of the graph that a run has changed, on a line that is not known yet.
 
@@ -63,35 +50,6 @@ class StateChangedError(CaptureError):
     def __init__(self, message: Callable[[str], str], has_changed: Callable[[Recorder, Any], bool]) -> None:
         super().__init__(message("an unknown line"))
         self.message, self.has_changed = message, has_changed
-
-
-def first_line(run: Callable[[], Any], has_changed: Callable[[], bool]) -> str:
-    """The line of the user's after which something has changed, while ``run`` runs."""
-    last: list[str] = []
-    at: list[str] = []
-
-    def line(frame: FrameType, event: str, _: Any) -> Any:
-        if at:
-            return None
-        if last and has_changed():
-            at.append(last[-1])
-            return None
-        last[:] = [line_of_frame(frame)]
-        return line
-
-    def call(frame: FrameType, *_: Any) -> Any:
-        name = frame.f_code.co_filename
-        return None if at or is_library(name) else line
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        run()
-    except Exception:  # noqa: BLE001 - it has been seen to fail, or to change something, before
-        pass
-    finally:
-        sys.settrace(before)
-    return at[0] if at else last[0] if last else "an unknown line"
 
 
 @dataclass

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
+from typing import Any
+
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch import free_unbacked_symbols
@@ -46,4 +50,72 @@ def require_positions(graph: fx.Graph) -> None:
             )
 
 
-__all__ = ["require_positions", "require_same_memory", "require_static"]
+def explain_failure(error: Exception, model: nn.Module) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    package = __file__.rpartition("/graph/")[0]
+    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((package, "<"))]
+    if own:
+        where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}'
+    else:
+        code = type(model).forward.__code__
+        where = f'"{code.co_filename}", line {code.co_firstlineno}, in forward'
+    text = str(error).strip()
+    kind = type(error).__name__
+    depends = "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text
+    if depends and any(_loops_over_experts(m) for m in model.modules()):
+        advice = (
+            "the experts are looped over one by one, as the tokens need them: make the model with "
+            "experts_implementation='grouped_mm' (or 'batched_mm')"
+        )
+    elif depends:
+        advice = (
+            "Python control flow or a size depends on a tensor's values: use torch.where or masks, or compute it "
+            "outside of the model and pass it in"
+        )
+    elif kind == "UnsupportedOperatorException" and _draws(text):
+        advice = "torch cannot trace this random operator: draw outside of the model, and pass the numbers in"
+    elif kind == "SyntaxError" and "proxy_tensor" in text:
+        advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
+    elif ".item()" in text or "scalar" in text:
+        advice = "a tensor's value is read into Python: keep it a tensor"
+    elif "functorch tensor" in text:
+        advice = (
+            "write the derivative out, or put it into an autograd.Function: not all that torch.func does inside of "
+            "a model can be traced"
+        )
+    elif "Constraints violated" in text or "specialized" in text:
+        advice = "the batch size is fixed somewhere in the model: use x.shape[0] instead of a number"
+    else:
+        advice = "the model must run under torch.export(strict=False) with a symbolic batch"
+    first = text.splitlines()[0] if text else ""
+    return f"{type(model).__name__} cannot be captured at {where}\n{kind}: {first}\nWhat to change: {advice}."
+
+
+def _draws(text: str) -> bool:
+    """Whether a text begins with the name of an operator that torch tags as random."""
+    names = text.split()[0].split(".")
+    target: Any = torch.ops
+    for name in names:
+        target = getattr(target, name, None)
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def _loops_over_experts(module: nn.Module) -> bool:
+    """Whether it is a model of transformers in whose experts Python asks which of them have tokens."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", "") == "eager"
+
+
+def explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
+    if target.startswith("model."):
+        return (
+            f"the model changes its parameter {target.removeprefix('model.')} in place at {line_of(node)}\n"
+            "What to change: only the optimizer may change a parameter; keep other state in a buffer."
+        )
+    kind, _, name = target.partition("_")
+    names = list(inspect.signature(model.forward).parameters)
+    if kind == "args" and name.isdigit() and int(name) < len(names):
+        name = names[int(name)]
+    return (
+        f"the model changes its input {name or target} in place at {line_of(node)}\n"
+        "What to change: work on a copy (x = x.clone())."
+    )

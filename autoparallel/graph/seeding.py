@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from autoparallel.graph.captured import CaptureError
-from autoparallel.graph.recorder import line_of_frame
+from autoparallel.graph.lines import line_of_frame
 
 _SETTERS = ("manual_seed", "seed", "set_rng_state")
 
