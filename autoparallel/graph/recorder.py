@@ -181,8 +181,8 @@ class Recorder:
         if label in self._trained:
             self._refusal = (
                 f"{self._trained[label]} is a parameter or trained, but it is not among the model's parameters; it is "
-                f"read at {line_of_frame(sys._getframe(3))}\nWhat to change: register it (nn.Parameter, "
-                "nn.ParameterList, nn.ModuleList), or keep a plain tensor (detach())."
+                f"read at {line_of_frame(sys._getframe(3))}\nWhat to change: move it into the model and register it "
+                "there (nn.Parameter, nn.ParameterList, nn.ModuleList), or keep a plain tensor (detach())."
             )
         elif isinstance(value, Iterator):
             self._refusal = (
