@@ -52,9 +52,11 @@ class Stream:
         return self.last.get(seed, (seed, 0))
 
     def move(self, place: Place) -> None:
-        """Goes on from another place, whatever torch's generator was seeded with before."""
+        """Goes on from another place, whatever torch's generator was seeded with before; a seed that is set afterwards,
+        the same one or another, begins its stream, because the generator moves on here."""
         self.places.clear()
         self.last.clear()
+        torch.rand((), generator=torch.default_generator)
         self._note(place)
 
     def draw(self, place: Place) -> RandomState:

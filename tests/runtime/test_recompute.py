@@ -53,6 +53,7 @@ def _train(name: str, shape: tuple[int, ...], preset: str, layers: list[str], ga
 
     def losses(model: Any) -> list[torch.Tensor]:
         """Three microbatches; the third one's forward runs before the second one's backward."""
+        torch.manual_seed(5)  # both models draw the same numbers
         found = []
         with model.no_sync():
             found.append(call(model, 0))
@@ -188,6 +189,7 @@ def _train_stages(shape: tuple[int, ...], schedule: str, per_rank: int, layers: 
         losses = []
         for model in (ours, plain):
             alive = _Alive()
+            torch.manual_seed(5 + step)  # both models draw the same numbers
             with autoparallel.count_traffic() as traffic, alive:
                 losses.append(model(*batches[step]))
             losses[-1].backward()
