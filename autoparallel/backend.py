@@ -245,7 +245,7 @@ class Fragment:
                 "the ranks pass different values as inputs. An input is the global batch, the same on every rank "
                 "(unlike DistributedDataParallel, which takes each rank's own rows): pass the same batch everywhere"
             )
-        return unpack(table[0, 64:])
+        return unpack(table[0, 64:80])
 
     def _runner(self, specs: Sequence[Any], batch: int) -> _Runner:
         key = repr([
