@@ -124,10 +124,10 @@ class TestAnIncompleteChain:
         ],
     )
     def test_is_refused(self, sync: list[tuple[str, str]], at_rest: str, accumulator: str, message: str) -> None:
-        from autoparallel.passes.hoist_parameter_chains import _require_complete
+        from autoparallel.passes.hoist_parameter_chains import require_complete
 
         with pytest.raises(GradientError, match=message):
-            _require_complete(chain_with(tuple(self.step(*s) for s in sync), at_rest, accumulator))
+            require_complete(chain_with(tuple(self.step(*s) for s in sync), at_rest, accumulator))
 
     def test_is_found_in_a_program(self) -> None:
         """A collective of the chain that says it begins elsewhere, so that its transpose ends elsewhere."""
