@@ -16,12 +16,24 @@ from autoparallel.collectives import redistribute
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import Redistribution, group_name
 from autoparallel.passes.verify_placements import Asked
-from autoparallel.placements import ACTIONS, Invariant, Layout, Partial, Placement, Replicate, Shard, action, format_layout
+from autoparallel.placements import (
+    ACTIONS,
+    Invariant,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    action,
+    format_layout,
+)
 from autoparallel.redistribution import Step
 from autoparallel.rules.calls import arguments, is_tensor, tensor_operands, with_argument
 
 aten = torch.ops.aten
 Change = Callable[[fx.Node], None]
+Found = Iterator[tuple[str, str, Callable[[ParameterChain], ParameterChain]]]
+"""Kinds of faults of a parameter's way, in words, and what puts them into it."""
 
 _SUMS_AND_MEANS: dict[Any, Any] = {
     aten.sum.default: aten.mean.default,
@@ -87,9 +99,7 @@ def _drop(node: fx.Node) -> None:
 def _layouts(node: fx.Node) -> Iterator[tuple[str, Change, str]]:
     layout: Layout = node.meta["placements"]
     for axis, placement in enumerate(layout):
-        others = [p for p in (Invariant, Replicate, Partial) if p != placement]
-        others += [Shard(dim) for dim in range(node.meta["val"].ndim) if Shard(dim) != placement]
-        for other in others:
+        for other in _others(placement, node.meta["val"].ndim)[::2]:  # every other one: they are many
             changed = (*layout[:axis], other, *layout[axis + 1 :])
             detail = f"said to lie as {format_layout(changed)}, not as {format_layout(layout)}"
 
@@ -105,10 +115,9 @@ def _collectives(node: fx.Node, asked: Asked) -> Iterator[tuple[str, str, Change
     alone = "the axis has one rank" if asked.ranks(step.axes) == 1 else ""
     equivalent = alone or ("moves nothing, and no gradient passes" if silent else "")
     yield "collective dropped", f"{step.src}->{step.dst} over {node.args[3]} dropped", _drop, equivalent
-    shards = [Shard(dim) for dim in range(node.meta["val"].ndim)]
-    placements: list[Placement] = [Invariant, Replicate, Partial, *shards]
-    steps = [replace(step, src=p) for p in placements if p != step.src]
-    steps += [replace(step, dst=p) for p in placements if p != step.dst]
+    dims = node.meta["val"].ndim
+    steps = [replace(step, src=p) for p in _others(step.src, dims)]
+    steps += [replace(step, dst=p) for p in _others(step.dst, dims)]
     for other in steps:
         if (other.src.kind, other.dst.kind) in ACTIONS and other.src != other.dst:
             moves = {action(s.src, s.dst) for s in (step, other)} == {"nothing"}
@@ -217,18 +226,19 @@ def _globalise(node: fx.Node, origin: fx.Node) -> None:
 def chain_mutants(chains: list[ParameterChain], asked: Asked) -> Iterator[Mutant]:
     """The mutants of the ways of parameters to their uses and of their gradients back."""
     for chain in chains:
-        for kind, detail, change in (*_gathers(chain, asked), *(_syncs(chain, asked) if chain.trainable else ())):
+        for kind, detail, change in (*_gathers(chain), *(_syncs(chain, asked) if chain.trainable else ())):
             yield Mutant(kind, chain.name, detail, on_chain=change)
 
 
-def _syncs(chain: ParameterChain, asked: Asked) -> Iterator[tuple[str, str, Callable[[ParameterChain], ParameterChain]]]:
+def _syncs(chain: ParameterChain, asked: Asked) -> Found:
     kind = "gradient reduction"
     yield f"{kind} dropped", "no gradient comes back", lambda c: replace(c, trainable=False)
     if chain.sync:
         yield f"{kind} moved", "reduced before and after adding up", lambda c: replace(c, each=c.sync)
         yield f"{kind} dropped", "the whole of it", lambda c: replace(c, sync=())
     for i, step in enumerate(chain.sync):
-        others = [replace(step, dst=p) for p in _others(step.dst, len(chain.shape)) if (step.src.kind, p.kind) in ACTIONS]
+        ends = [p for p in _others(step.dst, len(chain.shape)) if (step.src.kind, p.kind) in ACTIONS]
+        others = [replace(step, dst=p) for p in ends]
         others += [replace(step, axes=(axis,)) for axis in range(len(asked.axes)) if (axis,) != step.axes]
         for other in (None, *others):
             sync = (*chain.sync[:i], *([other] if other is not None else []), *chain.sync[i + 1 :])
@@ -244,7 +254,7 @@ def _syncs(chain: ParameterChain, asked: Asked) -> Iterator[tuple[str, str, Call
             yield f"{kind} moved", detail, lambda c, made=made: replace(c, made=made)  # type: ignore[misc]
 
 
-def _gathers(chain: ParameterChain, asked: Asked) -> Iterator[tuple[str, str, Callable[[ParameterChain], ParameterChain]]]:
+def _gathers(chain: ParameterChain) -> Found:
     for use, path in enumerate(chain.paths):
         for i, step in enumerate(path):
             others: list[Step | None] = [None]

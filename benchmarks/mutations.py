@@ -6,7 +6,8 @@ A mutant is a rank's program of which one thing is changed: a collective is drop
 another axis, a layout is written wrongly, an argument stays global, a mean loses its divisor, a detach is lost, the
 reduction of one gradient is dropped, moved or changed.  It is noticed when ``verify_placements`` or the check of the
 parameters' ways refuses it, or else when, with all ranks as threads of this process, an output or the gradient of a
-parameter differs in float64 by more than 1e-9 from the captured graph's, is None where that has one, or the reverse.
+parameter differs in float64 by more than 1e-9 from the captured graph's, is None where that has one, or the reverse,
+or when it does not run at all.
 What changes nothing that runs, as its structure says, is equivalent and does not count; it is run all the same, and a
 difference would make it count.
 """
@@ -14,6 +15,8 @@ difference would make it count.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +42,7 @@ from autoparallel.passes.hoist_parameter_chains import (
 from autoparallel.passes.insert_collectives import Sizes, group_name
 from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.passes.verify_placements import Asked, PlacementError, verify_placements
-from autoparallel.placements import Invariant, Layout, chunk, dual_layout
+from autoparallel.placements import Layout, chunk, dual_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.hardware import profile_for
 from autoparallel.planning import Planner, Request, call_of
@@ -53,7 +56,9 @@ PREFIX = "mesh0"
 PLANS = ("data_parallel", "fsdp", "tensor_parallel", "auto")
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (2, 2))
 TOLERANCE = 1e-9
-OUTCOMES = ("verifier", "parity", "equivalent", "survives")
+OUTCOMES = ("verifier", "parity", "raises", "equivalent", "survives")
+Named = tuple[str, str, tuple[int, ...]]
+"""A program: its model, its plan and its mesh."""
 
 
 @dataclass(frozen=True)
@@ -173,9 +178,10 @@ class Program:
         except (PlacementError, GradientError):
             return "verifier"
         try:
-            differs = self.run(captured, chains, layouts).differs(self.expected)
+            with contextlib.redirect_stderr(io.StringIO()):  # fx prints the line of an error
+                differs = self.run(captured, chains, layouts).differs(self.expected)
         except Exception:  # a program that does not run is noticed, whatever it says
-            differs = True
+            return "raises"
         if differs:
             return "parity"
         return "equivalent" if mutant.equivalent else "survives"
@@ -214,10 +220,9 @@ class _Rank:
         _differentiate(results)
         gradients = {}
         for chain in self.chains:
-            uses = zip(chain.placeholders, chain.uses, strict=True)
-            made = [
-                self._to(values[name].grad, chain, dual_layout(use)) for name, use in uses if values[name].grad is not None
-            ]
+            grads = [values[name].grad for name in chain.placeholders]
+            uses = zip(grads, chain.uses, strict=True)
+            made = [self._to(grad, chain, dual_layout(use)) for grad, use in uses if grad is not None]
             if made:
                 gradients[chain.name] = self._along(sum(made[1:], made[0]), (*chain.each, *chain.sync))
         return [r for r in results if isinstance(r, Tensor)], gradients
@@ -285,14 +290,14 @@ class Score:
     @property
     def noticed(self) -> float:
         """The part of the mutants that count which was noticed."""
-        noticed = self.total("verifier") + self.total("parity")
+        noticed = sum(map(self.total, ("verifier", "parity", "raises")))
         return noticed / max(1, noticed + self.total("survives"))
 
     def table(self) -> Table:
         """One row for each kind of mutant."""
         table = Table(title=f"{self.noticed:.2%} of the mutants are noticed")
         table.add_column("kind")
-        for title in ("mutants", "by the verifier", "by parity", "equivalent", "survive"):
+        for title in ("mutants", "by the verifier", "by parity", "by an error", "equivalent", "survive"):
             table.add_column(title, justify="right")
         rows = {**self.counts, "all": {outcome: self.total(outcome) for outcome in OUTCOMES}}
         for kind, row in rows.items():
@@ -301,8 +306,8 @@ class Score:
         return table
 
 
-def score(programs: Sequence[tuple[str, str, tuple[int, ...]]], every: int = 1, console: Console | None = None) -> Score:
-    """Runs the mutants of some programs, each a model, a plan and a mesh; of each kind only one of ``every``."""
+def score(programs: Sequence[Named], every: int = 1, console: Console | None = None) -> Score:
+    """Runs the mutants of some programs; of each kind only one of ``every``."""
     result = Score()
     for model, plan, mesh in programs:
         start = time.perf_counter()
