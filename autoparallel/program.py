@@ -15,7 +15,7 @@ from autoparallel.passes.hoist_parameter_chains import hoist_parameter_chains
 from autoparallel.passes.insert_collectives import Sizes, insert_collectives
 from autoparallel.passes.recompute_layers import Region, recompute_layers
 from autoparallel.passes.settle_interleaving import settle_interleaving
-from autoparallel.passes.verify_placements import verify_placements
+from autoparallel.passes.verify_placements import Asked, verify_placements
 from autoparallel.placements import Invariant, Layout, parse_layout, shards_of
 from autoparallel.plan import Plan, PlanError
 from autoparallel.redistribution import Redistributor
@@ -167,7 +167,8 @@ def lay_out(
         sizes=Sizes(captured.actual),
         uneven=parameters,
     )
-    verify_placements(captured.module)
+    axes = tuple(zip(plan.axis_names, plan.axis_sizes, strict=True))
+    verify_placements(captured.module, Asked(modes, {**parameters, **inputs}, outputs, axes, prefix))
 
 
 def _divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> list[tuple[object, int]]:

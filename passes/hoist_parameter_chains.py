@@ -106,7 +106,7 @@ class ParameterChain:
         chain = replace(self, made=made, each=(), accumulator=made, sync=ways["per_step"][1], ways=ways)
         if self.trainable:
             for when in chain.ways:
-                _require_complete(chain.reducing(when))
+                require_complete(chain.reducing(when))
         return chain
 
     def __str__(self) -> str:
@@ -223,7 +223,7 @@ def _hoist(
     )
     if trainable:
         for when in chain.ways:
-            _require_complete(chain.reducing(when))
+            require_complete(chain.reducing(when))
     return chain, first
 
 
@@ -261,13 +261,16 @@ def join_layouts(layouts: list[Layout]) -> Layout:
     return tuple(one({layout[i] for layout in layouts}) for i in range(len(layouts[0])))
 
 
-def _require_complete(chain: ParameterChain) -> None:
-    """Following the steps, a gradient must end as the parameter lies at rest: whole where that is Invariant."""
-    layout = chain.made
-    for step in (*chain.each, *chain.sync):
-        if any(layout[axis] != step.src for axis in step.axes):
-            raise GradientError(f"the gradient of {chain.name} is {format_layout(layout)} before {step}")
-        layout = step.apply(layout)
+def require_complete(chain: ParameterChain) -> None:
+    """Following the steps, a parameter must reach each use as it is used there, and its gradient, made as the uses make
+    it, must end as the parameter lies at rest: whole where that is Invariant."""
+    for use, path in zip(chain.uses, chain.paths, strict=True):
+        layout = _followed(chain.at_rest, path, f"{chain.name} lies as")
+        if layout != use:
+            raise GradientError(
+                f"{chain.name} reaches a use as {format_layout(layout)}, and is used as {format_layout(use)}"
+            )
+    layout = _followed(chain.made, (*chain.each, *chain.sync), f"the gradient of {chain.name} is")
     if layout != chain.at_rest or any(p.kind not in ("I", "S") for p in chain.at_rest):
         raise GradientError(
             f"the gradient of {chain.name} ends as {format_layout(layout)}, the parameter lies as "
@@ -275,3 +278,9 @@ def _require_complete(chain: ParameterChain) -> None:
         )
 
 
+def _followed(layout: Layout, steps: Sequence[Step], what: str) -> Layout:
+    for step in steps:
+        if any(layout[axis] != step.src for axis in step.axes):
+            raise GradientError(f"{what} {format_layout(layout)} before {step}")
+        layout = step.apply(layout)
+    return layout

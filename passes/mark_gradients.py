@@ -41,12 +41,15 @@ def stops_gradient(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _NO_GRADIENT
 
 
-def _mark(node: fx.Node) -> None:
+def flows(node: fx.Node) -> bool:
+    """Whether a call's result depends differentiably on what is trained, as its operands are marked."""
     value = node.meta.get("val")
     continuous = any(isinstance(v, torch.Tensor) and may_have_gradient(v) for v in pytree.tree_leaves(value))
-    node.meta["differentiable"] = (
-        continuous and not stops_gradient(node) and any(a.meta.get("differentiable") for a in node.all_input_nodes)
-    )
+    return continuous and not stops_gradient(node) and any(a.meta.get("differentiable") for a in node.all_input_nodes)
+
+
+def _mark(node: fx.Node) -> None:
+    node.meta["differentiable"] = flows(node)
 
 
 def differentiable_outputs(results: Any, first: int) -> list[int]:
@@ -88,6 +91,6 @@ def mark_backward(graph: fx.Graph) -> None:
 
 
 __all__ = [
-    "detach_outputs", "differentiable_outputs", "is_loss", "mark_backward", "mark_differentiable", "mark_new",
-    "stops_gradient",
+    "detach_outputs", "differentiable_outputs", "flows", "is_loss", "mark_backward", "mark_differentiable",
+    "mark_new", "stops_gradient",
 ]  # fmt: skip

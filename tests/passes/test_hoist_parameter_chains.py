@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autoparallel.passes.hoist_parameter_chains import GradientError, ParameterChain, hoist_parameter_chains
+from autoparallel.passes.hoist_parameter_chains import (
+    GradientError,
+    ParameterChain,
+    hoist_parameter_chains,
+    require_complete,
+)
 from autoparallel.passes.insert_collectives import Sizes
-from autoparallel.placements import format_layout, parse_layout
+from autoparallel.placements import Replicate, format_layout, parse_layout
 from autoparallel.redistribution import Step
 from tests.passes.support import captured, localized, redistributor, show
 
@@ -103,9 +109,10 @@ class TestSeveralUses:
 
 
 def chain_with(sync: tuple[Step, ...], at_rest: str, accumulator: str) -> ParameterChain:
+    gather = Step((0,), parse_layout(at_rest)[0], Replicate)
     return ParameterChain(
         "w", (4, 4), torch.float32, torch.float32, torch.float32, parse_layout(at_rest), (parse_layout("R"),), ("w",),
-        ((),), parse_layout(accumulator), (), parse_layout(accumulator), sync, {}, True,
+        ((gather,),), parse_layout(accumulator), (), parse_layout(accumulator), sync, {}, True,
     )  # fmt: skip
 
 
@@ -124,10 +131,16 @@ class TestAnIncompleteChain:
         ],
     )
     def test_is_refused(self, sync: list[tuple[str, str]], at_rest: str, accumulator: str, message: str) -> None:
-        from autoparallel.passes.hoist_parameter_chains import _require_complete
-
         with pytest.raises(GradientError, match=message):
-            _require_complete(chain_with(tuple(self.step(*s) for s in sync), at_rest, accumulator))
+            require_complete(chain_with(tuple(self.step(*s) for s in sync), at_rest, accumulator))
+
+    def test_a_way_that_does_not_reach_its_use_is_refused(self) -> None:
+        chain = chain_with((self.step("P", "S0"),), "S0", "P")
+        require_complete(chain)
+        with pytest.raises(GradientError, match="reaches a use as I, and is used as R"):
+            require_complete(replace(chain, paths=((self.step("S0", "I"),),)))
+        with pytest.raises(GradientError, match="lies as S0 before"):
+            require_complete(replace(chain, paths=((self.step("S1", "R"),),)))
 
     def test_is_found_in_a_program(self) -> None:
         """A collective of the chain that says it begins elsewhere, so that its transpose ends elsewhere."""
@@ -135,5 +148,5 @@ class TestAnIncompleteChain:
         modes = {"w/aten.linear#0": ["shard:...0"]}
         module = localized(graph, modes, {"w.weight": "S0"}, axes=[("dp", 2)], outputs=[None])
         next(n for n in module.graph.nodes if n.name == "p_model_w_weight").meta["placements"] = parse_layout("S1")
-        with pytest.raises(GradientError, match=r"the gradient of w\.weight ends as S0, the parameter lies as S1"):
+        with pytest.raises(GradientError, match=r"w\.weight lies as S1 before .*src=S0"):
             hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual))
