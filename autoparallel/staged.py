@@ -219,7 +219,7 @@ class StagedPlanner(Planner):
             hoist_all=request.hoist_all,
             reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
             node=request.profile.node,
-            training=call.training[0],
+            training=call.training[0] if call.training else True,
         )
 
     def with_traffic(self, staged: StagedProgram, plan: Plan, call: Call, owners: Mapping[str, int]) -> Plan:

@@ -51,9 +51,9 @@ class Deep(nn.Module):
 class WithLoss(Deep):
     """Returns its outputs beside the loss."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         out = super().forward(x)
-        return out.square().mean(), out
+        return {"loss": out.square().mean(), "out": out}
 
 
 def _search(
