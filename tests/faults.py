@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+
+from autoparallel.graph import tracing
 
 
 class Switch:
@@ -20,10 +23,15 @@ class Switch:
 def dropping(where: str) -> Iterator[None]:
     """Leaves it out "in the trace" (as a capture does that does not see it), "everywhere" or "nowhere"."""
     Switch.dropped = where
-    try:
-        yield
-    finally:
-        Switch.dropped = "nowhere"
+    hooks = (lambda self, values: values) if where == "in the trace" else None  # these run as they are, at every call
+    names = ("setup_input_hook", "setup_output_hook")
+    with contextlib.ExitStack() as stack:
+        for name in names if hooks else ():
+            stack.enter_context(mock.patch.object(tracing._ModuleHooks, name, hooks))
+        try:
+            yield
+        finally:
+            Switch.dropped = "nowhere"
 
 
 def present() -> bool:
