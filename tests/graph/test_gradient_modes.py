@@ -227,7 +227,7 @@ class ForwardMode(Base):
     ("make", "says"),
     [
         (ChangesUnderNoGrad, "under torch.no_grad() a tensor that carries a gradient is changed in place"),
-        (ChangesDetached, "under detach() a tensor that carries a gradient is changed in place"),
+        (ChangesDetached, "writes to x.data or x.detach() of a tensor that is differentiated"),
         (ChangesAView, "under torch.no_grad() a tensor that carries a gradient is changed in place"),
         (DetachesInPlace, "detached in place"),
         (LeavesItOff, "leaves them so after its call"),
