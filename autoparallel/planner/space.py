@@ -409,7 +409,9 @@ class SearchSpace:
         """What a preset forbids between a parameter at rest and its use, as infinite prices."""
         out = np.zeros((len(options), len(columns)))
         large = len(node.meta["val"].shape) >= 2
-        whole = "R" if node.meta["differentiable"] else "I"
+        whole = {"R" if node.meta["differentiable"] else "I"}
+        if any(not user.meta["differentiable"] for user in node.users if user.op == "call_function"):
+            whole.add("I")  # what reads it without a gradient has no summands to keep apart
         stacked = self.experts.parameters.get(node)
         pinned = self.captured.parameters[node.name] in self.pinned
         tensor = self.constraints.tensor - self.pins.axes(node)  # its user knows better than the preset
@@ -419,7 +421,7 @@ class SearchSpace:
                 if stacked is not None and axis in self.constraints.expert:
                     wrong = column[axis] != Shard(stacked)
                 else:
-                    wrong = column[axis].kind != whole
+                    wrong = column[axis].kind not in whole
                 if wrong:
                     out[:, j] = np.inf
             for i, option in enumerate(options):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.capture.registry import program
 
 
-@program()  # not on two ranks yet: fsdp finds no plan for it on two ranks
+@program(ranks=True)
 class NoGradBranch(nn.Module):
     """A second path that only looks."""
 
@@ -84,7 +84,7 @@ class InferenceModeTarget(nn.Module):
         return self.a(x), codes
 
 
-@program()  # not on two ranks yet: fsdp finds no plan for it on two ranks
+@program(ranks=True)
 class GradModeByFlag(nn.Module):
     """``set_grad_enabled`` with a flag, as backbones that may be frozen do it."""
 
