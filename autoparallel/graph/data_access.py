@@ -7,13 +7,14 @@ cannot be in a program.  Where ``x`` is not differentiated, it is a change in pl
 
 from __future__ import annotations
 
-import traceback
+import sys
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.lines import line_of_frame
 
 _DETACHES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 _VIEWS = frozenset((
@@ -40,7 +41,7 @@ class DataAccess(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise CaptureError(explain_new_memory("x.data = ...", _line()))
+            raise CaptureError(explain_new_memory("x.data = ...", line_of_frame(sys._getframe(1))))
         if name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
             self._require_own(args[0] if args else None)
         self._require_own(kwargs.get("out"))
@@ -66,8 +67,8 @@ class DataAccess(TorchFunctionMode):
         if isinstance(written, torch.Tensor) and id(written) in self._detached:
             raise CaptureError(
                 "the model writes to x.data or x.detach() of a tensor that is differentiated, which changes its values "
-                f"behind autograd's back, at {_line()}\nWhat to change: compute a new tensor; for another value with "
-                "the same gradient write x + (value - x).detach()."
+                f"behind autograd's back, at {line_of_frame(sys._getframe(1))}\nWhat to change: compute a new tensor; "
+                "for another value with the same gradient write x + (value - x).detach()."
             )
 
 
@@ -92,14 +93,6 @@ def explain_new_memory(how: str, line: str) -> str:
         f"the model gives a tensor other memory ({how}) at {line}\nWhat to change: use the new tensor instead; to "
         "change a buffer, use buffer.copy_(...)."
     )
-
-
-def _line() -> str:
-    """The line of the model that runs now."""
-    package = __file__.rpartition("/graph/")[0]
-    others = ("/torch/", package)
-    frame = [f for f in traceback.extract_stack() if not any(part in f.filename for part in others)][-1]
-    return f'"{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
 
 
 __all__ = ["DataAccess", "explain_new_memory"]

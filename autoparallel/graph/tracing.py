@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel import _torch
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.hooks import HookTemplate, make_template
+from autoparallel.graph.lines import line_of_frame
 from autoparallel.operators.opaque import (
     CALL,
     HOOK,
@@ -107,21 +108,7 @@ def everything_seen(trace: Trace) -> Iterator[None]:
 
 
 def _refuse(what: str, cure: str) -> CaptureError:
-    return CaptureError(f"{what} at {_here()}\nWhat to change: {cure}.")
-
-
-def _here() -> str:
-    """The user's line that runs."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith((_TORCH, _OURS, "<")):
-            import linecache
-
-            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            return f'"{code.co_filename}", line {frame.f_lineno}, in {code.co_name}: {line}'
-        frame = frame.f_back  # type: ignore[assignment]
-    return "an unknown line"
+    return CaptureError(f"{what} at {line_of_frame(sys._getframe(1))}\nWhat to change: {cure}.")
 
 
 # --------------------------------------------------------------------------------------------- autograd.Function
