@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,10 @@ _OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "
 _GLOBAL = tuple(f"_global{name}" for name in _OF_A_MODULE)
 
 
-def hooks_of(model: nn.Module) -> Hashable:
-    """Which hooks a call of the model would run; equal as long as none is added, removed or replaced."""
+def hooks_of(submodules: Iterable[nn.Module]) -> Hashable:
+    """Which hooks a call of these modules would run; equal as long as none is added, removed or replaced."""
     found: list[Hashable] = []
-    for i, module in enumerate(model.modules()):
+    for i, module in enumerate(submodules):
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             found += [(i, name, *_hooks(getattr(module, name))) for name in _OF_A_MODULE if getattr(module, name)]
     for name in _GLOBAL:

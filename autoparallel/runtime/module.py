@@ -206,7 +206,7 @@ class ParallelModule(nn.Module):
         trainable = tuple(p.requires_grad for p in parameters)
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
-            torch.is_grad_enabled(), hooks_of(self._plain),
+            torch.is_grad_enabled(), hooks_of(modules),
         )  # fmt: skip
         return call, problem
 
