@@ -1,18 +1,19 @@
 """autoparallel: a compiler that makes a plain PyTorch model train on a whole mesh."""
 
 from autoparallel.api import compile
+from autoparallel.comm.traffic import Traffic, count_traffic
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.graph.captured import CaptureError
-from autoparallel.plan import Plan, PlanError
-from autoparallel.processes import ProcessError
-from autoparallel.report.verification import VerifyError, VerifyReport
+from autoparallel.plan import Plan
 from autoparallel.rules import RuleError, register_rule
 from autoparallel.runtime.agreement import RankMismatchError
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.pipeline import PipelineError
-from autoparallel.staging import Pipeline
-from autoparallel.traffic import Traffic, count_traffic
-from autoparallel.verify import verify
+from autoparallel.tools.parity.verification import VerifyError, VerifyReport
+from autoparallel.tools.processes import ProcessError
+from autoparallel.tools.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [

@@ -1,6 +1,6 @@
 """``python -m autoparallel``."""
 
-from autoparallel.cli import main
+from autoparallel.tools.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

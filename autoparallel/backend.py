@@ -18,25 +18,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.api import BACKENDS, usable_mesh
+from autoparallel.api import BACKENDS
+from autoparallel.capture.capture import capture
+from autoparallel.comm.groups import bind
+from autoparallel.comm.world import usable_mesh
+from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.dynamo import GraphModel, Piece, find_graph_break
-from autoparallel.graph.capture import capture
+from autoparallel.graph.calls import fits
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec, leaf_value
-from autoparallel.groups import bind
+from autoparallel.hardware import profile_for
 from autoparallel.operators import set_random_state
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.placements import Invariant, Layout, format_layout
-from autoparallel.plan import ParameterPlan, Plan, PlanError
-from autoparallel.planner.hardware import profile_for
+from autoparallel.placements.redistribution import Redistributor
+from autoparallel.plan import Plan
+from autoparallel.planner.fits import require_fits
 from autoparallel.planner.presets import PRESETS, constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
-from autoparallel.program import LocalProgram, build_program, wanted_outputs
-from autoparallel.redistribution import Redistributor
+from autoparallel.program import LocalProgram, build_program, require_divides, wanted_outputs
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import tensor_operands
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
-from autoparallel.runtime.calls import fits, require_divides
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.exchange import CHECKED_CALLS
 from autoparallel.runtime.gradients import GradientStore
@@ -300,7 +303,7 @@ class Fragment:
     def _plan(self, captured: Captured, outputs: Sequence[Layout | None]) -> Plan:
         session, requested = self.session, self.options.plan
         if isinstance(requested, Plan):
-            requested.require_fits(captured.graph, session.axes)
+            require_fits(requested, captured.graph, session.axes)
             sharded = [n for n in requested.parameters if requested.at_rest(n) != session.whole]
             if sharded:
                 raise PlanError(

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from autoparallel.graph.capture import set_device
-from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.pipeline import PipelinePlan
+from autoparallel.graph.calls import batch_dim, require_divisible, sizes_of
+from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity, is_loss
+from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.bucket_collectives import Bucket, bucket_collectives
-from autoparallel.passes.hoist_parameter_chains import hoist_parameter_chains
-from autoparallel.passes.insert_collectives import Sizes, insert_collectives
+from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
+from autoparallel.passes.hoist_parameter_chains import ParameterChain, hoist_parameter_chains
+from autoparallel.passes.insert_collectives import insert_collectives
+from autoparallel.passes.mark_gradients import detach_outputs, mark_backward
+from autoparallel.passes.name_nodes import layer_of
 from autoparallel.passes.recompute_layers import Region, recompute_layers
+from autoparallel.passes.set_device import set_device
 from autoparallel.passes.settle_interleaving import settle_interleaving
+from autoparallel.passes.split_weight_gradients import split_weight_gradients
 from autoparallel.passes.verify_placements import Asked, verify_placements
+from autoparallel.pipeline.schedules import SPLIT, Passing
 from autoparallel.placements import Invariant, Layout, parse_layout, shards_of
-from autoparallel.plan import Plan, PlanError
-from autoparallel.redistribution import Redistributor
+from autoparallel.placements.redistribution import Redistributor
+from autoparallel.plan import Plan
 from autoparallel.rules.calls import is_tensor
+from autoparallel.rules.ways import typed_call
 
 
 @dataclass
@@ -186,3 +199,186 @@ def _divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> list[tuple[o
             if count > 1:
                 found[size.node.expr, count] = None
     return list(found)
+
+
+@dataclass(frozen=True)
+class StagedProgram:
+    """What all ranks of a pipeline know.
+
+    Attributes:
+        captured: the whole model's graph.
+        plan: the schedule and the cuts.
+        graphs, programs: of every stage.
+        crossings: the values that cross between stages, by number.
+    """
+
+    captured: Captured
+    plan: PipelinePlan
+    graphs: tuple[StageGraph, ...]
+    programs: tuple[LocalProgram, ...]
+    crossings: tuple[Crossing, ...]
+
+    def chains(self, stage: int) -> dict[str, ParameterChain]:
+        """The parameters that a stage uses, by name."""
+        return {chain.name: chain for bucket in self.programs[stage].buckets for chain in bucket.chains}
+
+    def passings(self, differentiate: bool) -> list[Passing]:
+        """Every way of a value from one stage to another."""
+        return [
+            Passing(c.number, giver, t, differentiate and c.returns(t))
+            for c in self.crossings
+            for t, giver in zip(c.targets, c.givers, strict=True)
+        ]
+
+    def text(self) -> str:
+        """The programs in words, the same on every rank: what ranks compare before they run them."""
+        return "\n".join(f"stage {i}:\n{program.text()}" for i, program in enumerate(self.programs))
+
+
+def build_stages(
+    captured: Captured,
+    plan: Plan,
+    *,
+    prefix: str,
+    redistributor: Redistributor,
+    outputs: str,
+    device: torch.device,
+    hoist_all: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    node: int = 0,
+    training: bool = False,
+) -> StagedProgram:
+    """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
+
+    Args:
+        outputs: which outputs beside a loss are kept: those of "gather"; without a loss, all are.
+        prefix, redistributor, device, hoist_all, reduce_dtype: as ``build_program`` takes them, of the mesh axes other
+            than the pipeline's.
+        node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
+        training: whether the call is one that is differentiated.
+
+    Raises:
+        PlanError: when the model cannot be run in such stages and microbatches.
+    """
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    _leave_only_loss(captured)
+    if training:
+        _require_loss(captured)
+    kept = _kept(captured, outputs)
+
+    def price(giver: int, taker: int) -> float:
+        """Where a value goes in: memory, a node, or the network, where the pipeline's axis is the outermost."""
+        ranks = [pipeline.rank_of(stage) * math.prod(plan.axis_sizes) for stage in (giver, taker)]
+        return 0.0 if ranks[0] == ranks[1] else 1.0 if not node or ranks[0] // node == ranks[1] // node else 2.0
+
+    _require_combinable(captured, kept, pipeline.microbatches)
+    try:
+        layers = {(stage, layer_of(node)) for node, stage in stages_of(captured, pipeline.cuts).items()}
+        graphs = cut_stages(captured, pipeline.cuts, kept, price)
+    except CutError as error:
+        raise PlanError(str(error)) from error
+    nodes = {node.name: node for node in captured.graph.nodes}
+    whole = (Invariant,) * len(plan.axis_sizes)
+    crossings = {c.number: c for graph in graphs for c in graph.sent}
+    layouts = {c.name: boundary_layout(nodes[c.name], plan) for c in crossings.values()}
+    programs: list[LocalProgram] = []
+    for stage, graph in enumerate(graphs):
+        count = len(graph.captured.mutated_buffers) + len(graph.results)
+        program = build_program(
+            graph.captured,
+            replace(plan, recompute=tuple(layer for layer in plan.recompute if (stage, layer) in layers)),
+            prefix=prefix,
+            redistributor=redistributor,
+            outputs=[whole] * count + [layouts[c.name] for c in graph.sent],
+            inputs={c.name: layouts[c.name] for c in graph.received},
+            device=device,
+            hoist_all=hoist_all,
+            reduce_dtype=reduce_dtype,
+        )
+        if pipeline.schedule in SPLIT:
+            chains = [chain for bucket in program.buckets for chain in bucket.chains]
+            split_weight_gradients(program.body, [name for chain in chains for name in chain.placeholders])
+        programs.append(program)
+    return StagedProgram(
+        captured,
+        pipeline,
+        tuple(graphs),
+        tuple(programs),
+        tuple(crossings[number] for number in sorted(crossings)),
+    )
+
+
+def _kept(captured: Captured, outputs: str) -> list[int]:
+    """The model's outputs that a pipeline keeps, with what the loss weighs, by their number among the results."""
+    first = len(captured.mutated_buffers)
+    results = captured.graph.output_node().args[0]
+    weight = captured.weight.output if captured.weight is not None else None
+    every = captured.objective is None or outputs == "gather"
+    return [i for i in range(first, len(results)) if every or i in (captured.objective, weight)]  # type: ignore[arg-type]
+
+
+def _leave_only_loss(captured: Captured) -> None:
+    """Detaches what a pipeline does not differentiate: everything but its loss."""
+    loss = captured.objective
+    if loss is not None and captured.flowing != [loss]:
+        captured.detached = [*captured.detached, *detach_outputs(captured.graph, len(captured.mutated_buffers), loss)]
+        captured.flowing = [loss]
+        mark_backward(captured.graph)
+
+
+def _require_loss(captured: Captured) -> None:
+    """Refuses a call in training that returns a scalar which may be the loss, or may not be all of it."""
+    results: Any = captured.graph.output_node().args[0]
+    if captured.objective is None and any(is_loss(results[i]) for i in captured.flowing):
+        raise PlanError(
+            f"{explain_ambiguity(len(captured.flowing))}, but a pipeline must know its loss, which is all that it "
+            'differentiates: pass loss_fn to compile(), return the loss under the name "loss" (the key of a dict, the '
+            "field of a named tuple), or detach the other outputs in the model"
+        )
+
+
+def _require_combinable(captured: Captured, kept: list[int], microbatches: int) -> None:
+    if microbatches == 1:
+        return
+    weight = captured.weight
+    if weight is not None and weight.kind == "unknown":
+        raise PlanError(
+            f"a pipeline cannot tell what the loss of its microbatches is a mean over: {weight.reason}. Pass a loss_fn "
+            "that returns (sum, count) to compile(), or use one microbatch"
+        )
+    results = captured.graph.output_node().args[0]
+    for i in kept:
+        if i != captured.objective and (weight is None or i != weight.output) and batch_dim(captured, i) < 0:
+            key = results[i].meta["key"]  # type: ignore[index, union-attr]
+            raise PlanError(
+                f"an output of the model ({key}) has no batch dim, so that those of a pipeline's microbatches cannot "
+                "be put together: return it per row, or leave it out (outputs='auto' beside a loss)"
+            )
+
+
+def find_owners(staged: StagedProgram, names: Mapping[str, Any]) -> dict[str, int]:
+    """The rank on the pipeline's axis on which each parameter lies: that of the first stage that uses it."""
+    owners = dict.fromkeys(names, 0)
+    for stage in reversed(range(len(staged.programs))):
+        for chain in staged.chains(stage):
+            owners[chain] = staged.plan.rank_of(stage)
+    return owners
+
+
+def require_divides(program: LocalProgram, specs: Sequence[Any], batch: int) -> None:
+    """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""
+    require_divisible(program.divisors, sizes_of(program.captured, specs), batch)
+
+
+def boundary_layout(node: fx.Node, plan: Plan) -> Layout:
+    """How a value crosses between stages: as it is read, or made, with sums completed."""
+    key = node.meta["key"]
+    made: Layout
+    if key in plan.shared:
+        made = parse_layout(plan.shared[key])
+    elif node.target is operator.getitem or key not in plan.operators:
+        made = (Invariant,) * len(plan.axis_sizes)
+    else:
+        made = typed_call(node, plan.modes(key))[1]
+    return tuple(p if p.kind == "S" else Invariant for p in made)

@@ -12,9 +12,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import operators
-from autoparallel.collectives import redistribute
+from autoparallel.comm.collectives import redistribute
+from autoparallel.comm.groups import group_name
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.passes.insert_collectives import Redistribution, group_name
+from autoparallel.passes.insert_collectives import Redistribution
 from autoparallel.passes.verify_placements import Asked
 from autoparallel.placements import (
     ACTIONS,
@@ -27,7 +28,7 @@ from autoparallel.placements import (
     action,
     format_layout,
 )
-from autoparallel.redistribution import Step
+from autoparallel.placements.redistribution import Step
 from autoparallel.rules.calls import arguments, is_tensor, tensor_operands, with_argument
 
 aten = torch.ops.aten

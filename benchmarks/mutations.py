@@ -28,27 +28,28 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx
 
-from autoparallel.collectives import extent_of, transfer
+from autoparallel.comm.collectives import extent_of, transfer
+from autoparallel.comm.groups import group_name
+from autoparallel.comm.simulate import combine, coordinates, simulate
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.sizes import Sizes
+from autoparallel.hardware import profile_for
 from autoparallel.operators.random import RandomState, set_random_state
-from autoparallel.parity.recording import arguments_of
-from autoparallel.parity.task import Task, make_task
 from autoparallel.passes.hoist_parameter_chains import (
     GradientError,
     ParameterChain,
     hoist_parameter_chains,
     require_complete,
 )
-from autoparallel.passes.insert_collectives import Sizes, group_name
 from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.passes.verify_placements import Asked, PlacementError, verify_placements
 from autoparallel.placements import Layout, chunk, dual_layout
+from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.plan import Plan
-from autoparallel.planner.hardware import profile_for
-from autoparallel.planning import Planner, Request, call_of
+from autoparallel.planner.planning import Planner, Request, call_of
 from autoparallel.program import lay_out
-from autoparallel.redistribution import Redistributor, Step
-from autoparallel.simulate import combine, coordinates, simulate
+from autoparallel.tools.parity.recording import arguments_of
+from autoparallel.tools.parity.task import Task, make_task
 from benchmarks.mutants import Mutant, chain_mutants, graph_mutants
 from benchmarks.mutation_models import MODELS
 

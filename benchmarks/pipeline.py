@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import autoparallel
-from autoparallel.calibration import calibrate
-from autoparallel.planner.hardware import Profile
-from autoparallel.schedules import FORWARD, Action, Passing, actions_of, play
+from autoparallel.hardware import Profile
+from autoparallel.pipeline.schedules import FORWARD, Action, Passing, actions_of, play
+from autoparallel.tools.calibration import calibrate
 
 LAYERS = 8
 LARGE_VOCABULARY = 16384

@@ -25,15 +25,16 @@ from rich.table import Table
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.capture import capture
+from autoparallel.capture.capture import capture
+from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured, describe_inputs
-from autoparallel.plan import Plan, PlanError
-from autoparallel.planner.hardware import H100
+from autoparallel.hardware import H100
+from autoparallel.placements.redistribution import Redistributor
+from autoparallel.plan import Plan
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import wanted_outputs
-from autoparallel.redistribution import Redistributor
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 NAMES = ("a", "b", "c")

@@ -17,12 +17,12 @@ from plan import llama
 from rich.console import Console
 from rich.table import Table
 
-from autoparallel.plan import PlanError
-from autoparallel.planner.hardware import H100
-from autoparallel.planning import Planner, Request, call_of, draft_captured
-from autoparallel.report.text import duration
-from autoparallel.staged import StagedPlanner, draft_stages
-from autoparallel.staging import Pipeline
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.pipeline import Pipeline
+from autoparallel.hardware import H100
+from autoparallel.planner.planning import Planner, Request, call_of, draft_captured
+from autoparallel.planner.staged import StagedPlanner, draft_stages
+from autoparallel.text import duration
 
 LAYERS = 80
 MESHES: tuple[tuple[tuple[str, int], ...], ...] = (

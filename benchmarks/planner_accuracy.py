@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import autoparallel
-from autoparallel.calibration import calibrate
+from autoparallel.tools.calibration import calibrate
 
 PLANS = ("auto", "data_parallel", "fsdp", "tensor_parallel")
 PROFILED = 6  # steps in which memory is measured

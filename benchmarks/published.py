@@ -34,14 +34,16 @@ from rich.table import Table
 from scipy.optimize import brentq
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoparallel.comm.world import PIPELINE_AXIS
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.pipeline import Pipeline
+from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
-from autoparallel.plan import Plan, PlanError
-from autoparallel.planner.hardware import H100, Profile
+from autoparallel.hardware import H100, Profile
+from autoparallel.plan import Plan
 from autoparallel.planner.pins import Pins, parse_pins
-from autoparallel.planning import Planner, Request, call_of, draft_captured
-from autoparallel.runtime.calls import Call
-from autoparallel.staged import StagedPlanner, draft_stages
-from autoparallel.staging import PIPELINE_AXIS, Pipeline
+from autoparallel.planner.planning import Planner, Request, call_of, draft_captured
+from autoparallel.planner.staged import StagedPlanner, draft_stages
 
 PEAK = (989e12 + 835e12) / 2
 HARDWARE = replace(

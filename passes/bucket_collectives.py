@@ -22,7 +22,7 @@ from torch import fx
 
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.name_nodes import layer_of
-from autoparallel.redistribution import BUCKET_BYTES
+from autoparallel.placements.redistribution import BUCKET_BYTES
 
 
 @dataclass(frozen=True)

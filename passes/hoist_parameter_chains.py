@@ -22,10 +22,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from autoparallel.collectives import redistribute
-from autoparallel.passes.insert_collectives import Redistribution, Sizes
+from autoparallel.comm.collectives import redistribute
+from autoparallel.graph.sizes import Sizes
+from autoparallel.passes.insert_collectives import Redistribution
 from autoparallel.placements import Layout, Partial, Placement, action, dual_layout, format_layout
-from autoparallel.redistribution import Redistributor, Step
+from autoparallel.placements.redistribution import Redistributor, Step
 
 
 class GradientError(AssertionError):

@@ -23,15 +23,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel import operators
-from autoparallel.collectives import redistribute
-from autoparallel.operators.opaque import has_own_backward
-from autoparallel.placements import Invariant, Layout, divides, fills_up, reaches_all, shards_of
-from autoparallel.redistribution import Redistributor, Step
+from autoparallel.comm.collectives import redistribute
+from autoparallel.comm.groups import group_name
+from autoparallel.graph.sizes import Sizes
+from autoparallel.placements import Invariant, Layout, divides, shards_of
+from autoparallel.placements.modes import Mode
+from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
 from autoparallel.rules.localize import LocalCall
-from autoparallel.rules.typing import Mode, Typed, typed_modes
+from autoparallel.rules.ways import typed_call
 
 
 @dataclass(frozen=True)
@@ -40,70 +41,6 @@ class Redistribution:
 
     step: Step
     before: Layout
-
-
-class Sizes:
-    """Reads traced sizes as they are in the call that is planned for."""
-
-    def __init__(self, actual: Mapping[Any, int]) -> None:
-        self.actual = actual
-        self._known: dict[Any, int] = {}
-
-    def __call__(self, value: Any) -> int:
-        if isinstance(value, int):
-            return value
-        expression = value.node.expr
-        if expression not in self._known:
-            self._known[expression] = int(expression.subs(self.actual))
-        return self._known[expression]
-
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """The node's global shape in that call."""
-        return tuple(self(s) for s in node.meta["val"].shape)
-
-
-def group_name(prefix: str, names: Sequence[str], axes: Sequence[int]) -> str:
-    """How programs name the group over some mesh axes."""
-    return f"{prefix}/{'+'.join(names[i] for i in axes)}"
-
-
-def typed_call(node: fx.Node, modes: Sequence[Mode]) -> tuple[list[Layout], Layout]:
-    """The layouts of a call's operands and result when it runs as ``modes`` says on each axis.
-
-    Raises:
-        ValueError: when the operator cannot run so.
-    """
-    ways = {typed.mode: typed for typed in call_modes(node)}
-    for mode in modes:
-        if mode not in ways:
-            raise ValueError(f"{node.meta.get('key', node.name)} cannot run as {mode}")
-    chosen = [ways[mode] for mode in modes]
-    count = len(tensor_operands(node))
-    operands = [tuple(t.operands[i] for t in chosen) for i in range(count)]
-    return operands, tuple(t.result for t in chosen)
-
-
-def operand_fits(
-    node: fx.Node, shape: Sequence[int], result: Sequence[int], layout: Layout, axis_sizes: Sequence[int]
-) -> bool:
-    """Whether a call can read an operand of this global shape in this layout: its shards are equal, and none is empty;
-    ``pad_rows`` reads shards that differ, as long as it makes them equal."""
-    if node.target is operators.pad_rows:
-        return fills_up(shape, result, layout, axis_sizes)
-    return divides(shape, layout, axis_sizes) and reaches_all(shape, layout, axis_sizes)
-
-
-def call_modes(node: fx.Node) -> list[Typed]:
-    """Every way in which a call may run on one mesh axis."""
-    operands = tensor_operands(node)
-    flows = bool(node.meta["differentiable"])
-    return typed_modes(
-        rule_for(node),
-        len(operands),
-        [flows and bool(o.meta["differentiable"]) for o in operands],
-        flows,
-        has_own_backward(node.target),
-    )
 
 
 def insert_collectives(
@@ -261,4 +198,3 @@ class _Writer:
                     value = self.redistributed(value, layout if layout is not None else whole)
                 results.append(value)
         node.args = (tuple(results),)
-

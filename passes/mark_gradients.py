@@ -57,12 +57,6 @@ def differentiable_outputs(results: Any, first: int) -> list[int]:
     return [i for i, n in enumerate(results) if i >= first and n.meta["differentiable"]]
 
 
-def is_loss(node: Any) -> bool:
-    """Whether an output that can be differentiated may be a loss: a real scalar."""
-    value = node.meta["val"]
-    return value.ndim == 0 and value.is_floating_point()
-
-
 def detach_outputs(graph: fx.Graph, first: int, loss: int | None = None) -> list[int]:
     """Detaches new values of buffers, the outputs before ``first``, and, where a ``loss`` is given, every output but
     this one; returns the indices of the outputs from ``first`` on that were detached."""
@@ -91,6 +85,11 @@ def mark_backward(graph: fx.Graph) -> None:
 
 
 __all__ = [
-    "detach_outputs", "differentiable_outputs", "flows", "is_loss", "mark_backward", "mark_differentiable",
-    "mark_new", "stops_gradient",
-]  # fmt: skip
+    "detach_outputs",
+    "differentiable_outputs",
+    "flows",
+    "mark_backward",
+    "mark_differentiable",
+    "mark_new",
+    "stops_gradient",
+]

@@ -37,7 +37,7 @@ def resolve_opaque_calls(module: fx.GraphModule, calls: Mapping[str, Any], hooks
     """Rewrites ``module`` in place, and returns it.
 
     Args:
-        calls, hooks: what stands behind the names (see ``graph.tracing.Trace``).
+        calls, hooks: what stands behind the names (see ``capture.tracing.Trace``).
     """
     graph = module.graph
     registered: dict[fx.Node, list[fx.Node]] = {}

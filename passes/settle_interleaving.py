@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.passes.insert_collectives import typed_call
 from autoparallel.placements import Layout, shards_of
-from autoparallel.rules.typing import Mode
+from autoparallel.placements.modes import Mode
+from autoparallel.rules.ways import typed_call
 
 
 def settle_interleaving(

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.collectives import redistribute
+from autoparallel.comm.collectives import redistribute
+from autoparallel.comm.groups import group_name
 from autoparallel.operators.opaque import has_own_backward
-from autoparallel.passes.insert_collectives import Redistribution, group_name
+from autoparallel.passes.insert_collectives import Redistribution
 from autoparallel.passes.mark_gradients import flows
 from autoparallel.placements import ACTIONS, Invariant, Layout, format_layout, parse_placement, shards_of
-from autoparallel.redistribution import Step
+from autoparallel.placements.modes import Mode
+from autoparallel.placements.redistribution import Step
 from autoparallel.rules.calls import is_tensor, tensor_operands
-from autoparallel.rules.typing import Mode, Typed, typed_modes
+from autoparallel.rules.typing import Typed, typed_modes
 
 
 class PlacementError(AssertionError):

@@ -14,13 +14,13 @@ After:
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoparallel import operators
+from autoparallel.graph.captured import LossWeight
 from autoparallel.rules.calls import arguments, shape_of
 
 aten = torch.ops.aten
@@ -35,23 +35,6 @@ _LOSSES = (
     aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default,
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LossWeight:
-    """What a loss weighs among the microbatches of a step.
-
-    Attributes:
-        output: the index of the graph's output that holds the weight, where it depends on the data.
-        size: the weight as a product of sizes (of the trace), where it does not; 1 for every call of a sum.
-        kind: ``"mean"``, ``"sum"``, or ``"unknown"`` where the weight cannot be told.
-        reason: why it is unknown.
-    """
-
-    kind: str
-    output: int | None = None
-    size: Any = 1
-    reason: str = ""
 
 
 def weigh_loss(module: fx.GraphModule, loss: int, counted: bool = False) -> LossWeight:
@@ -118,4 +101,4 @@ def _numel(shape: Any) -> Any:
     return total
 
 
-__all__ = ["LossWeight", "weigh_loss"]
+__all__ = ["weigh_loss"]

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 from torch import nn
 
-from autoparallel import planning
-from autoparallel.graph.capture import capture
+from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured
+from autoparallel.planner import planning
 
 Captures = dict[tuple[Any, ...], Captured]
 _PLAIN = (bool, int, float, str, tuple)  # attributes that tell modules apart

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autoparallel.graph import tracing
+from autoparallel.capture import tracing
 
 
 class Switch:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.capture import capture
+from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
 from tests.models import build
 
@@ -287,7 +287,7 @@ def test_a_shared_module_called_twice_has_two_keys() -> None:
 
 
 def test_the_same_model_gives_the_same_graph() -> None:
-    from autoparallel.plan import fingerprint
+    from autoparallel.graph.fingerprint import fingerprint
 
     first, second = (captured(build("gpt").model, build("gpt").make_batch(0, 8)[0][0]) for _ in range(2))
     assert fingerprint(first.graph) == fingerprint(second.graph)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoparallel.cli import main
+from autoparallel.tools.cli import main
 
 FACTORIES = """
 import torch, torch.nn.functional as F

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel import planning
-from autoparallel.cli import main
+from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
-from autoparallel.planner.hardware import CPU
+from autoparallel.planner import planning
 from autoparallel.planner.pins import parse_pins
+from autoparallel.tools.cli import main
 from tests.distributed import run_distributed
 from tests.plan_factories import net
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoparallel.collectives import redistribute, start_transfers
-from autoparallel.passes.insert_collectives import group_name
+from autoparallel.comm.collectives import redistribute, start_transfers
+from autoparallel.comm.groups import group_name
+from autoparallel.comm.simulate import simulate
 from autoparallel.placements import (
     Invariant,
     Layout,
@@ -28,8 +29,7 @@ from autoparallel.placements import (
     parse_layout,
     sent_bytes,
 )
-from autoparallel.redistribution import Redistributor, Step
-from autoparallel.simulate import simulate
+from autoparallel.placements.redistribution import Redistributor, Step
 from tests.rules.proof import combine, cut, divides
 
 NAMES = ("dp", "tp")

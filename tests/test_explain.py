@@ -14,7 +14,7 @@ import autoparallel
 from autoparallel.placements import parse_layout
 from autoparallel.plan import Plan
 from autoparallel.report.explain import describe_layout, fold
-from autoparallel.report.text import duration, units
+from autoparallel.text import duration, units
 from tests.distributed import run_distributed
 from tests.models import build
 

@@ -14,22 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel import planning
-from autoparallel.choosing import MeshSearch
-from autoparallel.cli import main
-from autoparallel.meshes import (
-    PIPELINES,
-    THREE_AXES,
-    TWO_AXES,
-    Alternative,
-    MeshChoice,
-    distinct,
-    factored,
-    inside,
-    splits,
-)
-from autoparallel.plan import Plan, PlanError
-from autoparallel.planner.hardware import CPU, H100, Profile
+from autoparallel.decisions.meshes import Alternative, MeshChoice
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.hardware import CPU, H100, Profile
+from autoparallel.plan import Plan
+from autoparallel.planner import planning
+from autoparallel.planner.choosing import MeshSearch
+from autoparallel.planner.meshes import PIPELINES, THREE_AXES, TWO_AXES, distinct, factored, inside, splits
+from autoparallel.tools.cli import main
 from tests.distributed import run_distributed
 from tests.runtime.support import off, parameters_off
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph import capture as capture_module
-from autoparallel.graph.capture import capture
+from autoparallel.capture import capture as capture_module
+from autoparallel.capture.capture import capture
+from autoparallel.capture.layers import Run
 from autoparallel.graph.captured import Captured, describe_inputs
-from autoparallel.graph.layers import Run
 
 LAYERS = 7
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from autoparallel.schedules import (
+from autoparallel.pipeline.schedules import (
     FORWARD,
     SEND,
     Action,

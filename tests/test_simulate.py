@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoparallel.collectives import all_reduce
-from autoparallel.groups import axis_index, axis_size, communicator_of
-from autoparallel.simulate import simulate
+from autoparallel.comm.collectives import all_reduce
+from autoparallel.comm.groups import axis_index, axis_size, communicator_of
+from autoparallel.comm.simulate import simulate
 
 MESH, NAMES = (2, 3), ("dp", "tp")
 

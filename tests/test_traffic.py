@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import autoparallel
-from autoparallel import groups
+from autoparallel.comm import groups
+from autoparallel.comm.traffic import _NAMESPACES, _OPERATORS, _SILENT, Traffic
 from autoparallel.placements import sent_bytes
-from autoparallel.traffic import _NAMESPACES, _OPERATORS, _SILENT, Traffic
 from tests.distributed import run_distributed
 from tests.models import build
 from tests.runtime.support import run_on_ranks

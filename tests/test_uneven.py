@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import Shard as DTensorShard
 
-from autoparallel import simulate as simulation
-from autoparallel.collectives import extent_of, redistribute, start_transfers, transfer
-from autoparallel.passes.insert_collectives import group_name
-from autoparallel.passes.reduce_gradient_norm import reduce_gradient_norm
+from autoparallel.comm import simulate as simulation
+from autoparallel.comm.collectives import extent_of, redistribute, start_transfers, transfer
+from autoparallel.comm.groups import group_name
+from autoparallel.comm.simulate import simulate
 from autoparallel.placements import (
     COLLECTIVES,
     Invariant,
@@ -39,8 +39,8 @@ from autoparallel.placements import (
     reaches_all,
     sent_bytes,
 )
-from autoparallel.redistribution import Redistributor, Step, step_between, step_bytes
-from autoparallel.simulate import simulate
+from autoparallel.placements.redistribution import Redistributor, Step, step_between, step_bytes
+from autoparallel.runtime.norm_program import reduce_gradient_norm
 from tests.rules.proof import combine, coordinates, cut
 
 NAMES = ("dp", "tp")

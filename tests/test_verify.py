@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoparallel
-from autoparallel import processes
-from autoparallel.parity.comparison import difference
-from autoparallel.parity.task import parse_mesh
-from autoparallel.processes import Job, Process, ProcessError, run_processes
-from autoparallel.report.verification import Difference
+from autoparallel.tools import processes
+from autoparallel.tools.parity.comparison import difference
+from autoparallel.tools.parity.task import parse_mesh
+from autoparallel.tools.parity.verification import Difference
+from autoparallel.tools.processes import Job, Process, ProcessError, run_processes
 from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
 
 needs_fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="lambdas need fork")

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoparallel.graph.recorder import Recorder
+from autoparallel.capture.recorder import Recorder
 from autoparallel.operators import RandomState
-from autoparallel.parity.comparison import Record, compare
-from autoparallel.parity.noise import measure
-from autoparallel.parity.task import make_task
-from autoparallel.parity.training import train
 from autoparallel.passes import canonicalize_operators
 from autoparallel.passes.replace_random_operators import _Numbering
-from autoparallel.report.verification import VerifyReport
 from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.randomness import Stream
-from autoparallel.verify import verify_here
+from autoparallel.tools.parity.comparison import Record, compare
+from autoparallel.tools.parity.noise import measure
+from autoparallel.tools.parity.task import make_task
+from autoparallel.tools.parity.training import train
+from autoparallel.tools.parity.verification import VerifyReport
+from autoparallel.tools.verify import verify_here
 from tests.faults import FAULTS, LINES, Net, dropping
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autoparallel import collectives
+from autoparallel.comm import collectives
+from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState
-from autoparallel.parity.localize_program import program_deviation
-from autoparallel.parity.task import make_task
-from autoparallel.planner.hardware import profile_for
-from autoparallel.planning import Request, call_of, draft
-from autoparallel.report.verification import Deviation
+from autoparallel.planner.planning import Request, call_of, draft
 from autoparallel.rules.core import _RULES, Rule
 from autoparallel.rules.localize import LocalCall
+from autoparallel.tools.parity.localize_program import program_deviation
+from autoparallel.tools.parity.task import make_task
+from autoparallel.tools.parity.verification import Deviation
 from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
 
 aten = torch.ops.aten

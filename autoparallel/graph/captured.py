@@ -12,8 +12,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.python_state import PythonState
-from autoparallel.passes.mark_gradients import is_loss
-from autoparallel.passes.weigh_loss import LossWeight
 
 
 class CaptureError(RuntimeError):
@@ -58,7 +56,7 @@ class Captured:
         mutated_buffers: the names of the buffers that the first outputs are new values of.
         outputs: for each leaf of the model's output, the index among the graph's outputs, or what it is instead.
         output_spec: how the outputs nest.
-        loss: the index (among the graph's outputs) of the loss, where it is known (see ``graph.outputs``).
+        loss: the index (among the graph's outputs) of the loss, where it is known (see ``capture.outputs``).
         flowing: the indices of the outputs that can be differentiated.
         detached: the indices of those that could be without a known loss, and beside it are not.
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
@@ -166,3 +164,34 @@ def describe_inputs(leaves: Sequence[Any]) -> tuple[list[InputSpec | Any], int]:
         multiple = rows // batch if batch and rows and rows % batch == 0 and (batch > 1 or rows == 1) else 0
         specs.append(InputSpec(tuple(x.shape), x.dtype, x.requires_grad, multiple))
     return specs, batch
+
+
+def is_loss(node: Any) -> bool:
+    """Whether an output that can be differentiated may be a loss: a real scalar."""
+    value = node.meta["val"]
+    return value.ndim == 0 and value.is_floating_point()
+
+
+@dataclass(frozen=True)
+class LossWeight:
+    """What a loss weighs among the microbatches of a step.
+
+    Attributes:
+        output: the index of the graph's output that holds the weight, where it depends on the data.
+        size: the weight as a product of sizes (of the trace), where it does not; 1 for every call of a sum.
+        kind: ``"mean"``, ``"sum"``, or ``"unknown"`` where the weight cannot be told.
+        reason: why it is unknown.
+    """
+
+    kind: str
+    output: int | None = None
+    size: Any = 1
+    reason: str = ""
+
+
+def explain_ambiguity(count: int) -> str:
+    """Why nobody knows which output is the loss."""
+    return f"the model returns {count} outputs that can be differentiated, and none of them is called {NAME!r}"
+
+
+NAME = "loss"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoparallel.groups import axis_index, axis_size, communicator_of
+from autoparallel.comm.groups import axis_index, axis_size, communicator_of
 from autoparallel.operators.tables import shard_index
 
 

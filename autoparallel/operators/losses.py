@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoparallel.collectives import all_reduce
-from autoparallel.groups import axis_index
+from autoparallel.comm.collectives import all_reduce
+from autoparallel.comm.groups import axis_index
 from autoparallel.operators.tables import local_rows
 
 

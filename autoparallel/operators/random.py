@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoparallel.groups import axis_index, axis_size
+from autoparallel.comm.groups import axis_index, axis_size
 
 
 @dataclass(frozen=True)

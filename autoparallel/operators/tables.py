@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoparallel.groups import axis_index, axis_size
+from autoparallel.comm.groups import axis_index, axis_size
 
 
 def topk_indices(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Tensor:

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from autoparallel.placements import Invariant, Layout, Shard, divides, reaches_all
+from autoparallel.placements.redistribution import local_numel
 from autoparallel.planner.presets import Constraints
-from autoparallel.redistribution import local_numel
 
 
 def every_layout(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> list[Layout]:

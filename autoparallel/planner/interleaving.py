@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from autoparallel import operators
+from autoparallel.hardware import Profile
 from autoparallel.placements import Layout
-from autoparallel.planner.hardware import Profile
+from autoparallel.placements.redistribution import local_numel
 from autoparallel.planner.options import Option
-from autoparallel.redistribution import local_numel
 from autoparallel.rules.shapes import runs_of_equal_product
 
 

@@ -12,14 +12,15 @@ import numpy.typing as npt
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.passes.insert_collectives import call_modes, operand_fits
+from autoparallel.hardware import Profile
 from autoparallel.placements import Layout, Placement
-from autoparallel.planner.cost import exchange_seconds, operator_seconds
-from autoparallel.planner.hardware import Profile
+from autoparallel.placements.modes import Mode
 from autoparallel.planner.signatures import Signatures
+from autoparallel.predict.cost import exchange_seconds, operator_seconds
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import arguments, tensor_operands
-from autoparallel.rules.typing import Mode, Typed
+from autoparallel.rules.typing import Typed
+from autoparallel.rules.ways import call_modes, operand_fits
 
 Ints = npt.NDArray[np.int64]
 

@@ -10,23 +10,22 @@ the model still has it.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from autoparallel.comm.world import mesh_text
+from autoparallel.decisions.parameters import ParameterPlan, PlanError, matching
 from autoparallel.graph.captured import Captured
 from autoparallel.placements import Layout, format_layout, parse_layout
-from autoparallel.plan import ParameterPlan, Plan, PlanError, mesh_text
+from autoparallel.plan import Plan
+from autoparallel.planner.options import Option
 from autoparallel.rules.calls import is_tensor
-
-if TYPE_CHECKING:
-    from autoparallel.planner.options import Option
 
 Placements = Sequence[Placement | None]
 """One for each mesh axis; None leaves an axis open."""
@@ -223,11 +222,6 @@ def results_of_modules(graph: fx.Graph) -> dict[str, fx.Node]:
     return found
 
 
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern means."""
-    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-
-
 # ------------------------------------------------------------------------------------------------------ from the user
 
 
@@ -277,4 +271,4 @@ def _text_of(pattern: str, placement: Any) -> str:
     )
 
 
-__all__ = ["Pin", "Pins", "ResolvedPins", "decided", "matching", "parse_pins", "parse_placements", "results_of_modules"]
+__all__ = ["Pin", "Pins", "ResolvedPins", "decided", "parse_pins", "parse_placements", "results_of_modules"]

@@ -9,13 +9,13 @@ import numpy as np
 from torch import fx
 
 from autoparallel.graph.captured import Captured
+from autoparallel.hardware import Profile
 from autoparallel.placements import Layout
-from autoparallel.planner.hardware import Profile
+from autoparallel.placements.redistribution import Redistributor, local_numel
 from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
 from autoparallel.planner.options import Option
 from autoparallel.planner.problem import Reader, Schedule, Variable
 from autoparallel.planner.signatures import Signatures
-from autoparallel.redistribution import Redistributor, local_numel
 from autoparallel.rules.calls import is_tensor
 
 

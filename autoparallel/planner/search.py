@@ -14,8 +14,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from autoparallel.decisions.decisions import Estimate
+from autoparallel.decisions.parameters import ParameterPlan, PlanError
+from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.placements import format_layout
-from autoparallel.plan import Estimate, ParameterPlan, Plan, PlanError, fingerprint
+from autoparallel.plan import Plan
 from autoparallel.planner.budget import minimise_with_budget
 from autoparallel.planner.elimination import Infeasible, TooWide
 from autoparallel.planner.factors import Factors, evaluate

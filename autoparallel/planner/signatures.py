@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.passes.insert_collectives import Sizes
+from autoparallel.graph.sizes import Sizes
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 

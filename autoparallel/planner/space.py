@@ -21,25 +21,26 @@ import numpy as np
 from torch import fx
 
 from autoparallel import operators
+from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.captured import Captured
-from autoparallel.passes.insert_collectives import call_modes, operand_fits
+from autoparallel.hardware import Profile
 from autoparallel.passes.name_nodes import layer_of
 from autoparallel.placements import Invariant, Layout, Shard, parse_layout
-from autoparallel.plan import ParameterPlan, PlanError
+from autoparallel.placements.modes import INVARIANT_MODE
+from autoparallel.placements.redistribution import Redistributor, local_numel
 from autoparallel.planner.at_rest import every_layout, layouts_at_rest, permitted
-from autoparallel.planner.cost import bytes_kept, update_seconds
 from autoparallel.planner.experts import Experts, find_experts
-from autoparallel.planner.hardware import Profile
 from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices
 from autoparallel.planner.problem import Problem, Schedule, Variable
 from autoparallel.planner.signatures import Signatures
-from autoparallel.redistribution import Redistributor, local_numel
+from autoparallel.predict.cost import bytes_kept, update_seconds
 from autoparallel.rules import Rule, operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
-from autoparallel.rules.typing import INVARIANT_MODE, Typed
+from autoparallel.rules.typing import Typed
+from autoparallel.rules.ways import call_modes, operand_fits
 
 
 @dataclass

@@ -23,22 +23,15 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.pipeline import Pipeline, PipelinePlan, StageCost
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.sizes import Sizes
+from autoparallel.hardware import Profile
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
-from autoparallel.passes.insert_collectives import Sizes, typed_call
 from autoparallel.passes.name_nodes import layer_of
 from autoparallel.passes.recompute_layers import find_layers
-from autoparallel.placements import Invariant, Layout, dual_layout, parse_layout
-from autoparallel.plan import Plan, PlanError
-from autoparallel.planner.balance import most_even
-from autoparallel.planner.cost import bytes_kept, exchange_seconds, operator_seconds
-from autoparallel.planner.hardware import Profile
-from autoparallel.planner.stage_rows import Row, largest_layer
-from autoparallel.redistribution import Redistributor, local_numel
-from autoparallel.rules import Rule, rule_for
-from autoparallel.rules.calls import is_tensor, tensor_operands
-from autoparallel.rules.typing import Mode
-from autoparallel.schedules import (
+from autoparallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
     INPUT,
@@ -53,7 +46,16 @@ from autoparallel.schedules import (
     rank_of_stage,
     require_schedule,
 )
-from autoparallel.staging import Pipeline, PipelinePlan, StageCost
+from autoparallel.placements import Invariant, Layout, dual_layout
+from autoparallel.placements.modes import Mode
+from autoparallel.placements.redistribution import Redistributor, local_numel
+from autoparallel.plan import Plan
+from autoparallel.planner.balance import most_even
+from autoparallel.planner.stage_rows import Row, largest_layer
+from autoparallel.predict.cost import bytes_kept, exchange_seconds, operator_seconds
+from autoparallel.rules import Rule, rule_for
+from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.rules.ways import typed_call
 
 Array = npt.NDArray[np.float64]
 
@@ -477,17 +479,4 @@ class StagePlanner:
         return np.cumsum(change)
 
 
-def boundary_layout(node: fx.Node, plan: Plan) -> Layout:
-    """How a value crosses between stages: as it is read, or made, with sums completed."""
-    key = node.meta["key"]
-    made: Layout
-    if key in plan.shared:
-        made = parse_layout(plan.shared[key])
-    elif node.target is operator.getitem or key not in plan.operators:
-        made = (Invariant,) * len(plan.axis_sizes)
-    else:
-        made = typed_call(node, plan.modes(key))[1]
-    return tuple(p if p.kind == "S" else Invariant for p in made)
-
-
-__all__ = ["StagePlanner", "boundary_layout", "microbatch_counts"]
+__all__ = ["StagePlanner", "microbatch_counts"]

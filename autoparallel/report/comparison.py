@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from rich.table import Table
 
-from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.passes.insert_collectives import Sizes
+from autoparallel.decisions.decisions import Decisions
+from autoparallel.decisions.prediction import Prediction
+from autoparallel.hardware import Profile
 from autoparallel.placements import COLLECTIVES
-from autoparallel.planner.cost import model_flops
-from autoparallel.planner.hardware import Profile
-from autoparallel.planning import Draft
 from autoparallel.report.explain import plain_table
-from autoparallel.report.text import duration, units
-from autoparallel.runtime.calls import Call
+from autoparallel.text import duration, units
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,14 @@ class Workload:
     dtype: torch.dtype
 
 
-def workload_of(captured: Captured, call: Call) -> Workload:
-    """What a step of a captured model has to do."""
-    tokens = [s for s in call.specs if isinstance(s, InputSpec) and s.is_integer and len(s.shape) > 1]
-    count = max((torch.Size(s.shape).numel() for s in tokens), default=0)
-    flops = model_flops(captured.graph, Sizes(captured.actual))
-    dtype = max(flops, key=lambda d: flops[d], default=torch.float32)
-    return Workload(count or call.batch, "tokens" if count else "rows", sum(flops.values()), dtype)
+class Drafted(Protocol):
+    """A plan with its prediction."""
+
+    @property
+    def plan(self) -> Decisions: ...
+
+    @property
+    def prediction(self) -> Prediction: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Entry:
     """
 
     name: str
-    draft: Draft | None
+    draft: Drafted | None
     problem: str = ""
 
     @property
@@ -102,7 +101,7 @@ def comparison_table(entries: Sequence[Entry], work: Workload, profile: Profile,
     return table
 
 
-def sent_by_kind(draft: Draft) -> dict[str, float]:
+def sent_by_kind(draft: Drafted) -> dict[str, float]:
     """The bytes that a rank sends in a step, by kind of collective."""
     found: dict[str, float] = {}
     for (kind, _), size in draft.prediction.step().bytes.items():

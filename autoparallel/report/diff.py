@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 
 from rich.table import Table
 
+from autoparallel.comm.world import mesh_text
+from autoparallel.decisions.decisions import Decisions
 from autoparallel.placements import parse_layout
-from autoparallel.plan import Plan, mesh_text
 from autoparallel.report.explain import describe_layout, describe_modes, fold, plain_table, recomputed
-from autoparallel.report.text import duration, plain_text, units
+from autoparallel.text import duration, plain_text, units
 
 ABSENT = "(absent)"
 
 
-def diff(first: Plan, second: Plan) -> str:
+def diff_plans(first: Decisions, second: Decisions) -> str:
     """The differences as text: mesh, preset, parameters, operators, and the predictions where both have one."""
     parts: list[Table | str] = []
     heads = [f"{mesh_text(p.mesh)}, {p.origin}" for p in (first, second)]
@@ -37,7 +38,7 @@ def diff(first: Plan, second: Plan) -> str:
     return plain_text(*parts) if not same else "The plans decide the same."
 
 
-def _parameters(plan: Plan) -> dict[str, str]:
+def _parameters(plan: Decisions) -> dict[str, str]:
     found = {}
     for name, parameter in plan.parameters.items():
         words = describe_layout(plan.at_rest(name), plan.axis_names)
@@ -51,11 +52,11 @@ def _parameters(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _operators(plan: Plan) -> dict[str, str]:
+def _operators(plan: Decisions) -> dict[str, str]:
     return {key.replace("/", ".", 1): describe_modes(modes, plan.axis_names) for key, modes in plan.operators.items()}
 
 
-def _shared(plan: Plan) -> dict[str, str]:
+def _shared(plan: Decisions) -> dict[str, str]:
     return {
         key.replace("/", ".", 1): describe_layout(parse_layout(text), plan.axis_names)
         for key, text in plan.shared.items()
@@ -76,7 +77,7 @@ def _differences(what: str, a: Mapping[str, str], b: Mapping[str, str]) -> Table
     return table
 
 
-def _predictions(first: Plan, second: Plan) -> Table:
+def _predictions(first: Decisions, second: Decisions) -> Table:
     assert first.prediction is not None and second.prediction is not None
     a, b = first.prediction, second.prediction
     rows: list[tuple[str, float, float, Callable[[float], str]]] = [

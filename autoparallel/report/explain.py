@@ -8,26 +8,26 @@ from typing import TypeVar
 from rich import box
 from rich.table import Table
 
+from autoparallel.comm.traffic import Traffic
+from autoparallel.comm.world import mesh_text
+from autoparallel.decisions.decisions import Decisions
+from autoparallel.decisions.prediction import ACCUMULATORS, ModuleRow, ParameterRow, Prediction
 from autoparallel.placements import Layout
-from autoparallel.plan import Plan, mesh_text
-from autoparallel.planner.hardware import Profile
+from autoparallel.placements.modes import parse_mode
 from autoparallel.report.meshes import explain_choice
 from autoparallel.report.pipeline import explain_pipeline
-from autoparallel.report.predict import ACCUMULATORS, ModuleRow, ParameterRow, Prediction
-from autoparallel.report.text import duration, operations, plain_text, units
-from autoparallel.rules.typing import parse_mode
-from autoparallel.traffic import Traffic
+from autoparallel.text import duration, plain_text, units
 
 T = TypeVar("T", bound=Hashable)
 
 
-def explain(plan: Plan) -> str:
+def explain_plan(plan: Decisions) -> str:
     """The plan as text: mesh, layouts, collectives, time, memory, and what has no rule.
 
     A plan that was loaded from a file knows what was decided, but predicts nothing before it is compiled again.
     """
     origin = "chosen by the search" if plan.origin == "auto" else f"the preset {plan.origin!r}"
-    parts: list[Table | str] = [f"Plan: {origin}, on the mesh {mesh_text(plan.whole_mesh)}"]
+    parts: list[Table | str] = [f"Decisions: {origin}, on the mesh {mesh_text(plan.whole_mesh)}"]
     if plan.choice is not None:
         parts += explain_choice(plan.choice)
     if plan.pipeline is not None:
@@ -127,7 +127,7 @@ def plain_table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
-def _modules_table(modules: Sequence[ModuleRow], plan: Plan) -> Table:
+def _modules_table(modules: Sequence[ModuleRow], plan: Decisions) -> Table:
     axes = plan.axis_names
     rows: list[tuple[str, tuple[_Cells, ...]]] = []
     for row in modules:
@@ -156,7 +156,7 @@ def _parameter_cells(p: ParameterRow, axes: Sequence[str]) -> _Cells:
     return name, describe_layout(p.at_rest, axes), uses, p.gather.replace("_", " ")
 
 
-def _rows_of(plan: Plan) -> list[ModuleRow]:
+def _rows_of(plan: Decisions) -> list[ModuleRow]:
     """What a plan alone knows about parameters."""
     found: dict[str, list[ParameterRow]] = {}
     for name, parameter in plan.parameters.items():
@@ -167,7 +167,7 @@ def _rows_of(plan: Plan) -> list[ModuleRow]:
     return [ModuleRow(path, tuple(rows)) for path, rows in found.items()]
 
 
-def _operators_table(plan: Plan) -> Table:
+def _operators_table(plan: Decisions) -> Table:
     """How each module's operators run: what a plan alone knows about activations."""
     table = plain_table("module", "operators")
     found: dict[str, dict[str, None]] = {}
@@ -179,7 +179,7 @@ def _operators_table(plan: Plan) -> Table:
     return table
 
 
-def _predicted(prediction: Prediction, plan: Plan) -> list[Table | str]:
+def _predicted(prediction: Prediction, plan: Decisions) -> list[Table | str]:
     p = prediction
     step = p.step()
     parts: list[Table | str] = []
@@ -214,7 +214,7 @@ _WHEN = {
 }
 
 
-def _reductions(p: Prediction, plan: Plan) -> Table:
+def _reductions(p: Prediction, plan: Decisions) -> Table:
     """The ways to add up gradients: which parameters take each, and what each would cost."""
     table = plain_table("gradients are", "parameters", "more memory", "time per microbatch", right=["more memory"])
     taken = [parameter.reduce for parameter in plan.parameters.values()]
@@ -250,22 +250,7 @@ def _cell(count: int | None, sent: float | None) -> str:
     return f"{count} x, {units(sent or 0.0)}" if count else ""
 
 
-def profile_tables(profile: Profile) -> list[Table]:
-    """The numbers of a hardware profile."""
-    table = plain_table("what", "reaches", right=["reaches"])
-    for dtype, rate in profile.flops.items():
-        table.add_row(f"matrix products in {str(dtype).removeprefix('torch.')}", f"{operations(rate)}/s")
-    table.add_row("memory", f"{units(profile.memory_bandwidth)}/s")
-    table.add_row("an operator at least", duration(profile.launch))
-    table.add_row("of a collective, hidden behind computing", f"{100 * profile.overlap:.0f}%")
-    links = plain_table("collective", "ranks", "nodes", "latency", "bandwidth", right=["latency", "bandwidth"])
-    for link in profile.links:
-        row = (link.kind, str(link.ranks), str(link.nodes), duration(link.latency), f"{units(link.bandwidth)}/s")
-        links.add_row(*row)
-    return [table, links]
-
-
-def recomputed(plan: Plan) -> str:
+def recomputed(plan: Decisions) -> str:
     """The layers that a plan recomputes, in words."""
     return ", ".join(path for path, _ in fold((layer, ()) for layer in plan.recompute))
 
@@ -280,4 +265,4 @@ def _unruled(unruled: Mapping[str, int]) -> str:
     )
 
 
-__all__ = ["Prediction", "describe_layout", "explain", "fold", "recomputed"]
+__all__ = ["describe_layout", "explain_plan", "fold", "recomputed"]

@@ -6,15 +6,15 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
-from autoparallel.meshes import MeshChoice
-from autoparallel.planner.hardware import Profile
+from autoparallel.decisions.meshes import MeshChoice
+from autoparallel.decisions.pipeline import PipelinePlan
+from autoparallel.decisions.prediction import ACCUMULATORS, Prediction
+from autoparallel.hardware import Profile
 from autoparallel.report.comparison import Entry, Workload, mfu, sent_by_kind, throughput
 from autoparallel.report.explain import describe_layout, describe_modes, fold, recomputed
 from autoparallel.report.meshes import HEADS, choice_notes, choice_rows
 from autoparallel.report.pipeline_chart import chart, stage_rows
-from autoparallel.report.predict import ACCUMULATORS, Prediction
-from autoparallel.report.text import duration, operations, units
-from autoparallel.staging import PipelinePlan
+from autoparallel.text import duration, operations, units
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 STYLE = """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from autoparallel.meshes import Alternative, MeshChoice
-from autoparallel.plan import mesh_text
-from autoparallel.report.text import duration, units
+from autoparallel.comm.world import mesh_text
+from autoparallel.decisions.meshes import Alternative, MeshChoice
+from autoparallel.text import duration, units
 
 HEADS = ("mesh", "step", "memory", "pipeline", "bubble", "")
 _SHOWN = 8  # meshes that were not tried, by name

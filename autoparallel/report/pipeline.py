@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
-from autoparallel.report.text import duration, units
-from autoparallel.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Passing, Timeline, actions_of, play
-from autoparallel.staging import PipelinePlan
-from autoparallel.traffic import Traffic
-
-if TYPE_CHECKING:
-    from autoparallel.report.pipeline_traffic import Border, PipelineTraffic
+from autoparallel.comm.traffic import Traffic
+from autoparallel.decisions.pipeline import Border, PipelinePlan, PipelineTraffic
+from autoparallel.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Passing,
+    Timeline,
+    actions_of,
+    play,
+)
+from autoparallel.text import duration, units
 
 WIDTH = 100
 """Columns of the picture."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from autoparallel.decisions.pipeline import PipelinePlan
+from autoparallel.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action
 from autoparallel.report.pipeline import by_ends, played
-from autoparallel.report.text import duration, units
-from autoparallel.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action
-from autoparallel.staging import PipelinePlan
+from autoparallel.text import duration, units
 
 COLOURS = {FORWARD: "#4269d0", BACKWARD: "#efb118", INPUT: "#efb118", WEIGHT: "#3ca951"}
 _NAMES = {

@@ -7,32 +7,14 @@ parameters or operators may be anything but what they are, and one more predicti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from rich.table import Table
 
-from autoparallel.plan import Plan, PlanError
-from autoparallel.planner.pins import Pins, matching
+from autoparallel.decisions.decisions import Decisions, Reasons
+from autoparallel.decisions.parameters import PlanError, matching
 from autoparallel.report.explain import describe_layout, describe_modes, plain_table
-from autoparallel.report.text import duration, plain_text, units
-
-if TYPE_CHECKING:
-    from autoparallel.planning import Planner
-    from autoparallel.runtime.calls import Call
-
-
-@dataclass(frozen=True)
-class Reasons:
-    """What is needed to plan once more.
-
-    Attributes:
-        planner: of the model.
-        call: that was planned for.
-    """
-
-    planner: Planner
-    call: Call
+from autoparallel.text import duration, plain_text, units
 
 
 @dataclass(frozen=True)
@@ -52,7 +34,7 @@ class Decision:
     chosen: str
 
 
-def explain_module(plan: Plan, pattern: str) -> str:
+def explain_module(plan: Decisions, pattern: str) -> str:
     """What was decided about some modules or parameters, and what the next best would cost (see ``Plan.explain``)."""
     decisions = decisions_about(plan, pattern)
     if not decisions:
@@ -73,7 +55,7 @@ def explain_module(plan: Plan, pattern: str) -> str:
     return plain_text(*parts)
 
 
-def decisions_about(plan: Plan, pattern: str) -> list[Decision]:
+def decisions_about(plan: Decisions, pattern: str) -> list[Decision]:
     """What a plan decides about the parameters and modules that a pattern means, alike ones together."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for name, parameter in plan.parameters.items():
@@ -99,29 +81,12 @@ def _inside(pattern: str, path: str) -> bool:
     return any(matching(pattern, [".".join(parts[:i])]) for i in range(1, len(parts)))
 
 
-def predicted(plan: Plan, reasons: Reasons, pins: Pins) -> Plan | None:
-    """The best plan under more pins, with its prediction; None where there is none."""
-    from autoparallel.planning import Planner
-
-    known = reasons.planner.request
-    kept = replace(known.pins, excluded=pins.excluded)
-    planner = Planner(reasons.planner.model, replace(known, plan=plan.origin, pins=kept))
-    planner.reductions = {}
-    captured = planner.capture(reasons.call, training=True)
-    try:
-        best = planner.search(captured, reasons.call)
-    except PlanError:
-        return None
-    planner.rewrite(captured, best)
-    return planner.finish(captured, best, reasons.call, "mesh0")[0]
-
-
-def _next_best(plan: Plan, reasons: Reasons, decision: Decision) -> Sequence[str]:
+def _next_best(plan: Decisions, reasons: Reasons, decision: Decision) -> Sequence[str]:
     if decision.kind == "parameter":
         excluded = {name: frozenset([plan.parameters[name].at_rest]) for name in decision.keys}
     else:
         excluded = {key: frozenset([",".join(plan.operators[key])]) for key in decision.keys}
-    other = predicted(plan, reasons, Pins(excluded=excluded))
+    other = reasons.best_without(plan, excluded)
     if other is None or plan.prediction is None:
         return "nothing else is possible", "", "", ""
     assert other.prediction is not None

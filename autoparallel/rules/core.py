@@ -2,7 +2,7 @@
 
 A rule names every loop dimension (factor) of an operator, ``"m k, k n -> m n"`` for a matrix product, and says which
 factors each dim of each operand and of the result runs over.  How the operator may be sharded, what that does to the
-local shapes, and what has to be communicated all follow from the factors (see ``typing``).
+local shapes, and what has to be communicated all follow from the factors (see ``rules.typing``).
 
 Notation: operands are separated by ``,``; dims by spaces; ``(h d)`` is a dim composed of two factors, the outer first;
 ``1`` is a dim that is not sharded (size one, or broadcast); ``...`` stands for the leading dims that all operands with
@@ -14,12 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import fx
+from torch import fx
 
-    from autoparallel.rules.localize import Localize
+from autoparallel.rules.localize import Localize
 
 DimFactors = tuple[str, ...]
 """The factors of one dim, outermost first; empty for a dim that is not sharded."""

@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx
 
 from autoparallel.placements import Layout
+from autoparallel.placements.modes import Mode
 from autoparallel.rules.calls import arguments, with_argument
-from autoparallel.rules.typing import Mode
 
 
 @dataclass

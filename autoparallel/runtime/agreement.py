@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel import _torch, waiting
-from autoparallel.groups import CONTROL
-from autoparallel.plan import PlanError
-from autoparallel.waiting import Place, RankMismatchError
+from autoparallel import _torch
+from autoparallel.comm import waiting
+from autoparallel.comm.groups import CONTROL
+from autoparallel.comm.waiting import Place, RankMismatchError
+from autoparallel.decisions.parameters import PlanError
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -22,11 +22,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.passes.reduce_gradient_norm import NormProgram, reduce_gradient_norm
 from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.runtime import norm as arithmetic
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Limits, ParameterNames, require_nonfinite
+from autoparallel.runtime.norm_program import NormProgram, reduce_gradient_norm
 
 Mark = tuple[int, int, int]
 Place = tuple[int, int, torch.dtype]

@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import torch
 
+from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
-from autoparallel.runtime.calls import Call
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.randomness import STREAM, Place, pack, unpack
 

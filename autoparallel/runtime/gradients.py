@@ -24,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.collectives import Extent, extent_of, pack, settled, start_transfers
+from autoparallel.comm.collectives import Extent, extent_of, pack, settled, start_transfers
+from autoparallel.comm.groups import group_name
+from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.passes.insert_collectives import group_name
 from autoparallel.placements import Layout, dual_layout, to_dtensor_placements
-from autoparallel.redistribution import Step
+from autoparallel.placements.redistribution import Step
 from autoparallel.runtime.backwards import BackwardPass, BackwardPasses, Tensors, Travel
 from autoparallel.runtime.hooks import (
     call_accumulated_hooks,
@@ -36,7 +37,6 @@ from autoparallel.runtime.hooks import (
     has_accumulated_hooks,
     has_gradient_hooks,
 )
-from autoparallel.waiting import note_raised
 
 
 class KeptCopy(Protocol):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoparallel import _torch
-from autoparallel.collectives import settled
-from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.groups import communicator_of
+from autoparallel.comm.collectives import settled
+from autoparallel.comm.groups import communicator_of
+from autoparallel.graph.captured import Captured
 from autoparallel.passes.cut_stages import StageGraph
-from autoparallel.runtime.calls import Call
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.stages import Form, Stage
 from autoparallel.runtime.tied import TiedParameters
@@ -35,31 +33,6 @@ class NotKept:
 
     def __repr__(self) -> str:
         return f"<{self._name}, not kept>"
-
-
-def micro_specs(specs: Sequence[Any], count: int) -> list[Any]:
-    """The inputs of one of ``count`` microbatches."""
-    return [
-        replace(s, shape=(s.shape[0] // count, *s.shape[1:])) if isinstance(s, InputSpec) and s.batch else s
-        for s in specs
-    ]
-
-
-def microbatch(call: Call, number: int, count: int) -> list[Any]:
-    """The inputs of a microbatch: its rows, of those that have the batch as their first dim."""
-    leaves = []
-    for leaf, spec in zip(call.leaves, call.specs, strict=True):
-        if isinstance(spec, InputSpec) and spec.batch and count > 1:
-            rows = leaf.shape[0] // count
-            leaf = leaf.narrow(0, number * rows, rows)
-        leaves.append(leaf)
-    return leaves
-
-
-def batch_dim(captured: Captured, result: int) -> int:
-    """The dim of a result that is the batch, or a multiple of it; -1 where there is none."""
-    shape = captured.graph.output_node().args[0][result].meta["val"].shape  # type: ignore[index, union-attr]
-    return next((dim for dim, size in enumerate(shape) if not isinstance(size, int)), -1)
 
 
 def pack(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -174,14 +147,4 @@ class HandOut(torch.autograd.Function):
         return None, None, None
 
 
-__all__ = [
-    "Gradients",
-    "HandOut",
-    "NotKept",
-    "batch_dim",
-    "micro_specs",
-    "microbatch",
-    "pack",
-    "shared_forms",
-    "unpack",
-]
+__all__ = ["Gradients", "HandOut", "NotKept", "pack", "shared_forms", "unpack"]

@@ -20,17 +20,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.comm.groups import before_next_collective, settle
+from autoparallel.comm.waiting import note_raised
+from autoparallel.graph.calls import Call, fits, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs, leaf_value
 from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.plain_tensors import rebind, tensor_at
 from autoparallel.graph.python_state import PythonState
-from autoparallel.groups import before_next_collective, settle
 from autoparallel.operators import RandomState
 from autoparallel.placements import Layout, format_layout, from_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.runtime.accumulation import T, Weight, Window, windows
 from autoparallel.runtime.agreement import Agreement
-from autoparallel.runtime.calls import Call, fits, sizes_of
 from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.exchange import CHECKED_CALLS, Exchange
 from autoparallel.runtime.gradients import GradientStore
@@ -39,7 +40,6 @@ from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.runner import Delivery, Kind, Outputs, refuse_detached
 from autoparallel.runtime.state import distribute_like
-from autoparallel.waiting import note_raised
 
 _LOGGER = logging.getLogger("autoparallel")
 

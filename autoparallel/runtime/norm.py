@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autoparallel.collectives import settled
-from autoparallel.groups import axis_index, communicator_of
+from autoparallel.comm.collectives import settled
+from autoparallel.comm.groups import axis_index, communicator_of
 
 _SAFE = (1e-15, 1e15)
 """Norms in float32 whose squares neither overflow nor vanish."""

@@ -21,45 +21,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.groups import settle
+from autoparallel.comm.groups import axis_group, settle
+from autoparallel.comm.waiting import cause_elsewhere
+from autoparallel.graph.calls import Call, batch_dim, micro_specs, microbatch, require_divisible, sizes_of
+from autoparallel.graph.captured import InputSpec
 from autoparallel.operators import RandomState, set_random_state
-from autoparallel.passes.cut_stages import Crossing, StageGraph
-from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.placements import Layout, to_dtensor_placements
-from autoparallel.program import LocalProgram
-from autoparallel.rules.calls import may_have_gradient
-from autoparallel.runtime.calls import Call, require_divisible, sizes_of
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.microbatches import (
-    Gradients,
-    HandOut,
-    NotKept,
-    batch_dim,
-    micro_specs,
-    microbatch,
-    pack,
-    shared_forms,
-    unpack,
-)
-from autoparallel.runtime.runner import Refuse
-from autoparallel.runtime.stages import Form, Stage, form_of
-from autoparallel.runtime.tied import TiedParameters
-from autoparallel.schedules import (
+from autoparallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
     INPUT,
     SEND,
     WEIGHT,
     Action,
-    Passing,
     Transfer,
     actions_of,
     forwards_of,
     play,
 )
-from autoparallel.staging import PipelinePlan
-from autoparallel.waiting import cause_elsewhere
+from autoparallel.placements import Layout, to_dtensor_placements
+from autoparallel.placements.redistribution import Redistributor
+from autoparallel.program import LocalProgram, StagedProgram
+from autoparallel.rules.calls import may_have_gradient
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.microbatches import Gradients, HandOut, NotKept, pack, shared_forms, unpack
+from autoparallel.runtime.runner import Refuse
+from autoparallel.runtime.stages import Form, Stage, StageGradients, form_of
+from autoparallel.runtime.tied import TiedParameters, find_ties
 
 T = TypeVar("T")
 
@@ -75,40 +62,6 @@ _ONLY_LOSS = (
 
 class PipelineError(RuntimeError):
     """A pipeline that cannot go on: another rank is gone, or has stopped."""
-
-
-@dataclass(frozen=True)
-class StagedProgram:
-    """What all ranks of a pipeline know.
-
-    Attributes:
-        captured: the whole model's graph.
-        plan: the schedule and the cuts.
-        graphs, programs: of every stage.
-        crossings: the values that cross between stages, by number.
-    """
-
-    captured: Captured
-    plan: PipelinePlan
-    graphs: tuple[StageGraph, ...]
-    programs: tuple[LocalProgram, ...]
-    crossings: tuple[Crossing, ...]
-
-    def chains(self, stage: int) -> dict[str, ParameterChain]:
-        """The parameters that a stage uses, by name."""
-        return {chain.name: chain for bucket in self.programs[stage].buckets for chain in bucket.chains}
-
-    def passings(self, differentiate: bool) -> list[Passing]:
-        """Every way of a value from one stage to another."""
-        return [
-            Passing(c.number, giver, t, differentiate and c.returns(t))
-            for c in self.crossings
-            for t, giver in zip(c.targets, c.givers, strict=True)
-        ]
-
-    def text(self) -> str:
-        """The programs in words, the same on every rank: what ranks compare before they run them."""
-        return "\n".join(f"stage {i}:\n{program.text()}" for i, program in enumerate(self.programs))
 
 
 @dataclass
@@ -487,4 +440,35 @@ def _key(transfer: Transfer) -> tuple[str, int, int, int]:
     return transfer.kind, transfer.value, transfer.target, transfer.microbatch
 
 
-__all__ = ["PipelineError", "PipelineRunner"]
+def attach_stages(
+    staged: StagedProgram,
+    store: GradientStore,
+    plain: nn.Module,
+    prefix: str,
+    owners: Mapping[str, int],
+    redistributor: Redistributor,
+    compile_body: Callable[[LocalProgram], Callable[..., Any]] | None = None,
+) -> PipelineRunner:
+    """This rank's part of the stages, attached to its parameters.
+
+    Args:
+        prefix: the name under which the whole mesh is bound.
+        owners: the rank on the pipeline's axis on which each parameter lies.
+    """
+    plan = staged.plan
+    group, rank = axis_group(prefix, plan.axis)
+    chains = [staged.chains(stage) for stage in range(plan.count)]
+    ties = find_ties(chains, owners, plan.rank_of, redistributor)
+    tied = TiedParameters(ties, store, group, rank)
+    loss = staged.captured.objective
+    stages = {}
+    for index in plan.stages_of(rank):
+        graph, program = staged.graphs[index], staged.programs[index]
+        body = compile_body(program) if compile_body is not None else program.body
+        mine = {name: p for name, p in tied.borrowed.items() if name in chains[index]}
+        made = loss if loss in graph.results else None
+        stages[index] = Stage(index, graph, program, StageGradients(store, mine), plain, body, made)
+    return PipelineRunner(staged, stages, store, tied, plain)
+
+
+__all__ = ["PipelineError", "PipelineRunner", "attach_stages"]

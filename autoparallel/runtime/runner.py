@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, set_random_state
 from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
-from autoparallel.program import LocalProgram
+from autoparallel.program import LocalProgram, require_divides
 from autoparallel.runtime.accumulation import Weight
 from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks, gather_ahead
-from autoparallel.runtime.calls import Call, require_divides
 from autoparallel.runtime.gradients import GradientReceiver, GradientStore
 
 

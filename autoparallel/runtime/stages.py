@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoparallel.collectives import settled
+from autoparallel.comm.collectives import settled
 from autoparallel.passes.cut_stages import Crossing, StageGraph
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
 from autoparallel.placements import largest_piece
+from autoparallel.placements.redistribution import Step
 from autoparallel.program import LocalProgram
-from autoparallel.redistribution import Step
 from autoparallel.runtime.backwards import BackwardPasses, Tensors, Travel
 from autoparallel.runtime.buckets import ParameterBucket
 from autoparallel.runtime.gradients import GradientStore, KeptCopy

@@ -18,7 +18,7 @@ from torch import nn
 from autoparallel import _torch
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.placements import largest_piece, to_dtensor_placements
-from autoparallel.redistribution import Redistributor
+from autoparallel.placements.redistribution import Redistributor
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.slices import local_shape
 

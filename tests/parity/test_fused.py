@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel.planner.hardware import CPU, H100, Profile
-from autoparallel.planning import Request, call_of, draft
+from autoparallel.hardware import CPU, H100, Profile
+from autoparallel.planner.planning import Request, call_of, draft
 from tests.distributed import run_distributed
 from tests.models.fused import FusedConfig, FusedModel
 from tests.parity.harness import Recipe, check

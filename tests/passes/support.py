@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.capture import capture
+from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, describe_inputs
-from autoparallel.passes.insert_collectives import Sizes, insert_collectives
+from autoparallel.graph.sizes import Sizes
+from autoparallel.passes.insert_collectives import insert_collectives
 from autoparallel.placements import Layout, format_layout, parse_layout
-from autoparallel.redistribution import Redistributor
+from autoparallel.placements.modes import parse_mode
+from autoparallel.placements.redistribution import Redistributor
 from autoparallel.rules import operator_name
-from autoparallel.rules.typing import parse_mode
 
 
 class MLP(nn.Module):

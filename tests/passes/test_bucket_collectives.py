@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.bucket_collectives import Bucket, bucket_collectives
 from autoparallel.passes.hoist_parameter_chains import hoist_parameter_chains
-from autoparallel.passes.insert_collectives import Sizes
 from tests.passes.support import captured, localized, redistributor, show
 
 

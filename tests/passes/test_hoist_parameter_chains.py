@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.hoist_parameter_chains import (
     GradientError,
     ParameterChain,
     hoist_parameter_chains,
     require_complete,
 )
-from autoparallel.passes.insert_collectives import Sizes
 from autoparallel.placements import Replicate, format_layout, parse_layout
-from autoparallel.redistribution import Step
+from autoparallel.placements.redistribution import Step
 from tests.passes.support import captured, localized, redistributor, show
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoparallel.passes.insert_collectives import call_modes
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Shard
+from autoparallel.rules.ways import call_modes
 from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, localized, show
 
 DATA_MODES = {f"{name}/aten.linear#0": ["shard:...0"] for name in ("pre", "w1", "w2")}

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel import operators
-from autoparallel.graph.capture import capture
+from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.passes.settle_interleaving import settle_interleaving
-from autoparallel.rules.typing import parse_mode
+from autoparallel.placements.modes import parse_mode
 from tests.models.fused import GATES, WAYS, FusedAttention, FusedConfig, GatedMLP
 from tests.passes.support import show
 

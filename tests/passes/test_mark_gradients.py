@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autoparallel.graph.captured import is_loss
 from autoparallel.passes.mark_gradients import (
     detach_outputs,
     differentiable_outputs,
-    is_loss,
     mark_backward,
     mark_differentiable,
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.capture import capture
+from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
 from tests.passes.support import show

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from autoparallel.passes.reduce_gradient_norm import NormProgram, reduce_gradient_norm
 from autoparallel.placements import parse_layout
+from autoparallel.runtime.norm_program import NormProgram, reduce_gradient_norm
 from tests.passes.support import show
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autoparallel.collectives import redistribute
+from autoparallel.comm.collectives import redistribute
 from autoparallel.passes.verify_placements import Asked, PlacementError, verify_placements
 from autoparallel.placements import Invariant, Replicate, Shard
-from autoparallel.rules.typing import parse_mode
+from autoparallel.placements.modes import parse_mode
 from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, localized
 
 

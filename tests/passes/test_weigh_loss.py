@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.capture import capture
+from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs
 from autoparallel.operators import weighted_mean
 from tests.passes.support import show

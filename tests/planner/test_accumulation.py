@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autoparallel.decisions.parameters import REDUCTIONS
+from autoparallel.decisions.prediction import ReductionCost
+from autoparallel.graph.sizes import Sizes
+from autoparallel.hardware import profile_for
 from autoparallel.passes.bucket_collectives import Bucket, bucket_collectives
 from autoparallel.passes.hoist_parameter_chains import hoist_parameter_chains
-from autoparallel.passes.insert_collectives import Sizes
-from autoparallel.plan import REDUCTIONS
-from autoparallel.planner.accumulation import ReductionCost, choose_reductions, reduction_cost, total_costs
-from autoparallel.planner.hardware import profile_for
+from autoparallel.predict.reductions import choose_reductions, reduction_cost, total_costs
 from tests.passes.support import captured, localized, redistributor
 
 PROFILE = profile_for("cpu")

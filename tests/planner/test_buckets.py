@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
+from autoparallel.hardware import CPU
 from autoparallel.placements import Invariant, Replicate, Shard
-from autoparallel.planner.hardware import CPU
-from autoparallel.redistribution import BUCKET_BYTES, Redistributor
+from autoparallel.placements.redistribution import BUCKET_BYTES, Redistributor
 
 
 @pytest.mark.parametrize("share", [0.01, 0.25, 1.0, 3.0])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autoparallel.planner.cost import model_flops, operator_seconds, rule_points
-from autoparallel.planner.hardware import H100
-from autoparallel.planning import Planner, Request, call_of
+from autoparallel.hardware import H100
+from autoparallel.placements.modes import parse_mode
+from autoparallel.planner.planning import Planner, Request, call_of
+from autoparallel.predict.cost import model_flops, operator_seconds, rule_points
 from autoparallel.rules import rule_for
-from autoparallel.rules.typing import parse_mode
 
 ROWS, CHANNELS, OUT = 6, 8, 12
 

@@ -9,15 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured
-from autoparallel.plan import Plan, PlanError
+from autoparallel.hardware import CPU
+from autoparallel.placements.redistribution import Redistributor
+from autoparallel.plan import Plan
 from autoparallel.planner.experts import find_experts
-from autoparallel.planner.hardware import CPU
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import wanted_outputs
-from autoparallel.redistribution import Redistributor
 from tests.passes.support import captured
 
 EP = (("ep", 2),)

@@ -12,23 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.capture import capture
+from autoparallel.capture.capture import capture
+from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import describe_inputs
-from autoparallel.plan import Plan, PlanError
+from autoparallel.hardware import H100, Profile
+from autoparallel.placements.redistribution import Redistributor
+from autoparallel.plan import Plan
 from autoparallel.planner import highs, integer_program
 from autoparallel.planner import search as search_module
 from autoparallel.planner import wide as wide_module
 from autoparallel.planner.budget import minimise_with_budget
 from autoparallel.planner.elimination import Infeasible, TooWide
 from autoparallel.planner.factors import Factor, Factors, evaluate
-from autoparallel.planner.hardware import H100, Profile
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.solver import FoldedNetwork, minimise
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.wide import minimise_by_pairs, prove
 from autoparallel.program import wanted_outputs
-from autoparallel.redistribution import Redistributor
 
 Mesh = tuple[int, ...]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoparallel.calibration import calibrate
+from autoparallel.hardware import CPU, H100, PROFILES, Link, Profile, profile_for
 from autoparallel.placements import sent_bytes
-from autoparallel.planner.hardware import CPU, H100, PROFILES, Link, Profile, profile_for
+from autoparallel.tools.calibration import calibrate
 from tests.distributed import run_distributed
 
 

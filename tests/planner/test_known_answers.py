@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.placements import Replicate
-from autoparallel.planner.hardware import CPU, H100, Profile
-from autoparallel.planning import Draft, Request, call_of, draft
+from autoparallel.planner.planning import Draft, Request, call_of, draft
 from tests.models.fused import FusedBlock, FusedConfig
 
 AXES = (("x", 8),)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel.plan import Plan, PlanError
-from autoparallel.planner.hardware import CPU
-from autoparallel.planning import Draft, Request, call_of, draft
-from autoparallel.report.diff import diff
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.hardware import CPU
+from autoparallel.plan import Plan
+from autoparallel.planner.planning import Draft, Request, call_of, draft
+from autoparallel.report.diff import diff_plans
 from tests.captures import shared_captures
 from tests.planner.blocks import Blocks
 
@@ -53,7 +54,7 @@ def test_a_plan_says_what_is_recomputed() -> None:
     assert Plan.from_json(plan.to_json()).recompute == plan.recompute
     words = f"blocks.0-{len(plan.recompute) - 1}"
     assert f"Recomputed in the backward, to save memory: {words}." in plan.explain()
-    assert f"Recomputed in the backward: nothing; now {words}." in diff(free.plan, plan)
+    assert f"Recomputed in the backward: nothing; now {words}." in diff_plans(free.plan, plan)
     again = _draft(None, Plan.from_json(plan.to_json()))
     assert again.prediction.total_memory == plan.prediction.total_memory  # type: ignore[union-attr]
 

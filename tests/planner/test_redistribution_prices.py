@@ -7,9 +7,9 @@ import functools
 
 import pytest
 
+from autoparallel.hardware import CPU, Link, Profile
 from autoparallel.placements import Invariant, Layout, Partial, Placement, Replicate, Shard
-from autoparallel.planner.hardware import CPU, Link, Profile
-from autoparallel.redistribution import Redistributor, local_numel
+from autoparallel.placements.redistribution import Redistributor, local_numel
 
 SIZES = (2, 4)
 SHAPE = (512, 512)

@@ -10,19 +10,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.capture import capture
+from autoparallel.capture.capture import capture
+from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.hardware import H100, Profile
 from autoparallel.placements import parse_layout
-from autoparallel.plan import Plan, PlanError
+from autoparallel.placements.redistribution import Redistributor
+from autoparallel.plan import Plan
 from autoparallel.planner.factors import evaluate
-from autoparallel.planner.hardware import H100, Profile
 from autoparallel.planner.integer_program import solve
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.solver import minimise
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import wanted_outputs
-from autoparallel.redistribution import Redistributor
 
 Mesh = tuple[tuple[str, int], ...]
 ONE: Mesh = (("dp", 2),)

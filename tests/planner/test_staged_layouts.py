@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from autoparallel.decisions.pipeline import Pipeline
+from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
-from autoparallel.planner.hardware import CPU
-from autoparallel.planning import Request, call_of
-from autoparallel.staged import StagedPlanner
-from autoparallel.staging import Pipeline
+from autoparallel.planner.planning import Request, call_of
+from autoparallel.planner.staged import StagedPlanner
 from tests.captures import shared_captures
 from tests.planner.blocks import Blocks
 

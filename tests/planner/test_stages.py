@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoparallel.passes.insert_collectives import Sizes
-from autoparallel.plan import Plan, PlanError
-from autoparallel.planner.hardware import CPU
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
+from autoparallel.graph.sizes import Sizes
+from autoparallel.hardware import CPU
+from autoparallel.pipeline.schedules import SPLIT, require_schedule
+from autoparallel.plan import Plan
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner, microbatch_counts
 from autoparallel.program import wanted_outputs
-from autoparallel.schedules import SPLIT, require_schedule
-from autoparallel.staging import Pipeline, PipelinePlan
 from tests.passes.support import captured, redistributor
 
 PROFILE = replace(CPU, launch=1e-9, latency=1e-9)

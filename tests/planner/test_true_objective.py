@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from autoparallel.hardware import H100, Profile
 from autoparallel.placements import Invariant, Layout
-from autoparallel.planner.hardware import H100, Profile
+from autoparallel.placements.redistribution import LayoutTable
 from autoparallel.planner.options import Option
+from autoparallel.planner.planning import Planner, Request, call_of
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
-from autoparallel.planning import Planner, Request, call_of
-from autoparallel.redistribution import LayoutTable
 from autoparallel.rules.calls import tensor_operands
 
 FAST = dataclasses.replace(H100, name="fast", latency=1e-8, launch=1e-8, overlap=0.0)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from autoparallel.report.attention import attention
+from autoparallel.predict.attention import attention
 
 
 class Recording(TorchDispatchMode):

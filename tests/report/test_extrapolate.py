@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
+from autoparallel.hardware import H100
 from autoparallel.plan import Plan
-from autoparallel.planner.hardware import H100
-from autoparallel.planning import Planner, Request, call_of
-from autoparallel.report.extrapolate import Forecast, extrapolated
-from autoparallel.report.predict import Prediction
+from autoparallel.planner.planning import Planner, Request, call_of
+from autoparallel.predict.forecast import Forecast, extrapolated
 
 LAYERS, WIDTH, ROWS = 12, 512, 4096
 

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoparallel import planning
-from autoparallel.planner.hardware import CPU, H100
-from autoparallel.report.comparison import Entry, workload_of
+from autoparallel.comm.traffic import Traffic
+from autoparallel.decisions.pipeline import Border, PipelinePlan, PipelineTraffic, StageCost
+from autoparallel.hardware import CPU, H100
+from autoparallel.planner import planning
+from autoparallel.report.comparison import Entry
 from autoparallel.report.html import report
 from autoparallel.report.pipeline_chart import stage_rows
-from autoparallel.report.pipeline_traffic import Border, PipelineTraffic
-from autoparallel.staging import PipelinePlan, StageCost
-from autoparallel.traffic import Traffic
+from autoparallel.tools.plan import workload_of
 
 
 class Page(HTMLParser):

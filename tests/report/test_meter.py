@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoparallel
 from autoparallel import _torch
-from autoparallel.planner.hardware import CPU
-from autoparallel.report.meter import Clock, Ledger, Meter
+from autoparallel.hardware import CPU
+from autoparallel.predict.meter import Clock, Ledger, Meter
 from tests.distributed import run_distributed
 
 

@@ -19,16 +19,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel import simulate
 from autoparallel._torch import make_fake_mode
-from autoparallel.passes.insert_collectives import Sizes, call_modes, insert_collectives, typed_call
+from autoparallel.comm import simulate
+from autoparallel.comm.simulate import coordinates
+from autoparallel.graph.sizes import Sizes
+from autoparallel.passes.insert_collectives import insert_collectives
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Layout, dual_layout, format_layout
-from autoparallel.redistribution import Redistributor
+from autoparallel.placements.modes import Mode
+from autoparallel.placements.redistribution import Redistributor
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import may_have_gradient, shape_of, tensor_operands
-from autoparallel.rules.typing import Mode, Typed
-from autoparallel.simulate import coordinates
+from autoparallel.rules.typing import Typed
+from autoparallel.rules.ways import call_modes, typed_call
 
 TOLERANCE = 1e-10
 AXIS = (3,)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autoparallel.comm.simulate import simulate
 from autoparallel.operators.experts import grouped_linear, grouped_linear_exchanged
-from autoparallel.simulate import simulate
 from tests.rules.examples import real
 
 ROUTINGS = {

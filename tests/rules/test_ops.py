@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoparallel import operators
-from autoparallel.simulate import simulate
+from autoparallel.comm.simulate import simulate
 from tests.rules.examples import real, whole
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autoparallel.groups import use_communicator
+from autoparallel.comm.groups import use_communicator
 from tests.captures import Captures, shared_captures
 from tests.distributed import run_distributed
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel.plan import GATHERS, REDUCTIONS, Plan
+from autoparallel.decisions.parameters import GATHERS, REDUCTIONS
+from autoparallel.plan import Plan
 from tests.distributed import WorkerError
 from tests.runtime.support import compiled_pair, gradients_off, parameters_off, run_on_ranks
 

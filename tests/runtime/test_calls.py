@@ -82,7 +82,7 @@ class _CountCaptures:
     """Counts captures; those are what one trace per kind of call is about."""
 
     def __enter__(self) -> list[int]:
-        from autoparallel import planning
+        from autoparallel.planner import planning
 
         self.module, self.saved, self.count = planning, planning.capture, [0]
 

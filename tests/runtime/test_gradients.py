@@ -350,7 +350,7 @@ def _tied(edit: str, at_rest: str) -> dict[str, Any]:
 @functools.cache
 def _searched_for_tied() -> tuple[str, dict[str, str]]:
     """A plan's text, and for the embedding and the head the mode that cuts dim 0 of the weight: the vocabulary."""
-    from autoparallel.passes.insert_collectives import call_modes
+    from autoparallel.rules.ways import call_modes
 
     searched, _ = compiled_pair(Tied, plan="data_parallel", loss_fn=tied_loss, example_inputs=tied_batch(0))
     (kind,) = searched._kinds.values()

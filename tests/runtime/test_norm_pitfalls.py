@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from autoparallel.passes.reduce_gradient_norm import reduce_gradient_norm
 from autoparallel.placements import parse_layout
+from autoparallel.runtime.norm_program import reduce_gradient_norm
 from tests.runtime.support import compiled_pair, mesh_of, off, raised, run_on_ranks, whole
 from tests.runtime.test_norm import INF, LAYOUTS, NORMS, reference, with_gradients
 
@@ -196,7 +196,7 @@ def test_the_inf_norm_is_not_added_up_and_other_norms_are_not_squared() -> None:
 
 def _empty_shard(p: float) -> float:
     """Three rows on four ranks: the last has none."""
-    from autoparallel.groups import bind
+    from autoparallel.comm.groups import bind
 
     mesh = mesh_of(4)
     program = reduce_gradient_norm({"w": parse_layout("S0")}, p, ("dp",), (4,), bind(mesh))

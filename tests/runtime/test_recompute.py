@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
-from autoparallel.plan import Plan, PlanError
-from autoparallel.report.meter import Clock, Ledger
-from autoparallel.report.predict_stages import memory_by_rank
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.plan import Plan
+from autoparallel.predict.meter import Clock, Ledger
+from autoparallel.predict.stages import memory_by_rank
 from tests.models import build
 from tests.runtime.support import off, run_on_ranks
 

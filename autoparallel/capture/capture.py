@@ -1,0 +1,404 @@
+"""From a model to its forward graph.
+
+``torch.export`` (non-strict) traces the model on fake CPU tensors, whatever its device and however large it is; the
+graph is made functional, brought into the few canonical operators that rules speak of, and described: which
+placeholder is which parameter, buffer or input, which output is the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, export
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
+from torch.utils import _pytree as pytree
+
+from autoparallel._torch import make_fake_mode
+from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
+from autoparallel.capture.layers import NotAlike, Run, fill_up, find_runs, leave_out
+from autoparallel.capture.outputs import find_loss, set_apart, weigh_outputs
+from autoparallel.capture.recorder import IN_THE_MODEL, LOSS, Recorder, StateChangedError
+from autoparallel.capture.refusals import (
+    explain_failure,
+    explain_mutation,
+    require_positions,
+    require_same_memory,
+    require_static,
+)
+from autoparallel.capture.tracing import Trace, everything_seen
+from autoparallel.capture.training import Found, Training
+from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size, is_loss
+from autoparallel.graph.hooks import require_full_hooks
+from autoparallel.graph.lines import first_line, line_of
+from autoparallel.graph.plain_tensors import (
+    REPLACED,
+    is_attribute,
+    make_buffer,
+    plain_generators,
+    plain_tensors,
+    stand_in,
+    trained_attributes,
+)
+from autoparallel.operators.opaque import CALL, HOOK
+from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
+from autoparallel.passes.interleave_projections import interleave_projections
+from autoparallel.passes.mark_gradients import (
+    detach_outputs,
+    differentiable_outputs,
+    mark_backward,
+    mark_differentiable,
+)
+from autoparallel.passes.name_nodes import name_nodes
+from autoparallel.passes.refusal import Refusal
+from autoparallel.passes.replace_random_operators import replace_random_operators
+from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def capture(
+    model: nn.Module,
+    specs: Sequence[InputSpec | Any],
+    in_spec: pytree.TreeSpec,
+    *,
+    loss_fn: Callable[..., Any] | None,
+    least_batch: int,
+    batch: int,
+    training: bool | None = None,
+    symbolic: bool = True,
+    detach_beside_loss: bool = True,
+    precision: MixedPrecisionPolicy | None = None,
+    ranks: int = 1,
+    gradients: bool = True,
+) -> Captured:
+    """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
+
+    Args:
+        model: the plain model; its tensors are not touched.
+        specs, in_spec: the inputs, flattened from ``(args, kwargs)``.
+        loss_fn: called as ``loss_fn(output, target)``.
+        least_batch: the smallest batch to trace with.
+        batch: the batch size of the actual call.
+        training: captures in this mode instead of the model's own.
+        symbolic: leaves the batch size open.
+        detach_beside_loss: where the loss is known (see ``capture.outputs``), detaches the other outputs.
+        ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
+            ``passes.interleave_projections``).
+        precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
+        gradients: whether it is called with gradients enabled.
+
+    Raises:
+        CaptureError: when the model cannot be captured.
+    """
+    mode = make_fake_mode()
+    scale = max(1, -(-least_batch // max(batch, 1)))
+    memo: dict[int, Any] = {}
+    names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    buffer_names = {id(b): name for name, b in reversed(list(model.named_buffers(remove_duplicate=False)))}
+    owners: dict[str, str] = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    owners |= {name: buffer_names[id(b)] for name, b in model.named_buffers(remove_duplicate=False)}
+    with mode:
+        for tensor in (*model.parameters(), *model.buffers()):
+            is_parameter = isinstance(tensor, nn.Parameter)
+            used = precision.param_dtype if precision is not None and is_parameter else None
+            dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
+            fake = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        leaves: list[Any] = []
+        dynamic: list[dict[int, Any] | None] = []
+        for spec in specs:
+            if not isinstance(spec, InputSpec):
+                leaves.append(spec)
+                dynamic.append(None)
+                continue
+            shape = (spec.shape[0] * scale, *spec.shape[1:]) if spec.batch else spec.shape
+            fake = torch.empty(shape, dtype=spec.dtype)
+            leaves.append(fake.requires_grad_(spec.requires_grad))
+            dynamic.append({0: Dim.AUTO} if spec.batch and symbolic and scale * batch > 1 else {})
+    args, kwargs = pytree.tree_unflatten(leaves, in_spec)
+    shapes = pytree.tree_unflatten(dynamic, in_spec)
+
+    tensors = plain_tensors(model)
+    if isinstance(loss_fn, nn.Module):
+        state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
+        tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in memo}
+    with mode:
+        for tensor in tensors.values():
+            memo.setdefault(id(tensor), stand_in(tensor, memo))
+    memo |= {id(generator): generator for generator in plain_generators(model)}  # they cannot be copied
+    attributes = {name: t for name, t in tensors.items() if is_attribute(model, name)}
+    owners |= {name: name for name in attributes}
+    references = {id(memo[id(t)]): t for t in tensors.values()}
+    trained = trained_attributes(tensors)
+    constants = {name: memo[id(t)] for name, t in tensors.items() if name not in attributes and t not in REPLACED}
+    recorders: list[Recorder] = []
+
+    def make() -> Training:
+        table = dict(memo)
+        try:
+            plain = copy.deepcopy(model, table)
+        except Exception as error:
+            raise CaptureError(
+                f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"
+            ) from error
+        for name in attributes:
+            make_buffer(plain, name)
+        if training is not None:
+            plain.train(training)
+        loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
+        pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
+        recorders.append(Recorder(model, plain, table, trained, pair, constants))
+        wrapper = Training(plain, loss, precision, recorders[-1])
+        wrapper.training = plain.training
+        wrapper.found.copies = table
+        wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
+        return wrapper
+
+    def trace(runs: list[Run]) -> Captured:
+        wrapper = make()
+        leave_out(wrapper, runs)
+        calls = _calls_of(wrapper)
+        program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
+        resolve_opaque_calls(program.graph_module, calls.calls, calls.hooks)
+        _name_outputs(program)
+        captured = _describe(
+            program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
+        )
+        captured.state = wrapper.recorder.state()
+        captured.draws = draws
+        captured.rebound = frozenset(owners[name] for name in wrapper.recorder.rebound)
+        for run in runs:
+            inner = replace(run, path=run.path.removeprefix("model."))
+            fill_up(captured.graph, inner, captured.parameters, captured.buffers)
+        if runs:
+            captured.graph.lint()
+            captured.module.recompile()
+        return captured
+
+    def run(wrapper: nn.Module) -> Any:
+        with everything_seen(_calls_of(wrapper)):
+            return wrapper(args, kwargs)
+
+    require_full_hooks(model)
+    packages = packages_of(model, loss_fn)
+    reads = GlobalsRead(owners_of(loss_fn), packages)
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(gradients)
+    try:
+        with mode:
+            whole = make()
+            try:
+                runs, failed = _rehearse(whole, make, run, reads)
+            except StateChangedError as error:
+                raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn), packages), run) from None
+        with reads if failed else nullcontext():
+            try:
+                captured = trace(runs)
+            except NotAlike:
+                captured = trace([])
+        captured.state.merge(whole.recorder.state())
+        captured.state.merge(reads.state())
+        captured.state.merge(read_of_loss(loss_fn))
+    finally:
+        torch.set_grad_enabled(before)
+        reads.forget_cached()
+        for recorder in recorders:
+            recorder.close()
+    captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
+    return captured
+
+
+def _rehearse(
+    whole: Training, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], reads: GlobalsRead
+) -> tuple[list[Run], bool]:
+    """Runs the whole model once, without a trace, to see what it reads of Python: the runs of layers that need not be
+    traced, and whether it failed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runs = find_runs(whole, make, run, reads)
+    except CaptureError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
+        return [], True
+    return ([] if whole.found.attributes else runs), False
+
+
+def _with_line(
+    error: StateChangedError, wrapper: Training, reads: GlobalsRead, run: Callable[[nn.Module], Any]
+) -> CaptureError:
+    """What a run changes that no trace can show, with the line that does, for which a copy runs again."""
+
+    def again() -> None:
+        with reads:
+            run(wrapper)
+
+    return CaptureError(error.message(first_line(again, lambda: error.has_changed(wrapper.recorder, reads))))
+
+
+def _calls_of(wrapper: nn.Module) -> Trace:
+    """What a trace of a copy of the model notes beside operators."""
+    assert isinstance(wrapper, Training)
+    return Trace(wrapper.found.originals, {id(module): path for path, module in wrapper.model.named_modules()})
+
+
+def _export(
+    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module, calls: Trace
+) -> tuple[ExportedProgram, int]:
+    """The trace, and how many times it draws random numbers."""
+    try:
+        with warnings.catch_warnings(), everything_seen(calls):
+            warnings.simplefilter("ignore")
+            program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
+            require_same_memory(program.graph)
+            draws = replace_random_operators(program.graph_module)
+            with calls.silent():
+                _inline_gradient_modes(program, calls)
+                return program.run_decompositions({}), draws
+    except CaptureError:
+        raise
+    except Refusal as error:
+        raise CaptureError(f"{error} at {line_of(error.node)}\nWhat to change: {error.cure}.") from None
+    except Exception as error:
+        raise CaptureError(explain_failure(error, model)) from error
+
+
+def _inline_gradient_modes(program: ExportedProgram, calls: Trace) -> None:
+    """Takes the regions of other gradient modes out of a program, which decomposing would lose."""
+    module, graph = program.graph_module, program.graph
+    differentiable = {
+        n.name for n in graph.nodes if n.op == "placeholder" and getattr(n.meta.get("val"), "requires_grad", False)
+    }
+    inline_gradient_modes(
+        module,
+        differentiable,
+        enabled=torch.is_grad_enabled(),
+        transparent=lambda node: node.target is HOOK,
+        aliases=lambda node: node.target is CALL and calls.calls[node.args[2]].aliases,  # type: ignore[index]
+    )
+    _name_outputs(program)
+
+
+def _name_outputs(program: ExportedProgram) -> None:
+    """Writes the names of the results of a graph that was rewritten into its signature."""
+    results = program.graph.output_node().args[0]
+    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(node, fx.Node):
+            spec.arg.name = node.name
+
+
+def _describe(
+    program: ExportedProgram,
+    model: nn.Module,
+    owners: Mapping[str, str],
+    references: Mapping[int, torch.Tensor],
+    specs: Sequence[InputSpec | Any],
+    has_loss_fn: bool,
+    detach_beside_loss: bool,
+    found: Found,
+    ranks: int,
+) -> Captured:
+    module = fx.GraphModule(torch.nn.Module(), program.graph)
+    graph = module.graph
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str | None] = []
+    first_of: dict[str, fx.Node] = {}
+    for spec in program.graph_signature.input_specs:
+        node = placeholders.get(spec.arg.name)
+        if spec.kind == InputKind.USER_INPUT:
+            inputs.append(None if isinstance(spec.arg, ConstantArgument) or node is None else node.name)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).startswith("model."):
+            name = owners[str(spec.target).removeprefix("model.")]
+            known = first_of.setdefault(name, node)  # type: ignore[arg-type]
+            if known is not node and node is not None:  # another name of a tied weight
+                node.replace_all_uses_with(known)
+                graph.erase_node(node)
+                continue
+            table = parameters if spec.kind == InputKind.PARAMETER else buffers
+            table[node.name] = name  # type: ignore[union-attr]
+        elif spec.kind == InputKind.PARAMETER:
+            raise CaptureError(f"the loss function has a parameter, {spec.target}: move it into the model")
+        elif node is not None:
+            value = (program.state_dict | program.constants).get(str(spec.target))
+            if not isinstance(value, torch.Tensor):
+                raise CaptureError(f"the model uses {spec.target!r}, which is not a tensor, as an input of its graph")
+            constants[node.name] = references.get(id(value), value)
+    for node in list(graph.nodes):  # inputs that the graph ignores keep their placeholder, constants lose it
+        if node.op == "placeholder" and node.name not in {*parameters, *buffers, *constants, *inputs}:
+            if node.users:
+                raise CaptureError(f"the input {node.name} is used, but it is not a tensor")
+            graph.erase_node(node)
+
+    mutated: list[str] = []
+    results: list[fx.Node] = []
+    outputs: list[Leaf] = []
+    nodes = {n.name: n for n in graph.nodes}
+    for out in program.graph_signature.output_specs:
+        if out.kind == OutputKind.BUFFER_MUTATION:
+            if not str(out.target).startswith("model."):
+                raise CaptureError(f"the loss function changes its buffer {out.target} in place\n{IN_THE_MODEL}")
+            mutated.append(owners[str(out.target).removeprefix("model.")])
+            results.append(nodes[out.arg.name])
+        elif out.kind == OutputKind.USER_OUTPUT:
+            if isinstance(out.arg, ConstantArgument):
+                outputs.append(Constant(out.arg.value))
+            elif isinstance(out.arg, SymIntArgument):
+                size = nodes[out.arg.name].meta["val"]
+                outputs.append(Constant(size) if isinstance(size, int) else Size(size.node.expr))
+            else:
+                outputs.append(len(results))
+                results.append(nodes[out.arg.name])
+        else:
+            raise CaptureError(explain_mutation(str(out.target), nodes[out.arg.name], model))
+    require_static(graph)
+    require_positions(graph)
+    output = graph.output_node()
+    output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)
+    canonicalize_operators(module)
+    interleave_projections(module, parameters, ranks)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    differentiable = {node for node, name in parameters.items() if name in trainable}
+    differentiable |= {
+        n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
+    }
+    mark_differentiable(graph, differentiable)
+    assert found.spec is not None
+    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
+    for name, nesting in reversed(found.attributes.items()):
+        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
+        del outputs[len(outputs) - nesting.num_leaves :]
+    flowing = differentiable_outputs(output.args[0], len(mutated))
+    scalars = [i for i in flowing if is_loss(output.args[0][i])]
+    loss = find_loss(outputs, found.spec, scalars, has_loss_fn)
+    alone = loss is not None and detach_beside_loss
+    weight = weigh_outputs(module, [loss] if alone else flowing, loss, found.counted)  # type: ignore[list-item]
+    name_nodes(graph)
+    detached = detach_outputs(graph, len(mutated), loss if alone else None)
+    flowing = [i for i in flowing if i not in detached]
+    mark_backward(graph)
+    graph.lint()
+    actual: dict[sympy.Symbol, int] = {}
+    for placeholder, spec in zip(inputs, specs, strict=True):
+        if placeholder is None or not isinstance(spec, InputSpec):
+            continue
+        for size, real in zip(nodes[placeholder].meta["val"].shape, spec.shape, strict=True):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                actual[size.node.expr] = real
+    module.recompile()
+    return Captured(
+        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, loss, flowing, detached, actual,
+        weight, attributes=attributes,
+    )  # fmt: skip

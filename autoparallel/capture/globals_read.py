@@ -1,0 +1,376 @@
+"""Finds the globals, closure cells and library generators that Python functions read while a model runs.
+
+A profile hook learns which functions run; their byte code says which globals and cells they load.  What a function
+loads is snapshotted before its first line runs, and compared when the run has ended.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import os
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoparallel.capture.recorder import StateChangedError
+from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.lines import line_of_frame
+from autoparallel.graph.python_state import (
+    LIBRARIES,
+    MISSING,
+    OPAQUE,
+    PythonState,
+    freeze,
+    is_data,
+    is_library,
+    is_plain,
+    shown,
+)
+
+_CACHE = type(cache(len))
+
+
+def _leave(value: Any) -> None:
+    """Leaves what a run has changed as it is."""
+
+
+class _Root:
+    """A place that a function loads from: a global, a cell, or an attribute of what is there.
+
+    Attributes:
+        key: tells it from others.
+        label: for messages.
+        read: reads what is there now.
+        write: puts a value there.
+        now: what the run has made of it, in short.
+        table: the globals, where it is one of them.
+    """
+
+    def __init__(
+        self, key: Hashable, label: str, read: Callable[[], Any], write: Callable[[Any], None], table: Any = None
+    ) -> None:
+        self.key, self.label, self.read, self.write, self.table = key, label, read, write, table
+        self.now = ""
+        self.value = read()
+        self.frozen: Hashable = freeze(self.value, deep=True)
+        self.content = _content(self.value)
+
+    def changed(self) -> bool:
+        return freeze(self.read(), deep=True) != self.frozen
+
+    def restore(self) -> None:
+        """Puts back what was there, as far as it goes: a container's entries, or the value itself."""
+        if self.read() is not self.value:
+            self.write(self.value)
+        if self.content is not None:
+            self.value.clear()
+            (self.value.update if isinstance(self.value, dict | set) else self.value.extend)(self.content)
+
+
+def _content(value: Any) -> Any:
+    return value.copy() if isinstance(value, list | dict | set | deque) else None
+
+
+class _Suspended(TorchDispatchMode):
+    """Has no calls traced inside of operators, where no code of the model runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.setprofile(before)
+
+
+class GlobalsRead:
+    """A context that records which globals and cells the functions running in it load, and who draws from Python's and
+    numpy's generators.
+
+    Args:
+        owners: objects whose methods run, but which are no part of the model: the trainer of a bound loss function.
+        packages: the installed packages that the model's classes come from; what others hold is no state of its.
+    """
+
+    def __init__(self, owners: tuple[Any, ...] = (), packages: frozenset[str] = frozenset()) -> None:
+        self._packages = packages
+        self._roots: dict[Hashable, _Root] = {}
+        self._codes: dict[int, tuple[types.CodeType, _Loads | None]] = {}
+        self._owners = {id(owner): owner for owner in owners}
+        self._closures: set[Hashable] = set()
+        self._caches: list[Any] = []
+        self._problem = ""
+
+    def __enter__(self) -> GlobalsRead:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._before = sys.getprofile()
+        self._suspended = _Suspended()
+        self._suspended.__enter__()
+        sys.setprofile(self._hook)
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        sys.setprofile(self._before)
+        self.forget_cached()
+        self._suspended.__exit__(None, None, None)
+        drawn = self.drawn()
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        changed = [root for root in self._roots.values() if root.changed()]
+        for root in changed:
+            root.now = shown(root.read())
+            root.restore()
+        if kind is None or issubclass(kind, Exception) and not issubclass(kind, CaptureError):
+            if drawn:
+                raise StateChangedError(
+                    lambda line: (
+                        f"the model draws from {' and '.join(drawn)} at {line}: a trace would hold one draw for ever\n"
+                        "What to change: draw with torch (torch.rand, torch.bernoulli, nn.Dropout) and use "
+                        "torch.where, or draw outside of the model and pass the number in as a tensor."
+                    ),
+                    lambda _, reads: bool(reads.drawn()),
+                )
+            if changed:
+                key, message = changed[0].key, _changed(changed[0])
+                raise StateChangedError(message, lambda _, reads: reads.has_changed(key))
+            if self._problem:
+                raise CaptureError(self._problem)
+
+    def forget_cached(self) -> None:
+        """Empties the caches of functions that the run has called: they hold its tensors."""
+        for cached in self._caches:
+            cached.cache_clear()
+
+    def drawn(self) -> list[str]:
+        """The generators that have been drawn from."""
+        drawn = ["Python's random"] * (random.getstate() != self._python)
+        return drawn + ["numpy.random"] * (freeze(np.random.get_state()) != freeze(self._numpy))
+
+    def has_changed(self, key: Hashable) -> bool:
+        """Whether a global or cell is not what it was before."""
+        return key in self._roots and self._roots[key].changed()
+
+    def state(self) -> PythonState:
+        """What was read."""
+        state = PythonState()
+        for root in self._roots.values():
+            if root.table is not None:
+                state.add(root.label, root.table, root.label, deep=True)
+            else:
+                state.watch(root.label, root.read, deep=True)
+        return state
+
+    # -- while functions run ----------------------------------------------------------------------------------------
+
+    def _hook(self, frame: types.FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        seen = self._codes.get(id(code))
+        if seen is None:
+            loads = None if is_library(code.co_filename) or self._is_foreign(frame) else _loads(code)
+            self._codes[id(code)] = code, loads
+            if loads is not None:
+                self._note_globals(frame, loads.globals)
+        else:
+            loads = seen[1]
+        if loads is None:
+            return
+        if loads.cells and "/site-packages/" not in code.co_filename:
+            self._note_cells(frame, loads.cells)
+        if self._owners and loads.first:
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if id(owner) in self._owners:
+                for name in loads.first:
+                    self._add_chain(f"{type(owner).__name__}", owner, (name,), frame)
+
+    def _is_foreign(self, frame: types.FrameType) -> bool:
+        """Whether a function is of a package that has nothing to do with the model: what a garbage collection calls."""
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        return "/site-packages/" in frame.f_code.co_filename and package not in self._packages
+
+    def _note_globals(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
+        table = frame.f_globals
+        for name, *attributes in sorted(chains):
+            value = table.get(name, MISSING)
+            if value is MISSING:
+                continue
+            if attributes and not is_plain(value) and not isinstance(value, list | dict | set | tuple | deque):
+                self._add_chain(name, value, tuple(attributes), frame)
+            else:
+                write = partial(table.__setitem__, name)
+                self._add((id(table), name), name, partial(table.get, name, MISSING), write, frame, table)
+
+    def _note_cells(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
+        values = frame.f_locals
+        cells: dict[str, Any] | None = None
+        for name, *attributes in sorted(chains):
+            value = values.get(name, MISSING)
+            if value is MISSING or isinstance(value, torch.Tensor | torch.SymInt):
+                continue
+            if attributes and not is_plain(value) and not isinstance(value, list | dict | set | tuple | deque):
+                self._add_chain(name, value, tuple(attributes), frame)
+                continue
+            if cells is None:
+                held = id(frame.f_code), tuple([id(values.get(n)) for n in frame.f_code.co_freevars])
+                if held in self._closures:
+                    return
+                self._closures.add(held)
+                cells = _cells_of(frame.f_code, values)
+            cell = cells.get(name)
+            if cell is not None:
+                write = partial(setattr, cell, "cell_contents")
+                self._add((id(cell), name), name, partial(getattr, cell, "cell_contents", MISSING), write, frame)
+
+    def _add_chain(self, label: str, value: Any, attributes: tuple[str, ...], frame: types.FrameType) -> None:
+        """An attribute of a module or of an object that is no part of the model."""
+        name = attributes[0]
+        if value is os and name in ("environ", "getenv"):
+            self._add((id(os), "environ"), "os.environ", lambda: dict(os.environ), _leave, frame)
+            return
+        if isinstance(value, ContextVar):
+            self._add((id(value), "get"), label, partial(value.get, MISSING), _leave, frame)
+            return
+        if isinstance(value, types.ModuleType):
+            if value.__name__.partition(".")[0] in LIBRARIES:
+                return
+        elif isinstance(value, type):
+            if value.__module__.partition(".")[0] in LIBRARIES:
+                return
+        elif not is_data(value):
+            return
+        inside = getattr(value, "__dict__", {}).get(name, getattr(type(value), name, MISSING))
+        if inside is MISSING or isinstance(inside, OPAQUE) or hasattr(inside, "__get__"):
+            return
+        if not is_plain(inside) and len(attributes) > 1 and not isinstance(inside, list | dict | set | tuple):
+            self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
+            return
+        self._add((id(value), name), f"{label}.{name}", partial(getattr, value, name, MISSING),
+                  partial(setattr, value, name), frame)  # fmt: skip
+
+    def _add(
+        self,
+        key: Hashable,
+        label: str,
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+        frame: types.FrameType,
+        table: Any = None,
+    ) -> None:
+        if key in self._roots:
+            return
+        value = read()
+        if isinstance(value, _CACHE):
+            self._caches.append(value)
+            return
+        # Of an installed package only numbers and the like are watched: its registries are no model's state.
+        if isinstance(value, types.ModuleType) or not is_plain(value) and "/site-packages/" in frame.f_code.co_filename:
+            return
+        if isinstance(value, Iterator):
+            self._problem = self._problem or (
+                f"the model reads {label}, a {type(value).__name__} that has another value at every call, in "
+                f"{line_of_frame(frame)}\nWhat to change: take the value outside of the model and pass it in."
+            )
+            return
+        self._roots[key] = _Root(key, label, read, write, table)
+
+
+def read_of_loss(function: Any) -> PythonState:
+    """What a loss function brings along beside globals and cells: defaults, arguments of a ``functools.partial``."""
+    state = PythonState()
+    if isinstance(function, partial):
+        state.watch("loss_fn", lambda: function, deep=True)
+        state.merge(read_of_loss(function.func))
+    elif isinstance(function, types.FunctionType):
+        state.watch("the defaults of loss_fn", lambda: (function.__defaults__, function.__kwdefaults__), deep=True)
+    return state
+
+
+def packages_of(model: torch.nn.Module, function: Any) -> frozenset[str]:
+    """The top-level packages that a model's classes and its loss function come from."""
+    places = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    return frozenset(place.partition(".")[0] for place in {*places, str(getattr(function, "__module__", ""))})
+
+
+def owners_of(function: Any) -> tuple[Any, ...]:
+    """The objects that a bound method, an object that is called, or a ``functools.partial`` brings along."""
+    if isinstance(function, partial):
+        held = (*function.args, *function.keywords.values())
+        return (*owners_of(function.func), *(x for x in held if is_data(x)))
+    if isinstance(function, types.MethodType):
+        return (function.__self__,)
+    return (function,) if is_data(function) else ()
+
+
+def _changed(root: _Root) -> Callable[[str], str]:
+    before = shown(root.value)
+    return lambda line: (
+        f"a call changes what it reads: {root.label} is {before} before it and {root.now} after it, at {line}\nWhat to "
+        "change: return what changes as an output, keep it in a registered buffer, or change it outside of the model."
+    )
+
+
+def _cells_of(code: types.CodeType, values: dict[str, Any]) -> dict[str, Any]:
+    """The closure of the function that runs: of all that share its code, the one with these values."""
+    for function in gc.get_referrers(code):
+        if isinstance(function, types.FunctionType) and function.__code__ is code and function.__closure__:
+            cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
+            if all(_contents(cell) is values.get(name, MISSING) for name, cell in cells.items()):
+                return cells
+    return {}
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return MISSING
+
+
+class _Loads:
+    """What a function's byte code loads: globals and cells, with the attributes that are read of them at once.
+
+    Attributes:
+        first: the attributes that are read of its first argument.
+    """
+
+    def __init__(self, code: types.CodeType) -> None:
+        chains: dict[str, set[tuple[str, ...]]] = {"globals": set(), "cells": set(), "first": set()}
+        chain: list[str] = []
+        kind = ""
+
+        def end() -> None:
+            if chain:
+                chains[kind].add(tuple(chain) if kind != "first" else tuple(chain[1:2]))
+            chain.clear()
+
+        for instruction in dis.get_instructions(code):
+            name = instruction.opname
+            if chain and name in ("LOAD_ATTR", "LOAD_METHOD"):
+                chain.append(str(instruction.argval))
+                continue
+            end()
+            if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+                chain, kind = [str(instruction.argval)], "globals"
+            elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF") and instruction.argval in code.co_freevars:
+                chain, kind = [str(instruction.argval)], "cells"
+            elif name.startswith("LOAD_FAST") and code.co_argcount and instruction.argval == code.co_varnames[0]:
+                chain, kind = [str(instruction.argval)], "first"
+        end()
+        self.globals, self.cells = frozenset(chains["globals"]), frozenset(chains["cells"])
+        self.first = frozenset(names[0] for names in chains["first"] if names)
+
+
+@cache
+def _loads(code: types.CodeType) -> _Loads:
+    return _Loads(code)

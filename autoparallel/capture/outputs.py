@@ -1,0 +1,61 @@
+"""Which of a model's outputs is the loss, and what it weighs.
+
+The loss is known where ``loss_fn`` has computed the outputs, or where one of them is called "loss": the key of a dict,
+the field of a named tuple or a dataclass.  What a user differentiates elsewhere, nobody can know before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoparallel.graph.captured import NAME, Leaf, LossWeight, explain_ambiguity, is_loss
+from autoparallel.passes.weigh_loss import weigh_loss
+
+
+def find_loss(
+    outputs: Sequence[Leaf], spec: pytree.TreeSpec, scalars: Collection[int], of_loss_fn: bool
+) -> int | None:
+    """The index (among the graph's outputs) of the loss, where it is known.
+
+    Args:
+        outputs, spec: as ``Captured`` holds them.
+        scalars: the scalars that are differentiated.
+        of_loss_fn: whether ``loss_fn`` computed them: then the first scalar is the loss where none is called so.
+    """
+    named = _named(pytree.tree_unflatten([o if isinstance(o, int) else None for o in outputs], spec))
+    if named in scalars:
+        return named
+    return next((o for o in outputs if isinstance(o, int) and o in scalars), None) if of_loss_fn else None
+
+
+def set_apart(graph: fx.Graph, parameter: fx.Node) -> fx.Node:
+    """A parameter that is returned as a result of its own, which is laid out apart from the parameter."""
+    with graph.inserting_before(graph.output_node()):
+        result = graph.call_function(torch.ops.aten.alias.default, (parameter,))
+    result.meta = dict(parameter.meta)
+    return result
+
+
+def weigh_outputs(module: fx.GraphModule, flowing: Sequence[int], loss: int | None, counted: bool) -> LossWeight | None:
+    """What the loss weighs, where a scalar output can be differentiated."""
+    results: Any = module.graph.output_node().args[0]
+    scalars = [i for i in flowing if is_loss(results[i])]
+    if loss is not None and len(scalars) > 1:
+        return LossWeight("unknown", reason=f"the model returns {len(scalars)} scalars that can be differentiated")
+    if loss is None and len(flowing) > 1:
+        return LossWeight("unknown", reason=explain_ambiguity(len(flowing))) if scalars else None
+    return weigh_loss(module, scalars[0], counted) if scalars else None
+
+
+def _named(output: Any) -> int | None:
+    """What is called "loss" at the top of an output."""
+    value = output.get(NAME) if isinstance(output, Mapping) else getattr(output, NAME, None)
+    return value if isinstance(value, int) else None
+
+
+__all__ = ["find_loss", "set_apart", "weigh_outputs"]

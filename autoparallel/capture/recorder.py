@@ -1,0 +1,496 @@
+"""Records what a traced copy of a model reads and writes of Python state.
+
+Every object of the copy gets a class of its own, derived from the one it has, whose attribute access is recorded.  What
+is read before it is written belongs to the kind of call (see ``graph.python_state``); what is written leaves the
+program as an output; what is read and then written has another value at the next call, and is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.lines import line_of_frame
+from autoparallel.graph.python_state import (
+    LIBRARIES,
+    MISSING,
+    PythonState,
+    freeze,
+    is_data,
+    is_plain,
+    shown,
+)
+
+_INTERNAL = frozenset((*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized")) - {"forward"}
+"""Attributes of modules that are torch's own; those that matter are part of the kind of call in other ways."""
+
+_TABLES = ("_parameters", "_modules")
+
+LOSS = "loss_fn"
+"""The path of the loss function among the modules of what is traced."""
+
+IN_THE_MODEL = "What to change: keep what changes in the model, as a registered buffer."
+
+
+class StateChangedError(CaptureError):
+    """Something outside of the graph that a run has changed, on a line that is not known yet.
+
+    Args:
+        message: makes the message, once the line is known.
+        has_changed: tells, while a copy runs again, whether it has changed by now.
+    """
+
+    def __init__(self, message: Callable[[str], str], has_changed: Callable[[Recorder, Any], bool]) -> None:
+        super().__init__(message("an unknown line"))
+        self.message, self.has_changed = message, has_changed
+
+
+@dataclass
+class _Watched:
+    """One object of the copy.
+
+    Attributes:
+        path: of the module; of another object the attribute that holds it.
+        original, copy: the user's object and that of the copy.
+        reads: names that were read before they were written.
+        writes: names that were written, and the line that last did.
+        entries: where access cannot be recorded, what there was before.
+    """
+
+    path: str
+    original: Any
+    copy: Any
+    reads: set[str] = field(default_factory=set)
+    writes: dict[str, str] = field(default_factory=dict)
+    entries: dict[str, Any] | None = None
+
+    def changed(self) -> dict[str, str]:
+        """The names that were written, with lines."""
+        if self.entries is None:
+            return self.writes
+        names = {**self.entries, **vars(self.copy)}
+        table, missing = vars(self.copy), object()
+        return {n: "an unknown line" for n in names if table.get(n, missing) is not self.entries.get(n, missing)}
+
+    def label(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+
+class Recorder:
+    """The reads and writes of one traced copy of a model.
+
+    Args:
+        model, copied: the user's model and the copy, of which every object is watched from now on.
+        memo: that of ``copy.deepcopy``.
+        trained: attributes that hold tensors which are trained, but are not registered, and where those are.
+        loss: the user's loss function and its copy, where it is a module.
+        constants: the copy's tensors that are no attributes of modules, by where they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        copied: nn.Module,
+        memo: dict[int, Any],
+        trained: Mapping[str, str] | None = None,
+        loss: tuple[nn.Module, nn.Module] | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._memo = memo
+        self._trained = trained or {}
+        self._refusal = ""
+        self._constants, self._versions = constants or {}, dict[str, int]()
+        self.rebound: set[str] = set()
+        originals: list[Any] = memo.get(id(memo), [])
+        self._watched: dict[int, _Watched] = {}
+        self._recording = False
+        self._tables: dict[tuple[int, str], dict[str, Any]] = {}
+        for prefix, (theirs, ours) in {"": (model, copied), **({LOSS: loss} if loss else {})}.items():
+            for path, module in ours.named_modules(remove_duplicate=False):
+                if id(vars(module)) not in self._watched:
+                    self._watch(".".join(filter(None, (prefix, path))), theirs.get_submodule(path), module)
+        modules = [*model.modules(), *(loss[0].modules() if loss else ())]
+        holders = {id(x): w.label(n) for w in self._watched.values() for n, x in vars(w.copy).items()}
+        for original in originals:
+            twin = memo.get(id(original))
+            if is_data(original) and twin is not original and id(vars(twin)) not in self._watched:
+                self._watch(holders.get(id(twin), type(original).__name__), original, twin)
+
+        tables = {id(vars(w.original)) for w in self._watched.values()}
+        tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
+        self._held = [
+            memo[id(x)]
+            for x in originals
+            if isinstance(x, list | dict | set | deque) and id(x) not in tables and memo.get(id(x), x) is not x
+        ]
+        self._containers: list[tuple[Any, Any]] = []
+
+    def _watch(self, path: str, original: Any, copied: Any) -> None:
+        watched = _Watched(path, original, copied)
+        try:
+            object.__setattr__(copied, "__class__", _recording_class(type(copied)))  # also of a frozen dataclass
+        except TypeError:  # all that it has counts as read, and what the run has changed is seen afterwards
+            watched.reads.update(n for n in vars(original) if n not in _INTERNAL)
+            watched.entries = dict(vars(copied))
+        _RECORDERS[id(vars(copied))] = self
+        self._watched[id(vars(copied))] = watched
+
+    def __enter__(self) -> Recorder:
+        # A trace puts its own tensors in the place of parameters and buffers.
+        modules = [w for w in self._watched.values() if isinstance(w.copy, nn.Module)]
+        self._tables = {
+            (id(vars(w.copy)), kind): dict(vars(w.copy)[kind]) for w in modules for kind in ("_buffers", *_TABLES)
+        }
+        self._containers = [(container, container.copy()) for container in self._held]
+        self._versions = {name: fake._version for name, fake in self._constants.items()}
+        self._recording = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._recording = False
+
+    def close(self) -> None:
+        """Forgets the copy."""
+        for key, watched in self._watched.items():
+            _RECORDERS.pop(key, None)
+            for name in _written_to(type(watched.copy)):
+                delattr(type(watched.copy), name)
+
+    # -- while the copy runs ----------------------------------------------------------------------------------------
+
+    def read(self, table: dict[str, Any], name: str) -> None:
+        """Notes that an attribute of the object with this ``__dict__`` is read."""
+        if self._recording and name not in _INTERNAL:
+            watched = self._watched[id(table)]
+            if name not in watched.writes and name not in watched.reads:
+                watched.reads.add(name)
+                self._look_at(watched, name)
+
+    def _look_at(self, watched: _Watched, name: str) -> None:
+        """Refuses what is read for the first time and cannot be in a program; later, not in the middle of a call."""
+        label, value = watched.label(name), vars(watched.original).get(name)
+        if self._refusal:
+            return
+        if label in self._trained:
+            self._refusal = (
+                f"{self._trained[label]} is a parameter or trained, but it is not among the model's parameters; it is "
+                f"read at {line_of_frame(sys._getframe(3))}\nWhat to change: move it into the model and register it "
+                "there (nn.Parameter, nn.ParameterList, nn.ModuleList), or keep a plain tensor (detach())."
+            )
+        elif isinstance(value, Iterator):
+            self._refusal = (
+                f"{label}, a {type(value).__name__}, has another value at every call; it is read at "
+                f"{line_of_frame(sys._getframe(3))}\nWhat to change: take the value outside of the model and pass it "
+                "in."
+            )
+
+    def write(self, table: dict[str, Any], name: str) -> None:
+        """Notes that an attribute is written."""
+        frame = sys._getframe(2)
+        if self._recording and not (name[0] == "_" and _is_bookkeeping(frame.f_globals.get("__name__"))):
+            self._watched[id(table)].writes[name] = line_of_frame(frame)
+
+    # -- when it has run --------------------------------------------------------------------------------------------
+
+    def take(self) -> dict[str, Any]:
+        """The attributes that the run has written, by label, with their values; what they were is put back.
+
+        Raises:
+            CaptureError: where the run has changed what it reads, or what no program can carry.
+        """
+        self._recording = False
+        if self._refusal:
+            raise CaptureError(self._refusal)
+        if name := self.changed_class():
+            raise StateChangedError(
+                lambda line: (
+                    f"a call changes an attribute of a class, {name}, at {line}\n"
+                    "What to change: keep it in a registered buffer, or set it outside of forward."
+                ),
+                lambda recorder, _: bool(recorder.changed_class()),
+            )
+        if constant := self.changed_constant():
+            raise StateChangedError(
+                lambda line: (
+                    f"a call changes the tensor {constant} in place, at {line}\n"
+                    "What to change: register it as a buffer (self.register_buffer)."
+                ),
+                lambda recorder, _: bool(recorder.changed_constant()),
+            )
+        written: dict[str, Any] = {}
+        for watched in list(self._watched.values()):
+            for name, line in list(watched.changed().items()):
+                self._take(watched, name, line, written)
+        number = next((i for i in range(len(self._containers)) if self.is_changed(i)), None)
+        if number is not None:
+            container = self._containers[number][0]
+            what = f"{self._holder(container)}, a {type(container).__name__}"
+            raise StateChangedError(
+                lambda line: (
+                    f"a call changes {what} that outlives it, at {line}\n"
+                    "What to change: return what is collected as an output, or keep it in a registered buffer."
+                ),
+                lambda recorder, _: recorder.is_changed(number),
+            )
+        for watched in self._watched.values():
+            watched.writes.clear()
+        return dict(sorted(written.items()))
+
+    def changed_class(self) -> str:
+        """An attribute of a class that the run has set, which the class made for recording has got; empty for none."""
+        classes = {type(watched.copy) for watched in self._watched.values()}
+        return next((f"{cls.__name__}.{name}" for cls in classes for name in _written_to(cls)), "")
+
+    def changed_constant(self) -> str:
+        """A tensor in a list, dict or object that the run has changed in place; empty for none."""
+        return next((name for name, fake in self._constants.items() if fake._version != self._versions[name]), "")
+
+    def _take(self, watched: _Watched, name: str, line: str, written: dict[str, Any]) -> None:
+        table, label = vars(watched.copy), watched.label(name)
+        before = vars(watched.original).get(name, getattr(type(watched.original), name, MISSING))
+        if isinstance(watched.copy, nn.Module):
+            for tensors in ("_buffers", *_TABLES):
+                if name in table[tensors] or name in self._tables[id(table), tensors]:
+                    self._take_registered(watched, tensors, name, line)
+                    return
+        now = table.get(name, MISSING)
+        if _is_same(self._twin(before), now):
+            return
+        if now is MISSING:
+            raise CaptureError(f"a call deletes {label} at {line}\nWhat to change: do so outside of forward.")
+        if name in watched.reads and not _is_first_value(before, now):
+            raise CaptureError(
+                f"a call changes what it reads: {label} is {shown(before)} before it and {shown(now)} after it, at "
+                f"{line}\n{_advice(now)}"
+            )
+        if not isinstance(watched.copy, nn.Module) or watched.path.partition(".")[0] == LOSS:
+            raise CaptureError(
+                f"a call sets {label}, an attribute of a {type(watched.original).__name__}, at {line}\n"
+                "What to change: return the value, or keep it in an attribute of the module."
+            )
+        _require_carried(now, label, line)
+        written[label] = now
+        if name in vars(watched.original):
+            table[name] = self._twin(before)
+        else:
+            del table[name]
+
+    def _take_registered(self, watched: _Watched, kind: str, name: str, line: str) -> None:
+        """A buffer that is bound to a new tensor becomes one that is changed in place; all else is refused."""
+        label = watched.label(name)
+        before = self._tables[id(vars(watched.copy)), kind].get(name)
+        table = vars(watched.copy)[kind]
+        now = table.get(name)
+        if now is before:
+            return
+        if watched.path.partition(".")[0] == LOSS:
+            raise CaptureError(f"the loss function replaces {label} at {line}\n{IN_THE_MODEL}")
+        if kind != "_buffers":
+            what = "parameter" if kind == "_parameters" else "module"
+            raise CaptureError(
+                f"a call replaces the {what} {label} at {line}\nWhat to change: do so outside of forward."
+            )
+        if not isinstance(now, torch.Tensor) or not isinstance(before, torch.Tensor):
+            raise CaptureError(
+                f"a call sets the buffer {label} from {shown(before)} to {shown(now)} at {line}\n"
+                "What to change: register it as a tensor of its final shape, and update its values."
+            )
+        if now.shape != before.shape or now.dtype != before.dtype:
+            raise CaptureError(
+                f"a call replaces the buffer {label}, {tuple(before.shape)} {before.dtype}, by one of "
+                f"{tuple(now.shape)} {now.dtype}, at {line}\nWhat to change: keep its shape and dtype."
+            )
+        table[name] = before
+        self.rebound.add(label)
+        with torch.no_grad():
+            before.copy_(now)
+
+    def is_changed(self, number: int) -> bool:
+        """Whether the run has changed one of the lists, dicts and sets that the model holds."""
+        container, entries = self._containers[number]
+        if not container and not entries:
+            return False
+        if isinstance(container, OrderedDict):  # hooks, among others
+            container = {
+                k: f for k, f in container.items() if k in entries or not _is_bookkeeping(getattr(f, "__module__", ""))
+            }
+        return len(container) != len(entries) or not all(map(_is_same, _flat(container), _flat(entries)))
+
+    def _holder(self, container: Any) -> str:
+        for watched in self._watched.values():
+            for name, value in vars(watched.copy).items():
+                if value is container or isinstance(value, list | tuple | dict) and _holds(value, container):
+                    return watched.label(name)
+        return "a container of the model"
+
+    def _twin(self, value: Any) -> Any:
+        """What the copy was made with in the place of a value of the original's."""
+        return self._memo.get(id(value), value)
+
+    def state(self) -> PythonState:
+        """What was read."""
+        state = PythonState()
+        for watched in self._watched.values():
+            for name in sorted(watched.reads):
+                self._note(state, watched, name)
+        return state
+
+    def _note(self, state: PythonState, watched: _Watched, name: str) -> None:
+        owner, label = watched.original, watched.label(name)
+        table = vars(owner)
+        if isinstance(owner, nn.Module) and name not in table:
+            if name in table["_buffers"]:
+                state.watch(label, _tensor_reader(table["_buffers"], name))
+                return
+            if name in table["_parameters"] or name in table["_modules"]:
+                return  # a kind of call depends on which there are, whether they are read or not
+        if isinstance(table.get(name), torch.Tensor) and not hasattr(type(owner), name):
+            state.watch(label, _tensor_reader(table, name))
+        elif name in table or not hasattr(type(owner), name):
+            state.add(label, table, name)
+        else:  # an attribute of the class, until the object has one of this name
+            cls = next(c for c in type(owner).__mro__ if name in vars(c))
+            state.add(label, table, name)
+            state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name)
+
+
+def _is_bookkeeping(module: Any) -> bool:
+    """Whether code is that of transformers, which installs hooks of its own when a model is first called and notes that
+    it has, or of torch, whose recurrent layers list their weights: every copy does so anew."""
+    return str(module).partition(".")[0] in ("torch", "transformers")
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    return before is now or type(before) is type(now) and is_plain(now) and freeze(before) == freeze(now)
+
+
+def _flat(container: Any) -> Iterator[Any]:
+    if isinstance(container, dict):
+        for key, value in container.items():
+            yield key
+            yield value
+    else:
+        yield from sorted(container, key=id) if isinstance(container, set) else container
+
+
+def _tensor_reader(table: Mapping[str, Any], name: str) -> Callable[[], Any]:
+    """Reads what a program must know of a tensor whose values it reads when it runs."""
+
+    def read() -> Any:
+        value = table.get(name)
+        return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+    return read
+
+
+def _is_first_value(before: Any, now: Any) -> bool:
+    """Whether a call fills a cache that was empty: the next call reads what is there then, and is of another kind."""
+    return (before is MISSING or before is None) and all(
+        not leaf.requires_grad if isinstance(leaf, torch.Tensor) else is_plain(leaf) for leaf in _leaves(now)
+    )
+
+
+def _holds(value: Any, container: Any) -> bool:
+    entries = value.values() if isinstance(value, Mapping) else value
+    return any(x is container for x in entries)
+
+
+def _advice(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return (
+            "What to change: register it as a buffer (self.register_buffer(name, tensor)) and update it, or return it "
+            "and pass it in."
+        )
+    return (
+        "What to change: keep it in a registered buffer (self.n += 1 works on a tensor), set it outside of forward, or "
+        "pass it in."
+    )
+
+
+def _require_carried(value: Any, label: str, line: str) -> None:
+    """Raises for a value that cannot leave the program in an attribute."""
+    for leaf in _leaves(value):
+        if not isinstance(leaf, torch.Tensor | torch.SymInt) and not is_plain(leaf):
+            raise CaptureError(
+                f"a call sets {label} to a {type(leaf).__name__} at {line}\nWhat to change: set it outside of forward, "
+                "or keep tensors, numbers and strings, or lists and dicts of them, in it."
+            )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for x in value:
+            yield from _leaves(x)
+    elif type(value) is dict:
+        for x in value.values():
+            yield from _leaves(x)
+    else:
+        yield value
+
+
+# --------------------------------------------------------------------------------------------- the recording classes
+
+_RECORDERS: dict[int, Recorder] = {}
+"""By the id of an object's ``__dict__``: it is the same for the proxies that ``torch.export`` puts around modules."""
+
+_CLASSES: dict[type, type] = {}
+
+
+_BODIES: dict[type, frozenset[str]] = {}
+"""What a recording class had when it was made."""
+
+
+def _written_to(cls: type) -> list[str]:
+    """What has been set on a recording class since it was made; nothing for another."""
+    return [name for name in vars(cls) if name not in _BODIES[cls]] if cls in _BODIES else []
+
+
+def _recording_class(cls: type) -> type:
+    """A class derived from another, whose attribute access is recorded.
+
+    Raises:
+        TypeError: for a class that wants to know of those derived from it, which may register them.
+    """
+    asks = [c for c in cls.__mro__[:-1] if "__init_subclass__" in vars(c)]
+    if any(c.__module__.partition(".")[0] not in (*LIBRARIES, "transformers") for c in asks):
+        raise TypeError(f"{cls.__name__} has an __init_subclass__")
+    if cls not in _CLASSES:
+
+        methods: Any = cls
+        get, put, remove = methods.__getattribute__, methods.__setattr__, methods.__delattr__
+
+        def __getattribute__(self: Any, name: str) -> Any:
+            if name[:2] == "__":
+                return get(self, name)
+            table = get(self, "__dict__")
+            recorder = _RECORDERS.get(id(table))
+            if recorder is not None:
+                recorder.read(table, name)
+            return get(self, name)
+
+        def __setattr__(self: Any, name: str, value: Any) -> None:
+            recorder = _RECORDERS.get(id(vars(self)))
+            if recorder is not None:
+                recorder.write(vars(self), name)
+            put(self, name, value)
+
+        def __delattr__(self: Any, name: str) -> None:
+            recorder = _RECORDERS.get(id(vars(self)))
+            if recorder is not None:
+                recorder.write(vars(self), name)
+            remove(self, name)
+
+        body = {
+            "__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
+            "__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__,
+        }  # fmt: skip
+        made = type(cls)(cls.__name__, (cls,), body)
+        _CLASSES[cls], _BODIES[made] = made, frozenset(vars(made))
+    return _CLASSES[cls]

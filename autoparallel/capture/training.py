@@ -1,0 +1,118 @@
+"""What is captured: the model with its loss, its outputs as leaves, and the attributes that a call sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoparallel.capture.data_access import DataAccess
+from autoparallel.capture.recorder import Recorder
+from autoparallel.capture.seeding import refuse_seeding
+from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.python_state import is_plain
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+@dataclass
+class Found:
+    """What tracing found; an object of its own, because export resets the attributes of what it traces.
+
+    Attributes:
+        counted: whether the loss function returned a sum and a count.
+        spec: how the outputs nest.
+        attributes: the attributes that the call sets, and how their values nest.
+        originals: of the objects in the copy of the model, by id.
+        copies: the copies themselves: an id is unique while its owner lives.
+    """
+
+    counted: bool = False
+    spec: pytree.TreeSpec | None = None
+    attributes: dict[str, pytree.TreeSpec] = field(default_factory=dict)
+    originals: dict[int, Any] = field(default_factory=dict)
+    copies: dict[int, Any] = field(default_factory=dict)
+
+
+class Training(nn.Module):
+    """The model with its loss: what is captured when a target is given.
+
+    Inputs and outputs are cast as ``fully_shard`` casts those of the outermost module.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        precision: MixedPrecisionPolicy | None,
+        recorder: Recorder,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        cast = precision is not None and precision.cast_forward_inputs
+        self.input_dtype = precision.param_dtype if precision is not None and cast else None
+        self.output_dtype = precision.output_dtype if precision is not None else None
+        self.found = Found()
+        self.recorder = recorder
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)  # the user's hooks for all modules are not for this one
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of the outputs, and of the attributes that the call sets."""
+        with self.recorder, refuse_seeding(), DataAccess():
+            leaves, self.found.spec = pytree.tree_flatten(self._outputs(args, kwargs))
+        _require_leaves(leaves)
+        for name, value in self.recorder.take().items():
+            more, self.found.attributes[name] = pytree.tree_flatten(value)
+            leaves += more
+        return leaves
+
+    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.loss_fn is None:
+            return self._run(args, kwargs)
+        *inputs, target = args
+        loss = self.loss_fn(self._run(tuple(inputs), kwargs), target)
+        if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
+            self.found.counted = True
+            return loss[0] / loss[1]
+        return loss
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = _cast((args, kwargs), self.input_dtype)
+        return _cast(self.model(*args, **kwargs), self.output_dtype)
+
+
+def _require_leaves(values: Sequence[Any]) -> None:
+    """Raises where outputs do not nest in a way that is known."""
+    for value in values:
+        if not is_plain(value) and not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise CaptureError(
+                f"the model returns a {type(value).__name__}, in which nobody can look for tensors\nWhat to change: "
+                "return tensors, or tuples, lists and dicts of them; a dataclass of your own can be registered "
+                "(torch.export.register_dataclass), a cache of transformers left out (use_cache=False)."
+            )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a loss function's second result is a count, not another output that happens to be a scalar."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and value.dtype in (torch.int64, torch.int32)
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Nested values with their floating tensors in another dtype."""
+    if dtype is None:
+        return values
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)

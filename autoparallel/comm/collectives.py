@@ -1,0 +1,396 @@
+"""The redistributions, each with its transpose.
+
+``redistribute(x, "S0", "R", "mesh0/dp")`` turns one placement of a tensor into another along one mesh axis.  Its
+backward is ``redistribute(grad, dual("R"), dual("S0"), ...)``: never derived by autograd from local arithmetic (see
+[Note: duality] in ``placements``).  It runs in eager autograd, under AOTAutograd and Inductor, where the part that
+communicates is one opaque operator, and in ``simulate``, where the ranks are threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoparallel.comm.groups import Wait, axis_index, axis_size, communicator_of
+from autoparallel.placements import (
+    Invariant,
+    Partial,
+    Placement,
+    Replicate,
+    action,
+    chunk,
+    dual,
+    largest_piece,
+    parse_placement,
+    shards_of,
+)
+from autoparallel.placements.redistribution import Step
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What a rank must know to redistribute a tensor whose shards differ in size (see [Note: uneven shards]).
+
+    Attributes:
+        sent: the shape in which every rank sends its value, which is that of the largest.
+        lengths: how long each rank's piece is along the dim that is gathered; empty where none is.
+        room: how long the longest piece is along the dim that is cut; 0 where none is.
+    """
+
+    sent: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
+    room: int = 0
+
+
+def extent_of(step: Step, axes: Sequence[str]) -> Extent | None:
+    """This rank's view of a step; None where all shards are equal.
+
+    Args:
+        axes: the mesh axes in order, as programs name them: ``mesh0/dp``, ``mesh0/tp``.
+    """
+    before = step.before
+    if before is None:
+        return None
+    sizes = [axis_size(axis) for axis in axes]
+    lengths: tuple[int, ...] = ()
+    room = 0
+    if step.src.kind == "S":
+        whole = before.shape[step.src.dim]
+        for axis in shards_of(before.layout, step.src.dim)[:-1]:  # the step's own axis is the innermost
+            whole = chunk(whole, sizes[axis], axis_index(axes[axis]))[1]
+        n = sizes[step.axes[0]]
+        lengths = tuple(chunk(whole, n, i)[1] for i in range(n))
+    if step.dst.kind == "S":
+        room = largest_piece(before.shape, step.apply(before.layout), sizes)[step.dst.dim]
+    return Extent(largest_piece(before.shape, before.layout, sizes), lengths, room)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One tensor of a transfer: its shape, where it goes, and whether the transfer may write to its memory.
+
+    Not the tensor itself, so that what waits for a collective does not keep alive what was copied to be sent.
+    """
+
+    shape: torch.Size
+    src: Placement
+    dst: Placement
+    extent: Extent | None
+    owned: bool
+
+    def sent(self, x: torch.Tensor) -> torch.Tensor:
+        """The value in the shape in which every rank sends it."""
+        return x if self.extent is None else _filled_up(x, self.extent.sent)
+
+    def received(self, x: torch.Tensor) -> torch.Tensor:
+        """The part that this rank keeps of a result that has the shape in which it was sent."""
+        return x if self.extent is None else _corner(x, self.shape)
+
+    def cut(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        """The value as ``[n, ...]``: for each rank of the group its piece along the dim that is cut."""
+        dim = self.dst.dim
+        if self.extent is None:
+            return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+        shape = list(self.extent.sent)
+        shape[dim] = self.extent.room
+        pieces = (x.narrow(dim, *chunk(x.shape[dim], n, i)) for i in range(n))
+        return torch.stack([_filled_up(piece, shape) for piece in pieces])
+
+    def own(self, piece: torch.Tensor, index: int, n: int) -> torch.Tensor:
+        """The part that rank ``index`` keeps of its piece along the dim that is cut."""
+        if self.extent is None:
+            return piece
+        shape = list(self.shape)
+        shape[self.dst.dim] = chunk(shape[self.dst.dim], n, index)[1]
+        return _corner(piece, shape)
+
+    def joined(self, pieces: torch.Tensor, index: int) -> torch.Tensor:
+        """What rank ``index`` makes of every rank's piece, ``[n, ...]``: one tensor along the dim that is gathered."""
+        dim = self.src.dim
+        if self.extent is None:
+            return pieces.movedim(0, dim).flatten(dim, dim + 1)
+        lengths, whole = self.extent.lengths, sum(self.extent.lengths)
+        for d, size in enumerate(self.shape):
+            if d != dim:
+                cut = self.dst.kind == "S" and d == self.dst.dim
+                pieces = pieces.narrow(d + 1, 0, chunk(size, len(lengths), index)[1] if cut else size)
+        if dim == 0 and pieces.is_contiguous() and lengths[0] in (pieces.shape[1], whole):  # no gaps between pieces
+            return pieces.flatten(0, 1).narrow(0, 0, whole)
+        return torch.cat([piece.narrow(dim, 0, s) for piece, s in zip(pieces.unbind(), lengths, strict=True)], dim)
+
+
+def _filled_up(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``x`` in the corner of a tensor of zeros."""
+    if list(x.shape) == list(shape):
+        return x
+    out = corner = x.new_zeros(shape)
+    for dim, size in enumerate(x.shape):
+        corner = corner.narrow(dim, 0, size)
+    corner.copy_(x)
+    return out
+
+
+def _corner(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The part of ``x`` where it begins, contiguous."""
+    for dim, size in enumerate(shape):
+        x = x.narrow(dim, 0, size)
+    return x.contiguous()
+
+
+def transfer(x: torch.Tensor, src: Placement, dst: Placement, group: str, extent: Extent | None = None) -> torch.Tensor:
+    """This rank's value after the redistribution, not differentiable.  A result never shares memory with ``x``
+    unless the action is "nothing" or "slice"."""
+    return start_transfers([x], [src], [dst], group, [extent])()[0]
+
+
+def start_transfers(
+    tensors: Sequence[torch.Tensor],
+    srcs: Sequence[Placement],
+    dsts: Sequence[Placement],
+    group: str,
+    extents: Sequence[Extent | None] | None = None,
+    owned: bool = False,
+) -> Callable[[], list[torch.Tensor]]:
+    """Starts the redistribution of many tensors in one collective, and returns a function that waits for them.
+
+    All pairs must have the same action; they may have different dims.  One dtype and device per call.
+
+    Args:
+        extents: for each tensor what ``extent_of`` says; None where all shards are equal.
+        owned: whether the tensors' memory may be written to: an all-reduce of what ``pack`` made then copies nothing.
+    """
+    kinds = {action(s, d) for s, d in zip(srcs, dsts, strict=True)}
+    if len(kinds) != 1:
+        raise ValueError(f"one collective cannot serve different redistributions: {sorted(kinds)}")
+    rows = zip([t.shape for t in tensors], srcs, dsts, extents or [None] * len(tensors), strict=True)
+    return _STARTERS[kinds.pop()]([settled(t) for t in tensors], [_Item(*row, owned) for row in rows], group)
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """The same values without a conjugation or a negation that is still to be done: memory is sent as it is."""
+    return x.resolve_conj().resolve_neg()
+
+
+Starter = Callable[[Sequence[torch.Tensor], Sequence[_Item], str], Callable[[], list[torch.Tensor]]]
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors of one dtype that lie one behind the other in one piece of memory."""
+    return _split(torch.cat([t.reshape(-1) for t in tensors]), [t.shape for t in tensors])
+
+
+def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All elements one behind the other: the tensors' own memory where they lie like that, or a copy."""
+    if len(tensors) == 1:
+        return tensors[0].contiguous().view(-1)
+    return _adjacent(tensors) if are_adjacent(tensors) else torch.cat([t.reshape(-1) for t in tensors])
+
+
+def are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors lie one behind the other in one piece of memory."""
+    storage, end = tensors[0].untyped_storage(), tensors[0].storage_offset()
+    for t in tensors:
+        if t.untyped_storage() is not storage or t.storage_offset() != end or not t.is_contiguous():
+            return False
+        end += t.numel()
+    return True
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))
+
+
+def _split(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Cuts the last dim of ``flat`` into tensors of the given shapes (with any leading dims of ``flat``)."""
+    sizes = [torch.Size(s).numel() for s in shapes]
+    lead = flat.shape[:-1]
+    return [part.view((*lead, *s)) for part, s in zip(flat.split(sizes, dim=-1), shapes, strict=True)]
+
+
+def _start_all_reduce(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+) -> Callable[[], list[torch.Tensor]]:
+    communicator, axis = communicator_of(group)
+    sent = [item.sent(x) for x, item in zip(tensors, items, strict=True)]
+    flat = _flatten(sent)
+    if flat.data_ptr() == sent[0].data_ptr() and not all(item.owned for item in items):
+        flat = flat.clone()
+    wait = communicator.all_reduce(flat, axis)
+    shapes = [x.shape for x in sent]
+    return lambda: [item.received(x) for x, item in zip(_split(wait(), shapes), items, strict=True)]
+
+
+def _start_all_gather(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+) -> Callable[[], list[torch.Tensor]]:
+    communicator, axis = communicator_of(group)
+    index = communicator.index(axis)
+    sent = [item.sent(x) for x, item in zip(tensors, items, strict=True)]
+    wait = communicator.all_gather(_flatten(sent), axis)
+    shapes = [x.shape for x in sent]
+    return lambda: [item.joined(x, index) for x, item in zip(_split(wait(), shapes), items, strict=True)]
+
+
+def _flatten_cut(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], n: int
+) -> tuple[torch.Tensor, list[torch.Size]]:
+    """All tensors' pieces in one ``[n, ...]``, a row for each rank, and the pieces' shapes."""
+    pieces = [item.cut(x, n) for x, item in zip(tensors, items, strict=True)]
+    rows = [p.reshape(n, math.prod(p.shape[1:])) for p in pieces]
+    return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).contiguous(), [p.shape[1:] for p in pieces]
+
+
+def _start_reduce_scatter(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+) -> Callable[[], list[torch.Tensor]]:
+    communicator, axis = communicator_of(group)
+    n, index = communicator.size(axis), communicator.index(axis)
+    flat, shapes = _flatten_cut(tensors, items, n)
+    wait = communicator.reduce_scatter(flat, axis)
+    return lambda: [item.own(x, index, n) for x, item in zip(_split(wait(), shapes), items, strict=True)]
+
+
+def _start_all_to_all(
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+) -> Callable[[], list[torch.Tensor]]:
+    communicator, axis = communicator_of(group)
+    n, index = communicator.size(axis), communicator.index(axis)
+    flat, shapes = _flatten_cut(tensors, items, n)
+    wait = communicator.all_to_all(flat, axis)
+    return lambda: [item.joined(x, index) for x, item in zip(_split(wait(), shapes), items, strict=True)]
+
+
+def _local(function: Callable[[torch.Tensor, _Item, int, int], torch.Tensor]) -> Starter:
+    def start(
+        tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        index, n = axis_index(group), axis_size(group)
+        results = [function(x, item, index, n) for x, item in zip(tensors, items, strict=True)]
+        return lambda: results
+
+    return start
+
+
+def _slice(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tensor:
+    dim = item.dst.dim
+    size = x.shape[dim]
+    if item.extent is None and size % n:
+        raise ValueError(f"a dim of {size} rows cannot be cut into {n} equal pieces")
+    return x.narrow(dim, *chunk(size, n, index))
+
+
+def _pad(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tensor:
+    dim, shape = item.src.dim, list(x.shape)
+    lengths = (shape[dim],) * n if item.extent is None else item.extent.lengths
+    shape[dim] = sum(lengths)
+    out = x.new_zeros(shape)
+    out.narrow(dim, sum(lengths[:index]), lengths[index]).copy_(x)
+    return out
+
+
+def _keep_on_one(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tensor:
+    return x.clone() if index == 0 else torch.zeros_like(x)
+
+
+_STARTERS: dict[str, Starter] = {
+    "all_reduce": _start_all_reduce,
+    "all_gather": _start_all_gather,
+    "reduce_scatter": _start_reduce_scatter,
+    "all_to_all": _start_all_to_all,
+    "slice": _local(_slice),
+    "pad": _local(_pad),
+    "keep_on_one": _local(_keep_on_one),
+    "nothing": _local(lambda x, item, index, n: x),
+}
+
+
+def local_shape(shape: Sequence[Any], src: Placement, dst: Placement, n: int) -> list[Any]:
+    """The shape of a rank's value after the redistribution, from its shape before."""
+    out = list(shape)
+    if src.kind == "S":
+        out[src.dim] = out[src.dim] * n
+    if dst.kind == "S":
+        out[dst.dim] = out[dst.dim] // n
+    return out
+
+
+# The two opaque operators: what torch.compile sees of a redistribution, and of a reduction inside an operator.
+@torch.library.custom_op("autoparallel::transfer", mutates_args=())
+def _transfer_op(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
+    out = transfer(x, parse_placement(src), parse_placement(dst), group)
+    return out.clone(memory_format=torch.contiguous_format)
+
+
+@_transfer_op.register_fake
+def _(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
+    return x.new_empty(local_shape(x.shape, parse_placement(src), parse_placement(dst), axis_size(group)))
+
+
+@torch.library.custom_op("autoparallel::all_reduce", mutates_args=())
+def _all_reduce_op(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    communicator, axis = communicator_of(group)
+    return communicator.all_reduce(settled(x).clone(memory_format=torch.contiguous_format), axis, op)()
+
+
+@_all_reduce_op.register_fake
+def _(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """The sum or the maximum of ``x`` over a group; not differentiable."""
+    return torch.ops.autoparallel.all_reduce(x, op, group)
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
+        ctx.spec = (src, dst, group)
+        ctx.set_materialize_grads(False)
+        return _apply(x, src, dst, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if grads[0] is None:  # of an output that is not differentiated
+            return None, None, None, None
+        src, dst, group = ctx.spec
+        return redistribute(grads[0], _DUALS.get(dst, dst), _DUALS.get(src, src), group), None, None, None
+
+
+# Dynamo traces what is below, and follows no cache: so it looks texts up instead of parsing them.
+_DUALS = {str(p): str(dual(p)) for p in (Replicate, Partial)}
+_WHOLE = (Invariant, Replicate, Partial)
+_NOTHING = frozenset((str(a), str(b)) for a in _WHOLE for b in _WHOLE if action(a, b) == "nothing")
+
+
+def _apply(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
+    if src == dst or (src, dst) in _NOTHING:
+        return x.view_as(x)
+    if torch.compiler.is_compiling() or _is_traced(x):
+        return torch.ops.autoparallel.transfer(x, src, dst, group)
+    return transfer(x, parse_placement(src), parse_placement(dst), group)
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    return x.is_meta or type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter)
+
+
+def redistribute(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
+    """Turns the placement ``src`` of a tensor into ``dst`` along the mesh axis ``group``, differentiably.
+
+    Args:
+        x: this rank's value.
+        src, dst: placements as text: ``I``, ``R``, ``P`` or ``S<dim>``.
+        group: the mesh axis by name, such as ``mesh0/dp``.
+    """
+    return _Redistribute.apply(x, src, dst, group)
+
+
+__all__ = [
+    "Extent", "Wait", "all_reduce", "are_adjacent", "extent_of", "local_shape", "pack", "redistribute",
+    "settled", "start_transfers", "transfer",
+]  # fmt: skip

@@ -1,0 +1,348 @@
+"""Process groups by name.
+
+A rewritten program is the same text on every rank: what depends on a rank (its group, its coordinate) is asked for at
+run time, by the name of a mesh axis.  This module keeps that table, and the one seam through which our operators
+communicate, so that a test can run all ranks of a mesh as threads of one process (see ``simulate``).
+
+An axis is named ``"dp"``; several axes at once (one group over all of them) are named ``"dp+tp"``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoparallel import _torch
+from autoparallel.comm import waiting
+
+CONTROL = "autoparallel control"
+"""The description of the groups over which ranks agree; what they say there is not training traffic."""
+
+Wait = Callable[[], torch.Tensor]
+
+
+class Communicator(Protocol):
+    """What our operators need of a mesh: sizes, coordinates, and collectives."""
+
+    def size(self, axis: str) -> int: ...
+    def index(self, axis: str) -> int: ...
+    def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait: ...
+    def all_gather(self, x: torch.Tensor, axis: str) -> Wait: ...
+    def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait: ...
+    def all_to_all(self, x: torch.Tensor, axis: str) -> Wait: ...
+    def all_to_all_rows(
+        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str
+    ) -> torch.Tensor: ...
+
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass
+class MeshGroups:
+    """The communicator of a ``DeviceMesh``; every collective is started at once and returns a function that waits.
+
+    A group of one rank is never called: what it would compute is a copy.
+
+    Attributes:
+        mesh: the mesh.
+        groups: by name, the process group, its size, and this rank's place in it.
+        sliced: whether waiting for a collective may be interrupted (see ``waiting.wait``).
+        first: what must be done before the next collective (see ``before_next_collective``).
+    """
+
+    mesh: DeviceMesh
+    groups: dict[str, tuple[dist.ProcessGroup, int, int]]
+    sliced: bool = False
+    first: Callable[[], None] | None = None
+
+    def size(self, axis: str) -> int:
+        return self.groups[axis][1]
+
+    def index(self, axis: str) -> int:
+        return self.groups[axis][2]
+
+    def settle(self) -> None:
+        """Does what must be done before the next collective."""
+        first, self.first = self.first, None
+        if first is not None:
+            first()
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of an axis, for a collective that begins now."""
+        self.settle()
+        return self.groups[axis][0]
+
+    def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
+        """Reduces the contiguous ``x`` in place."""
+        if self.size(axis) == 1:
+            return lambda: x
+        work = dist.all_reduce(as_real(x), _REDUCE[op], self._group(axis), async_op=True)
+        return lambda: _finish(work, x, self.sliced)
+
+    def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
+        """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
+        if self.size(axis) == 1:
+            return _copied(x.unsqueeze(0))
+        out = x.new_empty((self.size(axis), *x.shape))
+        sent, received = as_real(x).view(-1), as_real(out).view(-1)
+        work = _torch.all_gather_single(received, sent, group=self._group(axis), async_op=True)
+        return lambda: _finish(work, out, self.sliced)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
+        """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
+        if self.size(axis) == 1:
+            return _copied(x[0])
+        out = x.new_empty(x.shape[1:])
+        sent, received = as_real(x).view(-1), as_real(out).view(-1)
+        work = _torch.reduce_scatter_single(received, sent, group=self._group(axis), async_op=True)
+        return lambda: _finish(work, out, self.sliced)
+
+    def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
+        """Sends row i of a contiguous ``[n, ...]`` to rank i; row i of the result came from rank i."""
+        if self.size(axis) == 1:
+            return _copied(x)
+        out = torch.empty_like(x)
+        work = dist.all_to_all_single(as_real(out), as_real(x), group=self._group(axis), async_op=True)
+        return lambda: _finish(work, out, self.sliced)
+
+    def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
+        """Sends the first ``sent[0]`` rows of ``x`` to rank 0, and so on; returns the rows received, by rank."""
+        if self.size(axis) == 1:
+            return x.clone()
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        rows, parts = as_real(x.contiguous()), as_real(out)
+        work = dist.all_to_all_single(parts, rows, list(received), list(sent), group=self._group(axis), async_op=True)
+        return _finish(work, out, self.sliced)
+
+
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as real numbers, which are all that every backend can send."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _copied(x: torch.Tensor) -> Wait:
+    out = x.clone()
+    return lambda: out
+
+
+def _finish(work: Any, out: torch.Tensor, sliced: bool) -> torch.Tensor:
+    waiting.wait(work, sliced)
+    return out
+
+
+_BOUND: dict[str, Communicator] = {}
+_LOCAL = threading.local()
+_GROUP_NAMES: dict[str, str] = {}
+
+
+def bind(mesh: DeviceMesh) -> str:
+    """Registers ``mesh`` and returns the prefix under which its axes are known, the same on every rank.
+
+    The groups over several axes are made here, all at once, because making one is itself a collective.
+    """
+    names = mesh.mesh_dim_names or ()
+    _forget_closed()
+    key = next(name for name in (f"mesh{i}" for i in itertools.count()) if name not in _BOUND)
+    for known, communicator in _BOUND.items():
+        if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
+            _name_groups(communicator)
+            return known
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("this rank is not part of the mesh")
+    groups: dict[str, tuple[dist.ProcessGroup, int, int]] = {}
+    for i, name in enumerate(names):
+        groups[name] = (mesh.get_group(i), mesh.size(i), coordinate[i])
+    for count in range(2, len(names) + 1):
+        for axes in itertools.combinations(range(len(names)), count):
+            groups["+".join(names[i] for i in axes)] = _joint_group(mesh, axes, coordinate)
+    _BOUND[key] = bound = MeshGroups(mesh, groups, _torch.is_gloo(dist.group.WORLD, mesh.device_type))
+    _name_groups(bound)
+    return key
+
+
+def _forget_closed() -> None:
+    """Forgets meshes whose process groups have been destroyed: one that is made later may be equal to them."""
+    for key, communicator in list(_BOUND.items()):
+        if isinstance(communicator, MeshGroups) and not all(
+            _torch.is_open(g) for g, _, _ in communicator.groups.values()
+        ):
+            del _BOUND[key]
+            _EXPANDED.clear()
+
+
+def _name_groups(bound: MeshGroups) -> None:
+    """A group that several meshes share (the world) is named after the axes of the mesh that was bound last."""
+    for name, (group, _, _) in bound.groups.items():
+        _GROUP_NAMES[group.group_name] = active_axes(name, bound.size)
+
+
+def active_axes(axis: str, size: Callable[[str], int]) -> str:
+    """The name of a group without the axes of one rank: over axes of sizes 2 and 1, "dp" and "dp+tp" are one group."""
+    return "+".join(name for name in axis.split("+") if size(name) > 1) or axis
+
+
+def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> tuple[Any, int, int]:
+    """One process group over several axes, the first axis outermost."""
+    rest = [i for i in range(mesh.ndim) if i not in axes]
+    size = 1
+    index = 0
+    for i in axes:
+        size *= mesh.size(i)
+        index = index * mesh.size(i) + coordinate[i]
+    rows = mesh.mesh.permute(*rest, *axes).reshape(-1, size)
+    if rows.shape[0] == 1 and size == dist.get_world_size():
+        return dist.group.WORLD, size, index
+    mine = None
+    part = mesh.mesh.numel() < dist.get_world_size()  # then the other ranks take no part in making groups
+    for row in rows.tolist():
+        if part and dist.get_rank() not in row:
+            continue
+        timeout = _torch.timeout_of(dist.group.WORLD, mesh.device_type)
+        group = dist.new_group(row, timeout=timeout, use_local_synchronization=part)
+        if dist.get_rank() in row:
+            mine = group
+    return mine, size, index
+
+
+_EXPANDED: dict[DeviceMesh, DeviceMesh] = {}
+
+
+def with_data_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh itself, or, where it has one axis only, with an axis "dp" of one rank behind it.
+
+    Raises:
+        ValueError: where other ranks would have to take part in making it.
+    """
+    if mesh.ndim > 1:
+        return mesh
+    if mesh not in _EXPANDED:
+        names = tuple(mesh.mesh_dim_names or ())
+        if mesh.mesh.numel() != dist.get_world_size():
+            raise ValueError(f"a mesh of some ranks with the one axis {names[0]!r}: give it an axis 'dp' of size 1")
+        _EXPANDED[mesh] = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(*names, "dp"))
+    return _EXPANDED[mesh]
+
+
+def inner_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The mesh of all axes but one, through this rank."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != axis)]
+
+
+def other_slices(mesh: DeviceMesh, axis: str, own: DeviceMesh) -> list[DeviceMesh]:
+    """For each place on an axis, the mesh of the other axes there; this rank's is ``own``."""
+    names = list(mesh.mesh_dim_names or ())
+    rest = tuple(name for name in names if name != axis)
+    here = mesh.get_local_rank(axis)
+    return [
+        own if i == here else _torch.mesh_without_groups(mesh.device_type, mesh.mesh.select(names.index(axis), i), rest)
+        for i in range(mesh.size(names.index(axis)))
+    ]
+
+
+def axis_group(key: str, axis: str) -> tuple[dist.ProcessGroup, int]:
+    """The process group of one axis of a bound mesh, and this rank's place in it."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    group, _, index = bound.groups[axis]
+    return group, index
+
+
+def whole_group_name(key: str) -> str:
+    """How programs name the group of all ranks of a bound mesh."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    return f"{key}/{'+'.join(bound.mesh.mesh_dim_names or ())}"
+
+
+def whole_group(key: str) -> dist.ProcessGroup:
+    """The process group of all ranks of a bound mesh."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    return bound.groups["+".join(bound.mesh.mesh_dim_names or ())][0]
+
+
+def before_next_collective(key: str, check: Callable[[], None]) -> None:
+    """Has ``check`` called before the next of our collectives on a bound mesh is entered, or when ``settle`` is."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    bound.settle()
+    bound.first = check
+
+
+def settle(key: str) -> None:
+    """Does what must be done before the next collective on a bound mesh, if anything."""
+    bound = _BOUND[key]
+    assert isinstance(bound, MeshGroups)
+    bound.settle()
+
+
+def unbind_all() -> None:
+    """Forgets every mesh; for processes that destroy their process groups and make new ones."""
+    _BOUND.clear()
+    _EXPANDED.clear()
+    _GROUP_NAMES.clear()
+
+
+def axis_of_group(group_name: str) -> str | None:
+    """The mesh axis that a process group stands for, if it is one of ours."""
+    return _GROUP_NAMES.get(group_name)
+
+
+def names_of_groups(mesh: DeviceMesh) -> dict[str, str]:
+    """Group name to mesh axis; with the groups over several axes, where the mesh is bound."""
+    for communicator in _BOUND.values():
+        if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
+            return {
+                group.group_name: active_axes(name, communicator.size)
+                for name, (group, _, _) in communicator.groups.items()
+            }
+    return {mesh.get_group(i).group_name: name for i, name in enumerate(mesh.mesh_dim_names or ())}
+
+
+def use_communicator(communicator: Communicator | None) -> Communicator | None:
+    """Makes this thread's operators talk to ``communicator`` instead of the bound meshes (simulations and dry runs).
+
+    Returns:
+        What they talked to before.
+    """
+    before: Communicator | None = getattr(_LOCAL, "communicator", None)
+    _LOCAL.communicator = communicator
+    return before
+
+
+def communicator_of(group: str) -> tuple[Communicator, str]:
+    """The communicator and axis that a group name such as ``mesh0/dp`` stands for on this rank."""
+    key, _, axis = group.rpartition("/")
+    simulated = getattr(_LOCAL, "communicator", None)
+    if simulated is not None:
+        return simulated, axis
+    try:
+        return _BOUND[key], axis
+    except KeyError:
+        raise RuntimeError(f"the program names the process group {group!r}, but its mesh is not bound") from None
+
+
+def axis_index(group: str) -> int:
+    """This rank's coordinate on the axis."""
+    communicator, axis = communicator_of(group)
+    return communicator.index(axis)
+
+
+def axis_size(group: str) -> int:
+    """The number of ranks along the axis."""
+    communicator, axis = communicator_of(group)
+    return communicator.size(axis)
+
+
+def group_name(prefix: str, names: Sequence[str], axes: Sequence[int]) -> str:
+    """How programs name the group over some mesh axes."""
+    return f"{prefix}/{'+'.join(names[i] for i in axes)}"

@@ -1,0 +1,329 @@
+"""Counting what a program sends: collectives and bytes, by kind and mesh axis.
+
+    with autoparallel.count_traffic() as traffic:
+        model(x, y).backward()
+    print(traffic)
+
+[Note: what is counted] Every operator of ``torch.distributed`` that the thread runs inside the context, plain ones
+(``c10d::allreduce_``, also those of DDP's reducer and of FSDP2) and functional ones (``_c10d_functional``, also
+DTensor's), in the forward and in a backward that is called inside.  Bytes are what each rank sends in a ring
+algorithm (``placements.sent_bytes``), whatever the backend really does.  A group of one rank sends nothing, a ``recv``
+and a ``barrier`` count but send nothing; rows that travel to their experts count as if all experts were used alike;
+what a compiler traces inside with fake tensors is not counted.
+
+What ranks say to agree on a call, before it (``runtime.agreement``), is not training traffic: it is counted apart, in
+``control_collectives`` and ``control_bytes``, and is in no other number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoparallel import _torch
+from autoparallel.comm.groups import CONTROL, active_axes, axis_of_group, communicator_of, names_of_groups
+from autoparallel.placements import COLLECTIVES, action, parse_placement, sent_bytes
+from autoparallel.text import plain_text, units
+
+Key = tuple[str, str, int]
+"""The kind of a collective, the mesh axis, and how many ranks its group has."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sent.
+
+    Attributes:
+        volumes: (kind, axis, ranks) to how many collectives, and the bytes of their whole tensors as
+            ``placements.sent_bytes`` means them.  These are whole numbers, so that two counts are equal or not.
+        control_collectives, control_bytes: what ranks said to agree on calls; in no other number.
+    """
+
+    volumes: Mapping[Key, tuple[int, int]] = field(default_factory=dict)
+    control_collectives: int = field(default=0, compare=False)
+    control_bytes: float = field(default=0.0, compare=False)
+
+    @property
+    def collectives(self) -> dict[tuple[str, str], int]:
+        """(kind, axis) to the number of collectives."""
+        found: dict[tuple[str, str], int] = {}
+        for (kind, axis, _), (count, _) in sorted(self.volumes.items()):
+            found[kind, axis] = found.get((kind, axis), 0) + count
+        return found
+
+    @property
+    def bytes(self) -> dict[tuple[str, str], float]:
+        """(kind, axis) to the bytes that each rank sent."""
+        found: dict[tuple[str, str], float] = {}
+        for (kind, axis, ranks), (_, full) in sorted(self.volumes.items()):
+            found[kind, axis] = found.get((kind, axis), 0.0) + sent_bytes(kind, full, ranks)
+        return found
+
+    @property
+    def total_collectives(self) -> int:
+        """The number of all collectives."""
+        return sum(self.collectives.values())
+
+    @property
+    def total_bytes(self) -> float:
+        """The bytes that each rank sent in all."""
+        return sum(self.bytes.values())
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return self._with(other, 1)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return self._with(other, -1)
+
+    def _with(self, other: Traffic, sign: int) -> Traffic:
+        volumes = dict(self.volumes)
+        for key, (count, full) in other.volumes.items():
+            known = volumes.get(key, (0, 0))
+            volumes[key] = (known[0] + sign * count, known[1] + sign * full)
+        return Traffic(
+            {key: value for key, value in sorted(volumes.items()) if value != (0, 0)},
+            self.control_collectives + sign * other.control_collectives,
+            self.control_bytes + sign * other.control_bytes,
+        )
+
+    def __mul__(self, times: int) -> Traffic:
+        if times == 0:
+            return Traffic()
+        volumes = {key: (times * count, times * full) for key, (count, full) in self.volumes.items()}
+        return Traffic(volumes, times * self.control_collectives, times * self.control_bytes)
+
+    def table(self) -> Table:
+        """The numbers as a table."""
+        table = Table("collective", "mesh axis", box=box.SIMPLE_HEAD)
+        table.add_column("count", justify="right")
+        table.add_column("bytes sent", justify="right")
+        sent = self.bytes
+        for (kind, axis), count in self.collectives.items():
+            table.add_row(kind, axis, str(count), units(sent[kind, axis]))
+        if len(sent) != 1:
+            table.add_row("all", "", str(self.total_collectives), units(self.total_bytes))
+        return table
+
+    def __str__(self) -> str:
+        return plain_text(self.table())
+
+
+class TrafficCounter:
+    """A count that is still running; it answers what :class:`Traffic` answers, as of now."""
+
+    def __init__(self) -> None:
+        self._volumes: dict[Key, tuple[int, int]] = {}
+        self._control = (0, 0.0)
+
+    def add(self, kind: str, axis: str, full_bytes: int, ranks: int) -> None:
+        """Counts one collective (see ``placements.sent_bytes`` for its bytes)."""
+        if axis == CONTROL:
+            self._control = (self._control[0] + 1, self._control[1] + sent_bytes(kind, full_bytes, ranks))
+        elif ranks > 1:
+            count, full = self._volumes.get((kind, axis, ranks), (0, 0))
+            self._volumes[kind, axis, ranks] = (count + 1, full + full_bytes)
+
+    def result(self) -> Traffic:
+        """What has been counted so far."""
+        return Traffic(dict(sorted(self._volumes.items())), *self._control)
+
+    @property
+    def collectives(self) -> dict[tuple[str, str], int]:
+        """(kind, axis) to the number of collectives."""
+        return self.result().collectives
+
+    @property
+    def bytes(self) -> dict[tuple[str, str], float]:
+        """(kind, axis) to the bytes that each rank sent."""
+        return self.result().bytes
+
+    @property
+    def total_collectives(self) -> int:
+        """The number of all collectives."""
+        return self.result().total_collectives
+
+    @property
+    def total_bytes(self) -> float:
+        """The bytes that each rank sent in all."""
+        return self.result().total_bytes
+
+    @property
+    def control_collectives(self) -> int:
+        """How often ranks talked in order to agree on a call."""
+        return self._control[0]
+
+    @property
+    def control_bytes(self) -> float:
+        """What they sent for that."""
+        return self._control[1]
+
+    def __str__(self) -> str:
+        return str(self.result())
+
+
+@contextlib.contextmanager
+def count_traffic(mesh: DeviceMesh | None = None) -> Iterator[TrafficCounter]:
+    """Counts the collectives, and the bytes each rank sends, of what runs inside (see [Note: what is counted]).
+
+    Args:
+        mesh: the mesh whose axes name the groups.  Without it, they are named after the meshes that models were
+            compiled for (the last of them, where a group belongs to several).  Other groups are called "world" or by
+            their description.
+
+    Yields:
+        The running count; its ``result()`` is a :class:`Traffic`.
+    """
+    counter = TrafficCounter()
+    with CountingMode(counter.add, {} if mesh is None else names_of_groups(mesh)):
+        yield counter
+
+
+class CountingMode(TorchDispatchMode):
+    """Reports every collective that runs: its kind, its axis, the bytes of the whole tensor, the ranks of its group.
+
+    Args:
+        add: called with these.
+        names: process group name to axis, before what is known of bound meshes.
+        dry: reports what a dry run does with meta tensors, instead of what is sent.
+    """
+
+    def __init__(
+        self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None, *, dry: bool = False
+    ) -> None:
+        super().__init__()
+        self._add = add
+        self._names = names or {}
+        self._dry = dry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it comes back as operators on local tensors and as collectives
+        if func.namespace in _NAMESPACES and self._dry == any(map(_is_meta, pytree.tree_leaves(args))):
+            self._count(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, func: Any, args: Any, kwargs: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        given = {a.name: a.default_value for a in func._schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        if func.namespace == "autoparallel":
+            self._count_own(name, given)
+            return
+        if name in _SILENT:
+            return
+        if name == "batch_p2p_ops":
+            for kind, tensor in zip(given["op_list"], given["tensors"], strict=True):
+                self._add(kind.removeprefix("i"), *self._group(given["group_name"], _bytes(tensor)))
+            return
+        if name not in _OPERATORS:
+            raise NotImplementedError(f"count_traffic() does not know the operator {func}: its bytes would be missing")
+        kind, argument, part = _OPERATORS[name]
+        group = given["process_group"] if "process_group" in given else given["group_name"]
+        axis, full, ranks = self._group(group, _bytes(given[argument]) if argument else 0)
+        self._add(kind, axis, full * ranks if part else full, ranks)
+
+    def _group(self, argument: Any, size: int) -> tuple[str, int, int]:
+        group = _torch.process_group(argument)
+        return self._axis(group), size, group.size()
+
+    def _axis(self, group: dist.ProcessGroup) -> str:
+        name = group.group_name
+        known = self._names.get(name) or axis_of_group(name)
+        if known:
+            return known
+        if dist.group.WORLD is not None and name == dist.group.WORLD.group_name:
+            return "world"
+        return group.group_desc if group.group_desc not in ("", "undefined") else name
+
+    def _count_own(self, name: str, given: Mapping[str, Any]) -> None:
+        """Our own operators: a collective inside one would run below this mode, unseen."""
+        if name in ("grouped_linear_exchanged", "grouped_linear_exchanged_backward"):
+            self._count_exchange(name, given)
+            return
+        if name == "all_reduce":
+            kind, part = "all_reduce", False
+        elif name == "transfer":
+            src, dst = parse_placement(given["src"]), parse_placement(given["dst"])
+            kind, part = action(src, dst), src.kind == "S"
+            if kind not in COLLECTIVES:
+                return
+        else:
+            return
+        communicator, axis = communicator_of(given["group"])
+        ranks, full = communicator.size(axis), _bytes(given["x"])
+        self._add(kind, active_axes(axis, communicator.size), full * ranks if part else full, ranks)
+
+    def _count_exchange(self, name: str, given: Mapping[str, Any]) -> None:
+        """How many rows each expert gets, the rows there, and what was made of them back."""
+        communicator, axis = communicator_of(given["group"])
+        ranks = communicator.size(axis)
+        x, weight = given["x"], given["weight"]
+        row = x.shape[0] * x.element_size()
+        there, back = x.shape[1], weight.shape[2]
+        if name.endswith("backward"):
+            there, back = there + back, there
+        for size in (8 * ranks * weight.shape[0], row * there, row * back):
+            self._add("all_to_all", active_axes(axis, communicator.size), int(size) * ranks, ranks)
+
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "autoparallel")
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group")
+
+_OPERATORS: dict[str, tuple[str, str, bool]] = {
+    "allreduce_": ("all_reduce", "tensors", False),
+    "allreduce_coalesced_": ("all_reduce", "tensors", False),
+    "all_reduce": ("all_reduce", "input", False),
+    "all_reduce_": ("all_reduce", "input", False),
+    "all_reduce_coalesced": ("all_reduce", "inputs", False),
+    "all_reduce_coalesced_": ("all_reduce", "inputs", False),
+    "allgather_": ("all_gather", "input_tensors", True),
+    "_allgather_base_": ("all_gather", "input_tensor", True),
+    "allgather_coalesced_": ("all_gather", "input_list", True),
+    "allgather_into_tensor_coalesced_": ("all_gather", "inputs", True),
+    "all_gather_into_tensor": ("all_gather", "input", True),
+    "all_gather_into_tensor_coalesced": ("all_gather", "inputs", True),
+    "all_gather_into_tensor_out": ("all_gather", "input", True),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors", False),
+    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor", False),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs", False),
+    "reduce_scatter_tensor": ("reduce_scatter", "input", False),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs", False),
+    "reduce_scatter_tensor_out": ("reduce_scatter", "input", False),
+    "alltoall_": ("all_to_all", "input_tensors", True),
+    "alltoall_base_": ("all_to_all", "input", True),
+    "all_to_all_single": ("all_to_all", "input", True),
+    "shard_dim_alltoall": ("all_to_all", "input", True),
+    "broadcast_": ("broadcast", "tensors", False),
+    "broadcast": ("broadcast", "input", False),
+    "reduce_": ("reduce", "tensors", False),
+    "gather_": ("gather", "input_tensors", True),
+    "scatter_": ("scatter", "output_tensors", True),
+    "send": ("send", "tensors", False),
+    "isend": ("send", "tensor", False),
+    "recv_": ("recv", "tensors", False),
+    "recv_any_source_": ("recv", "tensors", False),
+    "irecv": ("recv", "tensor", False),
+    "barrier": ("barrier", "", False),
+    "monitored_barrier_": ("barrier", "", False),
+}
+"""Operator to the kind of collective, the argument that has its bytes, and whether that is one rank's part of them."""
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _bytes(values: Any) -> int:
+    tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)

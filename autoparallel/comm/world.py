@@ -1,0 +1,62 @@
+"""The ranks there are, and a mesh over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+PIPELINE_AXIS = "pp"
+"""The mesh axis that splits the model into stages."""
+
+Axes = tuple[tuple[str, int], ...]
+"""Mesh axes by name and size."""
+
+
+def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:
+    """A mesh as reports and messages write it: ``(dp=2, tp=4)``."""
+    return "(" + ", ".join(f"{name}={size}" for name, size in mesh) + ")"
+
+
+def usable_mesh(mesh: DeviceMesh | None, model: nn.Module, is_open: bool = False) -> DeviceMesh:
+    """The mesh to train on; None means all ranks, and so does an open one. Raises ValueError for one that cannot be
+    used."""
+    if mesh is None:
+        world, device = count_ranks(), device_of(model)
+        mesh = init_device_mesh(device, (world,), mesh_dim_names=("dp",))
+    elif is_open:
+        mesh = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("dp",))
+    names = mesh.mesh_dim_names
+    if not names:
+        raise ValueError(
+            "the mesh has no axis names: pass mesh_dim_names to init_device_mesh, for example ('dp', 'tp'). One axis "
+            "of all ranks may go without a name where plan='auto' decides on the axes"
+        )
+    if len(set(names) - {PIPELINE_AXIS}) > 3:
+        raise ValueError(f"a mesh has one to three axes beside 'pp', this one has {mesh.ndim}: {names}")
+    if mesh.mesh.numel() > dist.get_world_size():
+        raise ValueError(f"the mesh has {mesh.mesh.numel()} ranks, the world has {dist.get_world_size()}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh; call compile() on the mesh's ranks only")
+    return mesh
+
+
+def count_ranks() -> int:
+    """The number of ranks; without a launcher, a world of one is made."""
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+
+
+def device_of(model: nn.Module) -> str:
+    """The kind of device that a model is on; the cpu for one on the meta device."""
+    return next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
+
+
+def make_mesh(device: str, axes: Axes) -> DeviceMesh:
+    """A mesh of these axes over all ranks."""
+    return init_device_mesh(device, tuple(n for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))

@@ -1,0 +1,118 @@
+"""What was decided about a model on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from autoparallel.comm.world import PIPELINE_AXIS, Axes
+from autoparallel.decisions.meshes import MeshChoice
+from autoparallel.decisions.parameters import ParameterPlan, padded_rows
+from autoparallel.decisions.pipeline import PipelinePlan
+from autoparallel.decisions.prediction import Prediction
+from autoparallel.placements import Layout, parse_layout
+from autoparallel.placements.modes import Mode, parse_mode
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the search added up, beside the cost.
+
+    Attributes:
+        memory: bytes per device.
+        parameters: seconds of a step, by parameter: gathering it, reducing its gradient, updating it.
+    """
+
+    memory: float
+    parameters: Mapping[str, float]
+
+
+class Reasons(Protocol):
+    """Answers what another decision would have cost."""
+
+    def best_without(self, plan: Decisions, excluded: Mapping[str, frozenset[str]]) -> Decisions | None:
+        """The best plan, with its prediction, in which some parameters or operators are not what they are in a plan;
+        None where there is none.
+
+        Args:
+            excluded: name of a parameter or key of an operator to the layouts, or the ways of running, to leave out.
+        """
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Every decision about one model on one mesh: a :class:`Plan` without what it can say of itself.
+
+    Attributes:
+        mesh: the mesh axes by name and size, in order.
+        origin: the preset that constrained the search, or "auto".
+        fingerprint: of the captured graph; a plan for another graph is refused.
+        operators: node key (``module/operator#occurrence``) to how it runs on each mesh axis.
+        shared: node key to the layout that all consumers of a tensor read it in, where that is not the layout it is
+            made in.
+        parameters: parameter name to its plan.
+        unruled: operators without a rule, which run replicated, with how often.
+        recompute: the layers, by module path, that keep only what enters them and run again in the backward.
+        notes: module path to why it is not sharded as could be expected.
+        cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
+            costs less than; None for a plan that no search made.
+        pipeline: how the model is cut into stages over one more mesh axis, which is not in ``mesh``.
+        choice: how the mesh was chosen; None where it was given.
+        estimate: what the search added up; only where it was searched just now.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    origin: str
+    fingerprint: str
+    operators: Mapping[str, tuple[str, ...]]
+    shared: Mapping[str, str]
+    parameters: Mapping[str, ParameterPlan]
+    unruled: Mapping[str, int] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    pipeline: PipelinePlan | None = None
+    search_seconds: float = 0.0
+    cost: float | None = field(default=None, compare=False)
+    lower_bound: float | None = field(default=None, compare=False)
+    prediction: Prediction | None = field(default=None, compare=False)
+    choice: MeshChoice | None = field(default=None, compare=False)
+    estimate: Estimate | None = field(default=None, compare=False, repr=False)
+    reasons: Reasons | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process: all but the model that ``reasons`` holds."""
+        return {**self.__dict__, "reasons": None}
+
+    @property
+    def gap(self) -> float | None:
+        """By how much a better plan could be cheaper at most, as a part of this plan's cost; None where not known."""
+        if self.cost is None or self.lower_bound is None:
+            return None
+        return max(0.0, 1.0 - self.lower_bound / self.cost) if self.cost else 0.0
+
+    @property
+    def whole_mesh(self) -> Axes:
+        """The axes of all devices: those of ``mesh``, after the pipeline's."""
+        return self.mesh if self.pipeline is None else ((PIPELINE_AXIS, self.pipeline.ranks), *self.mesh)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.mesh)
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.mesh)
+
+    def modes(self, key: str) -> tuple[Mode, ...]:
+        """How the operator with this key runs on each mesh axis."""
+        return tuple(parse_mode(text) for text in self.operators[key])
+
+    def at_rest(self, parameter: str) -> Layout:
+        """A parameter's layout between steps."""
+        return parse_layout(self.parameters[parameter].at_rest)
+
+    @property
+    def padded(self) -> dict[str, int]:
+        """The parameters that are used with rows of padding, and with how many rows in all."""
+        return padded_rows(self.parameters)

@@ -1,0 +1,85 @@
+"""How devices were factored into mesh axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autoparallel.comm.world import PIPELINE_AXIS, Axes
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What one mesh would cost.
+
+    Attributes:
+        mesh: its axes by name and size, "pp" first where it is a pipeline.
+        seconds: of a step, as the search adds them up; None where there is no plan.
+        memory: bytes per device, as the search adds them up.
+        schedule, microbatches, bubble: of a pipeline; the bubble is the part of the schedule in which ranks wait.
+        problem: why there is no plan, or why it cannot be taken.
+    """
+
+    mesh: Axes
+    seconds: float | None = None
+    memory: float | None = None
+    schedule: str = ""
+    microbatches: int = 0
+    bubble: float = 0.0
+    problem: str = ""
+
+    @property
+    def staged(self) -> bool:
+        return self.mesh[0][0] == PIPELINE_AXIS
+
+    def order(self, capacity: float | None) -> tuple[bool, bool, bool, float]:
+        """Alternatives are better the smaller this is: one that can be taken, that fits, that is fast."""
+        over = capacity is not None and self.memory is not None and self.memory > capacity
+        seconds = math.inf if self.seconds is None else self.seconds
+        return self.seconds is None, bool(self.problem), over, seconds
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """How the devices were factored into mesh axes.
+
+    Attributes:
+        tried: what was searched, the best first, which is taken.
+        untried: the meshes that were not.
+        capacity: the memory of a device, where it is known.
+    """
+
+    tried: tuple[Alternative, ...]
+    untried: tuple[Axes, ...] = ()
+    capacity: float | None = None
+
+    @property
+    def mesh(self) -> Axes:
+        """The axes that were chosen, "pp" among them where it is a pipeline."""
+        return self.tried[0].mesh
+
+    def best(self, staged: bool) -> Alternative | None:
+        """The best pipeline, or the best mesh without one; None where no plan was found."""
+        return next((a for a in self.tried if a.staged == staged and a.seconds is not None), None)
+
+    def to_data(self) -> dict[str, Any]:
+        """The choice as plain data for JSON."""
+        return {
+            "tried": [{**asdict(a), "mesh": [list(axis) for axis in a.mesh]} for a in self.tried],
+            "untried": [[list(axis) for axis in mesh] for mesh in self.untried],
+            "capacity": self.capacity,
+        }
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> MeshChoice:
+        """The inverse of :meth:`to_data`; raises what wrong data raise."""
+        tried = tuple(Alternative(**{**a, "mesh": _axes(a["mesh"])}) for a in data["tried"])
+        if not tried:
+            raise ValueError("a choice among no meshes")
+        return MeshChoice(tried, tuple(_axes(mesh) for mesh in data["untried"]), data["capacity"])
+
+
+def _axes(data: Iterable[Sequence[Any]]) -> Axes:
+    return tuple((str(name), int(size)) for name, size in data)

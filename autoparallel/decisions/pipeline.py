@@ -1,0 +1,182 @@
+"""What is asked of a pipeline, and what was decided about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from autoparallel.comm.traffic import Traffic
+from autoparallel.pipeline.schedules import SCHEDULES, rank_of_stage, require_schedule, stages_of_rank
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What to fix of a pipeline; the search decides what is None.
+
+    Attributes:
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v" or "dualpipe_v".
+        microbatches: into how many parts a batch is cut.
+        stages_per_rank: how many stages each rank runs.
+        cuts: where the stages but the first begin: keys of operators, as a plan writes them.
+    """
+
+    schedule: str | None = None
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    cuts: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None and self.schedule not in SCHEDULES:
+            raise ValueError(f"unknown schedule {self.schedule!r}: expected one of {', '.join(SCHEDULES)}")
+        for name in ("microbatches", "stages_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage is predicted to cost each of its ranks.
+
+    Attributes:
+        first, last: the modules with which it begins and ends.
+        forward, backward: seconds for one microbatch.
+        memory: bytes at its worst moment, with the microbatches in flight.
+        in_flight: the most microbatches whose activations it holds.
+        inputs: the share of the backward that the gradients of inputs take, where a schedule parts them.
+    """
+
+    first: str
+    last: str
+    forward: float
+    backward: float
+    memory: float
+    in_flight: int
+    inputs: float = 0.5
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Every decision about one pipeline.
+
+    Attributes:
+        axis, ranks: the mesh axis over which the stages lie, and its size.
+        schedule, microbatches: as :class:`Pipeline` names them.
+        cuts: the keys of the operators with which the stages but the first begin.
+        stages: what each stage is predicted to cost; empty where nothing is predicted.
+        seconds, bubble: of one step's schedule: how long it takes, and the share of it in which ranks wait.
+        traffic: what is sent in a step; None where the plan is not carried out yet.
+    """
+
+    axis: str
+    ranks: int
+    schedule: str
+    microbatches: int
+    cuts: tuple[str, ...]
+    stages: tuple[StageCost, ...] = field(default=(), compare=False)
+    seconds: float = field(default=0.0, compare=False)
+    bubble: float = field(default=0.0, compare=False)
+    traffic: PipelineTraffic | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def count(self) -> int:
+        """The number of stages."""
+        return len(self.cuts) + 1
+
+    def rank_of(self, stage: int) -> int:
+        """The rank on the axis that runs a stage."""
+        return rank_of_stage(self.schedule, self.ranks, stage)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank on the axis runs."""
+        return stages_of_rank(self.schedule, self.ranks, self.count, rank)
+
+    def require_valid(self) -> None:
+        """Raises ValueError for what cannot be run."""
+        if self.ranks < 1 or self.count % self.ranks:
+            raise ValueError(f"{self.count} stages cannot lie on {self.ranks} ranks alike")
+        require_schedule(self.schedule, self.ranks, self.count // self.ranks, self.microbatches)
+
+    def to_data(self) -> dict[str, Any]:
+        """The plan as plain data for JSON."""
+        data = asdict(replace(self, traffic=None))
+        del data["traffic"]
+        return {**data, "cuts": list(self.cuts)}
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> PipelinePlan:
+        """The inverse of :meth:`to_data`; raises what wrong data raise."""
+        stages = tuple(StageCost(**stage) for stage in data.get("stages", ()))
+        plan = PipelinePlan(
+            str(data["axis"]),
+            int(data["ranks"]),
+            str(data["schedule"]),
+            int(data["microbatches"]),
+            tuple(str(cut) for cut in data["cuts"]),
+            stages,
+            float(data.get("seconds", 0.0)),
+            float(data.get("bubble", 0.0)),
+        )
+        plan.require_valid()
+        return plan
+
+
+@dataclass(frozen=True)
+class Border:
+    """One value on its way from a stage that has it to one that reads it.
+
+    Attributes:
+        key: the operator that makes it.
+        source, target: the stages.
+        forward, backward: bytes that each rank of them sends for one microbatch: the value's, and those of its
+            gradient, 0 where none comes back.
+        moves: whether the stages lie on different ranks; else nothing is sent.
+    """
+
+    key: str
+    source: int
+    target: int
+    forward: int
+    backward: int
+    moves: bool
+
+
+@dataclass(frozen=True)
+class Loan:
+    """A parameter that a rank of the pipeline uses and another holds.
+
+    Attributes:
+        name: of the parameter.
+        owner, borrower: ranks on the pipeline's axis.
+        forward, backward: bytes a call: the parameter's, and those of its gradient.
+    """
+
+    name: str
+    owner: int
+    borrower: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class PipelineTraffic:
+    """What the ranks of a pipeline send in a training step of one call, clipping and a gradient scaler aside.
+
+    Counts and bytes are exact where sizes divide: ``count_traffic()`` around the call, and around the backward of its
+    loss, counts the same.
+
+    Attributes:
+        borders: what crosses between stages, for each microbatch.
+        loans: the parameters that several stages use.
+        calls: for each rank on the pipeline's axis, what it sends in the call, which runs the whole schedule.
+        gradients: likewise, what it sends when the loss is differentiated and gradients are reduced.
+    """
+
+    borders: tuple[Border, ...]
+    loans: tuple[Loan, ...]
+    calls: tuple[Traffic, ...]
+    gradients: tuple[Traffic, ...]
+
+
+__all__ = ["Border", "Loan", "Pipeline", "PipelinePlan", "PipelineTraffic", "StageCost"]

@@ -1,0 +1,123 @@
+"""What a plan is predicted to send, take and keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoparallel.comm.traffic import Traffic
+from autoparallel.placements import Layout
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """How one parameter lies.
+
+    Attributes:
+        name: within its module.
+        shape: of the whole parameter; None where it is not known.
+        at_rest: its layout between steps.
+        uses: the layouts it is used in; empty where they are not known.
+        gather: when it is gathered; empty where it is used as it lies.
+        trainable: whether it gets a gradient.
+        rows: with how many rows it is used, where some of them are padding.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None
+    at_rest: Layout
+    uses: tuple[Layout, ...]
+    gather: str
+    trainable: bool
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """What one module of the model became.
+
+    Attributes:
+        path: its path in the model; empty for the model itself.
+        parameters: its own parameters.
+        shape, layout: its result's global shape and layout; None where it makes no tensor.
+    """
+
+    path: str
+    parameters: tuple[ParameterRow, ...]
+    shape: tuple[int, ...] | None = None
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one optimizer step is predicted to cost each rank, for calls of the sizes that were planned for.
+
+    Counts and bytes are exact: ``count_traffic()`` around the same calls counts the same.
+
+    Attributes:
+        unshard: traffic of the gathers of parameters once a step.
+        forward, backward: traffic of one microbatch; gradients that are reduced once a step are not in it.
+        gradients: traffic of that reduction.
+        clip: traffic of ``clip_grad_norm_`` with a finite p or inf: one all-reduce; in no other number.
+        unshard_seconds: of the gathers once a step.
+        forward_seconds, backward_seconds: of one microbatch; a collective that runs beside what computes counts only
+            where something waits for it.
+        gradient_seconds, update_seconds: of one reduction of gradients, and one step of Adam.
+        memory: what of, to bytes per device; ``accumulators`` come on top where ``no_sync()`` is used.
+        reductions: what each time of reducing gradients would cost, were it that of every parameter.
+        regathered: how many buckets of parameters the backward gathers again.
+        modules: how the model's modules lie, in the model's order.
+        profile: the name of the hardware profile.
+        timeline: over one step with one microbatch, seconds since its begin and the bytes that a device holds then.
+    """
+
+    unshard: Traffic = field(default_factory=Traffic)
+    forward: Traffic = field(default_factory=Traffic)
+    backward: Traffic = field(default_factory=Traffic)
+    gradients: Traffic = field(default_factory=Traffic)
+    clip: Traffic = field(default_factory=Traffic)
+    unshard_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    gradient_seconds: float = 0.0
+    update_seconds: float = 0.0
+    memory: Mapping[str, float] = field(default_factory=dict)
+    reductions: Mapping[str, ReductionCost] = field(default_factory=dict)
+    regathered: int = 0
+    modules: tuple[ModuleRow, ...] = ()
+    timeline: tuple[tuple[float, float], ...] = ()
+    profile: str = ""
+
+    def step(self, microbatches: int = 1) -> Traffic:
+        """The traffic of a step: so many forwards and backwards, all but the last under ``no_sync()``."""
+        return self.unshard + (self.forward + self.backward) * microbatches + self.gradients
+
+    def seconds(self, microbatches: int = 1) -> float:
+        """The predicted time of a step, clipping aside."""
+        return (self.forward_seconds + self.backward_seconds) * microbatches + (
+            self.unshard_seconds + self.gradient_seconds + self.update_seconds
+        )
+
+    @property
+    def total_memory(self) -> float:
+        """Bytes per device at the worst moment of a step with one microbatch."""
+        return sum(size for what, size in self.memory.items() if what != ACCUMULATORS)
+
+
+ACCUMULATORS = "accumulators"
+
+
+@dataclass(frozen=True)
+class ReductionCost:
+    """What one time of reducing costs each rank, for some parameters.
+
+    Attributes:
+        accumulators: bytes beside the gradients at rest.
+        seconds: communication of every microbatch but the last.
+    """
+
+    accumulators: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: ReductionCost) -> ReductionCost:
+        return ReductionCost(self.accumulators + other.accumulators, self.seconds + other.seconds)

@@ -1,0 +1,106 @@
+"""One call of the model: what it is given, and whether a program fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.placements import Layout
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model, flattened.
+
+    Attributes:
+        leaves: tensors (local ones, for a ``DTensor``) and other values.
+        specs: the tensors' global shapes, and the other values themselves.
+        layouts: the layouts of ``DTensor`` inputs; None for plain ones.
+        in_spec: how the leaves nest in ``(args, kwargs)``.
+        batch: the batch size.
+        with_target: whether the last positional argument is the target of the loss function.
+        training: every submodule's training flag.
+        trainable: for every submodule's parameters, whether they are trained.
+        gradients: whether it is made with gradients enabled.
+        hooks: the hooks that it runs (see ``graph.hooks.hooks_of``).
+    """
+
+    leaves: tuple[Any, ...]
+    specs: tuple[Any, ...]
+    layouts: tuple[Layout | None, ...]
+    in_spec: pytree.TreeSpec
+    batch: int
+    with_target: bool
+    training: tuple[bool, ...]
+    trainable: tuple[bool, ...]
+    gradients: bool = True
+    hooks: Hashable = ()
+
+
+def fits(captured: Captured, specs: Sequence[Any]) -> bool:
+    """Whether the sizes that a trace fixed are those of a call."""
+    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    for name, spec in zip(captured.inputs, specs, strict=True):
+        node = nodes.get(name) if name is not None else None
+        if node is None or not isinstance(spec, InputSpec):
+            continue
+        for traced, real in zip(node.meta["val"].shape, spec.shape, strict=True):
+            # The trace may have fixed a size that was open at first, such as by int(x.shape[0]).
+            fixed = traced if isinstance(traced, int) else traced.node.expr
+            if (isinstance(fixed, int) or fixed.is_Integer) and fixed != real:
+                return False
+    return True
+
+
+def require_divisible(divisors: Sequence[tuple[object, int]], actual: Mapping[Any, int], batch: int) -> None:
+    """Raises ValueError when one of some sizes, as expressions of traced symbols, cannot be cut into its pieces."""
+    for expression, pieces in divisors:
+        size = int(expression.subs(actual))  # type: ignore[attr-defined]
+        if size % pieces:
+            raise ValueError(
+                f"a batch of {batch} rows does not divide over the mesh: the plan cuts {size} rows into "
+                f"{pieces} parts. Use a batch that divides by {pieces} (drop_last=True in the data loader), or "
+                "compile for batches of this size"
+            )
+
+
+def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
+    """The traced symbols' sizes in a call."""
+    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    actual: dict[Any, int] = dict(captured.actual)
+    for name, spec in zip(captured.inputs, specs, strict=True):
+        if name in nodes and isinstance(spec, InputSpec):
+            for size, real in zip(nodes[name].meta["val"].shape, spec.shape, strict=True):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                    actual[size.node.expr] = real
+    return actual
+
+
+def micro_specs(specs: Sequence[Any], count: int) -> list[Any]:
+    """The inputs of one of ``count`` microbatches."""
+    return [
+        replace(s, shape=(s.shape[0] // count, *s.shape[1:])) if isinstance(s, InputSpec) and s.batch else s
+        for s in specs
+    ]
+
+
+def microbatch(call: Call, number: int, count: int) -> list[Any]:
+    """The inputs of a microbatch: its rows, of those that have the batch as their first dim."""
+    leaves = []
+    for leaf, spec in zip(call.leaves, call.specs, strict=True):
+        if isinstance(spec, InputSpec) and spec.batch and count > 1:
+            rows = leaf.shape[0] // count
+            leaf = leaf.narrow(0, number * rows, rows)
+        leaves.append(leaf)
+    return leaves
+
+
+def batch_dim(captured: Captured, result: int) -> int:
+    """The dim of a result that is the batch, or a multiple of it; -1 where there is none."""
+    shape = captured.graph.output_node().args[0][result].meta["val"].shape  # type: ignore[index, union-attr]
+    return next((dim for dim, size in enumerate(shape) if not isinstance(size, int)), -1)

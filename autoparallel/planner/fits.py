@@ -1,0 +1,120 @@
+"""Whether a plan fits a graph and a mesh, and can be carried out."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import fx
+
+from autoparallel import operators
+from autoparallel.comm.world import Axes, mesh_text
+from autoparallel.decisions.decisions import Decisions
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.graph.fingerprint import fingerprint
+from autoparallel.passes.recompute_layers import find_layers
+from autoparallel.placements import Invariant, Layout, Shard, divides, fills_up, format_layout, reaches_all
+from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.rules.ways import call_modes, typed_call
+
+
+def is_planned(node: fx.Node) -> bool:
+    """Whether a call makes or reads a tensor, so that a plan says how it runs."""
+    return node.op == "call_function" and (is_tensor(node) or bool(tensor_operands(node)))
+
+
+def _fills_up(whole: int, shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
+    return fills_up(shape, (whole,), layout, axis_sizes)
+
+
+def require_fits(
+    plan: Decisions, graph: fx.Graph, mesh: Axes, parameters: Mapping[str, str] | None = None
+) -> None:
+    """Refuses a mesh or a graph that a plan was not made for, and decisions that cannot be carried out.
+
+    Args:
+        graph: the captured graph.
+        mesh: the mesh axes by name and size.
+        parameters: placeholder name to parameter name; None does not look at parameters.
+
+    Raises:
+        PlanError: naming what differs.
+    """
+    if plan.mesh != mesh:
+        raise PlanError(f"the plan is for the mesh {mesh_text(plan.mesh)}, not for {mesh_text(mesh)}: plan again")
+    keys = {n.meta["key"] for n in graph.nodes if is_planned(n)}
+    missing, extra = sorted(keys - set(plan.operators)), sorted(set(plan.operators) - keys)
+    if missing or extra or fingerprint(graph) != plan.fingerprint:
+        detail = [f"the model has {missing[0]}, the plan has not"] if missing else []
+        detail += [f"the plan has {extra[0]}, the model has not"] if extra else []
+        raise PlanError(f"the plan is for another model ({'; '.join(detail) or 'shapes differ'}): plan again")
+    layers = find_layers(graph) if plan.recompute else []
+    for layer in plan.recompute:
+        if layer not in layers:
+            possible = ", ".join(layers) or "none"
+            raise PlanError(f"the plan recomputes {layer!r}, which is no layer of the model (layers: {possible})")
+    for node in graph.nodes:
+        if node.op == "call_function" and is_tensor(node) and node.target is not operator.getitem:
+            _require_operator(plan, node)
+    if parameters is not None:
+        _require_parameters(plan, graph, parameters)
+
+
+def _require_operator(plan: Decisions, node: fx.Node) -> None:
+    key = node.meta["key"]
+    modes = plan.modes(key)
+    if len(modes) != len(plan.mesh):
+        raise PlanError(f"the plan says for {len(modes)} mesh axes how {key} runs, the mesh has {len(plan.mesh)}")
+    ways = {typed.mode for typed in call_modes(node)}
+    for mode in modes:
+        if mode not in ways:
+            raise PlanError(f"{key} cannot run as {mode}; it can run as {', '.join(sorted(map(str, ways)))}")
+    needs, result = typed_call(node, modes)
+    what = f"{key} as {', '.join(map(str, modes))}"
+    _require_layout(plan, what, node, result, divides)
+    for x, layout in zip(tensor_operands(node), needs, strict=True):
+        if node.target is not operators.pad_rows:
+            _require_layout(plan, what, x, layout, divides)
+            continue
+        for dim, whole in enumerate(node.meta["val"].shape):
+            cut = tuple(p if p == Shard(dim) else Invariant for p in layout)
+            _require_layout(plan, what, x, cut, functools.partial(_fills_up, whole))
+
+
+def _require_parameters(plan: Decisions, graph: fx.Graph, parameters: Mapping[str, str]) -> None:
+    missing, extra = (
+        set(parameters.values()) - set(plan.parameters),
+        set(plan.parameters) - set(parameters.values()),
+    )
+    if missing or extra:
+        problem = (
+            f"has no parameter {min(missing)}" if missing else f"has {min(extra)}, which the model does not use"
+        )
+        raise PlanError(f"the plan {problem}: plan again")
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in parameters:
+            name = parameters[node.name]
+            plan.parameters[name].require_valid(name, len(plan.mesh))
+            _require_layout(plan, name, node, plan.at_rest(name), reaches_all)
+
+
+def _require_layout(
+    plan: Decisions,
+    what: str,
+    node: fx.Node,
+    layout: Layout,
+    fits: Callable[[Sequence[int], Layout, Sequence[int]], bool],
+) -> None:
+    """Each dim that is cut must exist and, where its size is fixed, be cut as ``fits`` wants it."""
+    shape = node.meta["val"].shape
+    for axis, placement in enumerate(layout):
+        if placement.kind == "S":
+            dim = placement.dim
+            size = shape[dim] if dim < len(shape) else None
+            alone = tuple(Shard(0) if p == placement else Invariant for p in layout)
+            if size is None or isinstance(size, int) and not fits((size,), alone, plan.axis_sizes):
+                raise PlanError(
+                    f"{what}: a tensor of shape {[s if isinstance(s, int) else '?' for s in shape]} cannot lie as "
+                    f"{format_layout(layout)} on {mesh_text(plan.mesh)} (axis {plan.axis_names[axis]})"
+                )

@@ -1,0 +1,106 @@
+"""What things cost: shared by the search, which prices choices, and by the prediction of a finished program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoparallel.hardware import Profile
+from autoparallel.placements.modes import Mode
+from autoparallel.rules import Rule, rule_for
+
+OPTIMIZER_STATES = 2
+"""Optimizer states kept for each trainable parameter: Adam's two moments."""
+
+OPTIMIZER_COPIES = 2 + OPTIMIZER_STATES
+"""Bytes kept per byte of a trainable parameter: itself, its gradient, and the optimizer's states."""
+
+
+def operator_seconds(
+    profile: Profile,
+    rule: Rule | None,
+    modes: Sequence[Mode],
+    axis_sizes: Sequence[int],
+    size: Callable[[Any], int],
+    moved_bytes: float,
+    dtype: torch.dtype,
+) -> tuple[float, float]:
+    """The time of one rank's call of an operator, and of its backward (twice the work, as for a matrix product).
+
+    Args:
+        rule: gives the arithmetic; None for an operator without a rule, which is priced by the bytes it moves.
+        modes: how the operator runs on each mesh axis; empty for one that every rank runs whole.
+        size: reads a traced size.
+        moved_bytes: of the local operands and the local result.
+    """
+    points = 0.0
+    if rule is not None and rule.flops:
+        points = rule_points(rule, size)
+    for mode, n in zip(modes, axis_sizes, strict=bool(modes)):
+        if mode.kind == "shard":
+            points /= n
+    return (
+        profile.compute_seconds(points, moved_bytes, dtype),
+        profile.compute_seconds(2 * points, 2 * moved_bytes, dtype),
+    )
+
+
+def exchange_seconds(
+    profile: Profile,
+    rule: Rule,
+    modes: Sequence[Mode],
+    axis_sizes: Sequence[int],
+    size: Callable[[Any], int],
+    itemsize: int,
+) -> float:
+    """The time in which an operator that exchanges rows sends them away and brings their results back."""
+    axes = [i for i, mode in enumerate(modes) if mode.kind == "shard" and mode.factor == rule.exchanged()]
+    if not axes or rule.exchange is None:
+        return 0.0
+    elements = 0.0
+    for tensor in (rule.operands[0], rule.result):
+        points = float(itemsize)
+        for factor in {f for dim in tensor for f in dim}:
+            points *= size(rule.sizes[factor])
+            for mode, n in zip(modes, axis_sizes, strict=True):
+                points /= n if mode.kind == "shard" and mode.factor in (factor, rule.exchanged()) else 1
+        elements += points
+    for axis in axes:  # as the group sees it: the rows of all its ranks
+        elements *= axis_sizes[axis]
+    return profile.step_seconds(axis_sizes, "all_to_all", axes, int(elements))
+
+
+def bytes_kept(bytes_at_rest: int, trainable: bool) -> int:
+    """What a rank keeps between steps for its part of a parameter: the part, its gradient and optimizer states."""
+    return (OPTIMIZER_COPIES if trainable else 1) * bytes_at_rest
+
+
+def update_seconds(profile: Profile, kept: float) -> float:
+    """The time of the optimizer's step: what is kept is read and written."""
+    return 2 * kept / profile.memory_bandwidth
+
+
+def model_flops(graph: fx.Graph, size: Callable[[Any], int]) -> dict[torch.dtype, float]:
+    """The floating-point operations of a model on the whole batch, forward and backward, by dtype.
+
+    A backward is twice its forward; nothing is computed twice.
+    """
+    found: dict[torch.dtype, float] = {}
+    for node in graph.nodes:
+        rule = rule_for(node)
+        if rule is not None and rule.flops:
+            dtype = node.meta["val"].dtype
+            passes = 3 if node.meta["backward"] else 1
+            found[dtype] = found.get(dtype, 0.0) + passes * rule_points(rule, size)
+    return found
+
+
+def rule_points(rule: Rule, size: Callable[[Any], int]) -> float:
+    """The floating-point operations of a whole call, forward."""
+    points = float(rule.flops)
+    for factor in {f for tensor in (*rule.operands, rule.result) for dim in tensor for f in dim}:
+        points *= size(rule.sizes[factor])
+    return points

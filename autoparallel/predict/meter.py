@@ -1,0 +1,254 @@
+"""The clock and the ledger of a dry run: what operators cost, what overlaps, and which memory is alive.
+
+[Note: two clocks] What computes runs in one line, and so do collectives.  A collective that the program waits for at
+once takes its whole time.  One that it starts ahead (the next bucket's gather, a gradient's reduction) runs beside what
+computes, as far as the hardware lets it (``Profile.overlap``), and only what is left of it when its result is needed
+is waited for.
+
+[Note: memory by liveness] Tensors of a dry run have no data, but they live and die as the real ones do: autograd holds
+what it saves, and lets go of it as the backward proceeds.  So the ledger asks the storages themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoparallel.comm.groups import communicator_of
+from autoparallel.hardware import Profile
+from autoparallel.placements import COLLECTIVES, action, parse_placement
+from autoparallel.rules.calls import may_have_gradient
+
+
+class Clock:
+    """Time on one rank (see [Note: two clocks])."""
+
+    def __init__(self, overlap: float) -> None:
+        self.overlap = overlap
+        self.now = 0.0
+        self._network = 0.0
+        self._held: list[tuple[float, Any]] = []
+
+    def compute(self, seconds: float) -> None:
+        """Something computes."""
+        self._go(self.now + seconds)
+
+    def start(self, seconds: float) -> float:
+        """A collective starts; when it will be done."""
+        self._go(self.now + (1 - self.overlap) * seconds)
+        self._network = max(self.now, self._network) + self.overlap * seconds
+        return self._network
+
+    def hold(self, value: Any, done: float) -> None:
+        """Keeps a value alive until a collective is done, whether anybody waits for it or not."""
+        self._held.append((done, value))
+
+    def wait(self, done: float) -> None:
+        """Its result is needed."""
+        self._go(max(self.now, done))
+
+    def _go(self, now: float) -> None:
+        self.now = now
+        if self._held:
+            self._held = [(done, value) for done, value in self._held if done > now]
+
+
+class Ledger:
+    """Bytes that are alive, by what they are for (see [Note: memory by liveness]).
+
+    Attributes:
+        kind: what is made now is for; empty for memory that is there anyway and is counted elsewhere.
+        live: bytes, by what they are for.
+        peak: ``live`` at the worst moment.
+        history: seconds and all bytes, whenever they changed.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.kind = ""
+        self.live: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+        self.history: list[tuple[float, int]] = [(0.0, 0)]
+        self._total = self._most = 0
+        self._known: Any = WeakIdKeyDictionary()
+
+    def add(self, value: Any) -> None:
+        """Counts the tensors in ``value`` until they die."""
+        for tensor in pytree.tree_leaves(value):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage in self._known:
+                continue
+            self._known[storage] = True
+            if not self.kind:
+                continue
+            size = storage.nbytes()
+            self._change(self.kind, size)
+            weakref.finalize(storage, self._change, self.kind, -size)
+
+    def _change(self, kind: str, size: int) -> None:
+        self.live[kind] = self.live.get(kind, 0) + size
+        self._total += size
+        self.history.append((self.clock.now, self._total))
+        if self._total > self._most:
+            self._most, self.peak = self._total, dict(self.live)
+
+    @contextmanager
+    def holding(self, kind: str) -> Iterator[None]:
+        """What is made inside is for ``kind``."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+
+class Meter(TorchDispatchMode):
+    """Prices every operator of a dry run, forward and backward, on the sizes that it really has.
+
+    Args:
+        profile: what is priced for.
+        axis_sizes: the mesh's.
+        clock, ledger: what is told.
+    """
+
+    def __init__(self, profile: Profile, axis_sizes: Sequence[int], clock: Clock, ledger: Ledger) -> None:
+        super().__init__()
+        self.profile, self.axis_sizes = profile, tuple(axis_sizes)
+        self.clock, self.ledger = clock, ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        # What a collective inside an operator needs beside its operand and its result.
+        beside = _beside(name, args, self.profile.copies)
+        extra = args[0].new_empty(beside) if beside else None
+        if extra is not None:
+            self.ledger.add(extra)
+        result = func(*args, **(kwargs or {}))
+        self.ledger.add(result)
+        self.clock.compute(self.seconds(name, args, kwargs or {}, result))
+        return result
+
+    def seconds(self, name: str, args: Sequence[Any], kwargs: Any, result: Any) -> float:
+        """The time of one call."""
+        if name in _FREE:
+            return 0.0
+        if name == "autoparallel::transfer":
+            kind = action(parse_placement(args[1]), parse_placement(args[2]))
+            if kind in COLLECTIVES:  # counted as traffic, and paid for there
+                return 0.0
+            return self.profile.step_seconds(self.axis_sizes, kind, (), max(_bytes(args[0]), _bytes(result)))
+        outputs = _tensors(result)
+        inputs = _tensors((args, kwargs))
+        if not outputs:
+            return 0.0
+        storages = {id(x.untyped_storage()) for x in inputs}
+        aliases = all(id(x.untyped_storage()) in storages for x in outputs)
+        if aliases and not name.endswith("_"):  # a view
+            return 0.0
+        if name in _LOOKUPS:
+            return self.profile.compute_seconds(0.0, 2 * _bytes(outputs), outputs[0].dtype)
+        flops, dtype = 0.0, next((x.dtype for x in inputs if may_have_gradient(x)), outputs[0].dtype)
+        if name in _FLOPS:
+            flops = _FLOPS[name](args, kwargs, result)
+            if "attention" in name:
+                flops /= self.profile.attention
+        return self.profile.compute_seconds(flops, _bytes(inputs) + _bytes(outputs), dtype)
+
+
+def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
+    """Elements that a redistribution inside the body needs beside its operand and its result."""
+    if name != "autoparallel::transfer":
+        return 0
+    src, dst = parse_placement(args[1]), parse_placement(args[2])
+    kind, size = action(src, dst), args[0].numel()
+    communicator, axis = communicator_of(args[3])
+    if kind == "all_gather":  # what arrives, one rank's piece after another, is put together along the dim
+        return size * communicator.size(axis) * (int(src.dim > 0) + int(kind in copies))
+    if kind == "reduce_scatter":  # the pieces, one behind the other
+        return size * (int(dst.dim > 0) + int(kind in copies))
+    return 2 * size if kind == "all_to_all" else 0
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+def _bytes(value: Any) -> int:
+    return sum(x.numel() * x.element_size() for x in _tensors(value))
+
+
+_FREE = frozenset(
+    ["aten::empty", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided", "aten::empty_strided",
+     "aten::detach", "aten::lift_fresh", "aten::sym_size", "autoparallel::all_reduce"]
+)  # fmt: skip
+_LOOKUPS = frozenset(["aten::embedding", "aten::index", "aten::gather", "aten::index_select"])
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of ``[..., m, k] @ [..., k, n]``."""
+    return 2.0 * a.numel() * b.shape[-1]
+
+
+def _attention(args: Sequence[Any], kwargs: Any, first: int, products: tuple[int, int]) -> float:
+    q, k, v = args[first : first + 3]
+    rows = math.prod(q.shape[:-1]) * k.shape[-2]
+    causal = kwargs.get("is_causal", any(x is True for x in args))
+    return 2.0 * rows * (products[0] * q.shape[-1] + products[1] * v.shape[-1]) * (0.5 if causal else 1.0)
+
+
+def _grouped(args: Sequence[Any]) -> float:
+    """Each row meets one of the stacked weights."""
+    rows = next(x.shape[0] for x in args if isinstance(x, torch.Tensor) and x.ndim == 2)
+    weight = next(x for x in args if isinstance(x, torch.Tensor) and x.ndim == 3)
+    return 2.0 * rows * math.prod(weight.shape[1:])
+
+
+def _convolution(out: torch.Tensor, weight: torch.Tensor) -> float:
+    return 2.0 * out.numel() * math.prod(weight.shape[1:])
+
+
+def _convolution_backward(args: Sequence[Any], kwargs: Any, out: Any) -> float:
+    grad, weight = args[0], args[2]
+    return sum(args[-1][:2]) * _convolution(grad, weight)
+
+
+_FLOPS: dict[str, Callable[[Sequence[Any], Any, Any], float]] = {
+    "aten::mm": lambda a, k, out: _product(a[0], a[1]),
+    "aten::bmm": lambda a, k, out: _product(a[0], a[1]),
+    "aten::addmm": lambda a, k, out: _product(a[1], a[2]),
+    "aten::baddbmm": lambda a, k, out: _product(a[1], a[2]),
+    "aten::linear": lambda a, k, out: _product(a[0], a[1].t()),
+    "aten::convolution": lambda a, k, out: _convolution(out, a[1]),
+    "aten::convolution_backward": _convolution_backward,
+    "aten::_grouped_mm": lambda a, k, out: 2.0 * out.numel() * a[0].shape[-1],
+    "autoparallel::grouped_linear": lambda a, k, out: _grouped(a),
+    "autoparallel::grouped_linear_exchanged": lambda a, k, out: _grouped(a),
+    "autoparallel::grouped_linear_backward": lambda a, k, out: 2 * _grouped(a),
+    "autoparallel::grouped_linear_exchanged_backward": lambda a, k, out: 2 * _grouped(a),
+    **{
+        f"aten::{name}": lambda a, k, out: _attention(a, k, 0, (1, 1))
+        for name in (
+            "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_attention_math",
+        )
+    },
+    # The scores once more, and the gradients of q, k, v and of the scores.
+    **{
+        f"aten::{name}": lambda a, k, out: _attention(a, k, 1, (3, 2))
+        for name in (
+            "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+        )
+    },
+}  # fmt: skip

@@ -1,0 +1,102 @@
+"""Predicting a step's traffic, time and memory from the program itself, not from the search's estimate."""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from autoparallel.comm.groups import active_axes
+from autoparallel.comm.traffic import Traffic
+from autoparallel.decisions.prediction import ACCUMULATORS, ModuleRow, ParameterRow, Prediction
+from autoparallel.graph.sizes import Sizes
+from autoparallel.hardware import Profile
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.placements.redistribution import local_numel
+from autoparallel.plan import Plan
+from autoparallel.predict.cost import OPTIMIZER_STATES, bytes_kept, update_seconds
+from autoparallel.predict.dry_run import GRADIENT_BUFFERS, dry_run
+from autoparallel.predict.reductions import accumulator_bytes, total_costs
+from autoparallel.predict.transfers import BACKWARD, FORWARD, GRADIENTS, UNSHARD
+from autoparallel.program import LocalProgram
+from autoparallel.rules.calls import is_tensor
+
+
+def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
+    """What a step of the program costs, by running it without values (see ``predict.dry_run``)."""
+    run = dry_run(program, plan, profile)
+    chains = [chain for bucket in program.buckets for chain in bucket.chains]
+    sizes = plan.axis_sizes
+
+    trained = [c for c in chains if c.trainable]
+    at_rest = sum(local_numel(c.shape, c.at_rest, sizes) * c.rest_dtype.itemsize for c in chains)
+    gradients = sum(local_numel(c.shape, c.at_rest, sizes) * c.rest_dtype.itemsize for c in trained)
+    kept = bytes_kept(gradients, True) + bytes_kept(at_rest - gradients, False)
+    states = OPTIMIZER_STATES * gradients
+    # The worst moment of forward and backward, or that of the optimizer's step.
+    peak = run.peak if sum(run.peak.values()) > gradients else {GRADIENT_BUFFERS: gradients}
+    memory = {"parameters": at_rest, "optimizer states": states, "inputs and buffers": run.inputs, **peak}
+    fixed = at_rest + states + run.inputs
+    return Prediction(
+        unshard=run.traffic[UNSHARD],
+        forward=run.traffic[FORWARD],
+        backward=run.traffic[BACKWARD],
+        gradients=run.traffic[GRADIENTS],
+        clip=_clip_traffic(plan) if gradients else Traffic(),
+        unshard_seconds=run.seconds[UNSHARD],
+        forward_seconds=run.seconds[FORWARD],
+        backward_seconds=run.seconds[BACKWARD],
+        gradient_seconds=run.seconds[GRADIENTS],
+        update_seconds=update_seconds(profile, kept),
+        memory={
+            **{what: size for what, size in memory.items() if size},
+            ACCUMULATORS: sum(accumulator_bytes(c, sizes) for c in trained),
+        },
+        reductions=total_costs(program.buckets, sizes, profile),
+        regathered=len(run.regathered),
+        modules=_modules(program, plan),
+        profile=profile.name,
+        timeline=_thinned([(seconds, fixed + size) for seconds, size in run.history]),
+    )
+
+
+def _thinned(points: list[tuple[float, float]], most: int = 1000) -> tuple[tuple[float, float], ...]:
+    """At most so many points, of which the highest of each stretch."""
+    stretch = -(-len(points) // most)
+    return tuple(
+        max(points[i : i + stretch], key=lambda point: point[1]) for i in range(0, len(points), max(stretch, 1))
+    )
+
+
+def _clip_traffic(plan: Plan) -> Traffic:
+    """The norm's one all-reduce: a sum and a flag in float64, over the whole mesh."""
+    ranks = math.prod(plan.axis_sizes)
+    if ranks == 1:
+        return Traffic()
+    axis = active_axes("+".join(plan.axis_names), dict(plan.mesh).__getitem__)
+    return Traffic({("all_reduce", axis, ranks): (1, 2 * 8)})
+
+
+def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:
+    chains: dict[str, ParameterChain] = {c.name: c for b in program.buckets for c in b.chains}
+    parameters: dict[str, list[ParameterRow]] = {}
+    for name in plan.parameters:  # in the order of the model
+        if name not in chains:
+            continue
+        chain = chains[name]
+        path, _, own = name.rpartition(".")
+        gather = plan.parameters[name].gather if chain.gathered else ""
+        parameters.setdefault(path, []).append(
+            ParameterRow(own, chain.shape, chain.at_rest, chain.uses, gather, chain.trainable, plan.padded.get(name))
+        )
+    last: dict[str, fx.Node] = {}
+    for node in program.calls():
+        if node.op == "call_function" and "needs" in node.meta and is_tensor(node):
+            last[node.meta.get("module", "")] = node
+    sizes = Sizes(program.captured.actual)
+    rows = []
+    for path in dict.fromkeys([*last, *parameters]):
+        made = last.get(path)
+        shape, layout = (None, None) if made is None else (sizes.shape(made), made.meta["placements"])
+        rows.append(ModuleRow(path, tuple(parameters.get(path, ())), shape, layout))
+    return tuple(rows)

@@ -1,0 +1,97 @@
+"""What a step of a pipeline is predicted to cost: its schedule, and around it what its parameters cost."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoparallel.decisions.prediction import Prediction
+from autoparallel.graph.captured import Captured
+from autoparallel.graph.sizes import Sizes
+from autoparallel.hardware import Profile
+from autoparallel.passes.cut_stages import stages_of
+from autoparallel.placements.redistribution import local_numel
+from autoparallel.plan import Plan
+from autoparallel.predict.cost import bytes_kept, update_seconds
+
+MEMORY = "parameters, states, gradients and activations"
+
+
+def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Prediction:
+    """Time and memory of the rank of the pipeline that has most to do; neither traffic nor modules.
+
+    Args:
+        captured: the graph that the plan is about, with the sizes of a microbatch.
+    """
+    pipeline = plan.pipeline
+    assert pipeline is not None
+    forward = sum(stage.forward for stage in pipeline.stages)
+    share = forward / (forward + sum(stage.backward for stage in pipeline.stages) or 1.0)
+    updates = [0.0] * pipeline.ranks
+    for node, rank in parameter_ranks(captured, plan).items():
+        updates[rank] += update_seconds(profile, _kept(node, captured, plan))
+    spent = parameter_seconds(captured, plan)
+    gradients = [max(0.0, all_ - update) for all_, update in zip(spent, updates, strict=True)]
+    most = max(range(pipeline.ranks), key=lambda rank: gradients[rank] + updates[rank])
+    return Prediction(
+        forward_seconds=share * pipeline.seconds,
+        backward_seconds=(1 - share) * pipeline.seconds,
+        gradient_seconds=gradients[most],
+        update_seconds=updates[most],
+        memory={MEMORY: max(memory_by_rank(plan))},
+        profile=profile.name,
+    )
+
+
+def memory_by_rank(plan: Plan) -> list[float]:
+    """Bytes per device of each rank of the pipeline, all its stages together."""
+    assert plan.pipeline is not None
+    memory = [0.0] * plan.pipeline.ranks
+    for i, stage in enumerate(plan.pipeline.stages):
+        memory[plan.pipeline.rank_of(i)] += stage.memory
+    return memory
+
+
+def parameter_seconds(captured: Captured, plan: Plan) -> list[float]:
+    """What gathering, reducing and updating parameters costs each rank of the pipeline in a step; nothing where the
+    search that priced it is not known."""
+    assert plan.pipeline is not None
+    spent = [0.0] * plan.pipeline.ranks
+    if plan.estimate is not None:
+        for node, rank in parameter_ranks(captured, plan).items():
+            spent[rank] += plan.estimate.parameters.get(captured.parameters[node.name], 0.0)
+    return spent
+
+
+def parameter_ranks(captured: Captured, plan: Plan) -> dict[fx.Node, int]:
+    """The rank of the pipeline on which each parameter lies: that of the first stage that uses it."""
+    assert plan.pipeline is not None
+    stages = stages_of(captured, plan.pipeline.cuts)
+    return {
+        node: plan.pipeline.rank_of(min(_stages_reading(node, stages), default=0))
+        for node in captured.graph.nodes
+        if node.op == "placeholder" and node.name in captured.parameters
+    }
+
+
+def _stages_reading(node: fx.Node, stages: dict[fx.Node, int]) -> set[int]:
+    """The stages that read a node, also through what follows from it alone."""
+    found: set[int] = set()
+    pending, seen = list(node.users), set()
+    while pending:
+        user = pending.pop()
+        if user in stages:
+            found.add(stages[user])
+        elif user not in seen:
+            seen.add(user)
+            pending += user.users
+    return found
+
+
+def _kept(node: fx.Node, captured: Captured, plan: Plan) -> float:
+    name = captured.parameters[node.name]
+    itemsize = captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
+    numel = local_numel(Sizes(captured.actual).shape(node), plan.at_rest(name), plan.axis_sizes)
+    return float(bytes_kept(itemsize * numel, bool(node.meta["differentiable"])))
+
+
+__all__ = ["memory_by_rank", "parameter_seconds", "predict_stages"]

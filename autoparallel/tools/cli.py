@@ -1,0 +1,255 @@
+"""The command line: ``python -m autoparallel plan``, ``verify`` and ``explain``.
+
+Exit status: 0 when all is well, 1 when a model fails (it differs, or cannot be compiled), 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoparallel.comm.world import mesh_text
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.hardware import Profile
+from autoparallel.planner.presets import PRESETS
+from autoparallel.text import plain_text
+from autoparallel.tools import plan as cli_plan
+from autoparallel.tools.calibration import calibrate, profile_tables
+from autoparallel.tools.parity.task import Task, compile_task, make_task
+from autoparallel.tools.plan import axes_of, plan_of
+from autoparallel.tools.processes import Job, Process, ProcessError, require_plain_process, run_processes
+from autoparallel.tools.sources import UsageError, call_factory, find_factory
+from autoparallel.tools.verify import verify
+
+_FACTORY = """\
+FACTORY names a function that makes what is to be checked: package.module:function, or path/to/file.py:function.
+It takes no arguments and returns (model, example_inputs) or (model, example_inputs, loss_fn): a plain module in the
+mode it is to be checked in, a tuple of the positional inputs of one call (or a dict of keyword inputs), and a function
+loss_fn(output, target), for which the last of the inputs is the target:
+
+    def small_gpt():
+        tokens = torch.randint(0, 64, (8, 17))
+        return GPT(layers=2), (tokens[:, :-1], tokens[:, 1:]), token_loss
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    console, errors = Console(), Console(stderr=True)
+    try:
+        return int(options.run(options, console))
+    except (UsageError, PlanError) as error:
+        parser.exit(2, f"autoparallel {options.command}: error: {error}\n")
+    except (ProcessError, RuntimeError, ValueError) as error:
+        errors.print(
+            str(error), style="red" if errors.is_terminal else "", markup=False, highlight=False, soft_wrap=True
+        )
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autoparallel",
+        description="Makes a plain PyTorch model train on a whole mesh, with the numbers of one device.",
+    )
+    parser.add_argument("--version", action="version", version=f"autoparallel {metadata.version('torch-autoparallel')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("factory", metavar="FACTORY", help="module:function or file.py:function, see below")
+    common.add_argument(
+        "--mesh",
+        type=_mesh,
+        required=True,
+        help="the mesh axes: dp=2,tp=2, or only sizes (2,2), which are the axes dp, tp, ep",
+    )
+    common.add_argument("--plan", default="auto", help=f"{', '.join(PRESETS)}, or a plan's .json file (default: auto)")
+    common.add_argument("--seed", type=int, default=0, help="seed of the factory and of dropout masks (default: 0)")
+    common.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for everything (default: 300)")
+
+    def add(name: str, help: str, description: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=help,
+            description=description,
+            epilog=_FACTORY,
+            parents=[common],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        return command
+
+    check = add(
+        "verify",
+        "check that a plan computes what the plain model computes",
+        "Trains one step of the model twice, plain in one process and by its plan in one process for each rank of the\n"
+        "mesh (gloo, this machine), and compares loss, outputs, every gradient, the gradient norm, and the parameters.",
+        _verify,
+    )
+    check.add_argument("--tolerance", type=_tolerance, default="auto", help="the largest difference that passes")
+    check.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "own"),
+        default="float64",
+        help="default: float64; own leaves the model as it is and measures the tolerance",
+    )
+    check.add_argument("--steps", type=int, help="training steps (default: one for each batch)")
+    check.add_argument("--localize", action="store_true", help="look for the first operator that deviates")
+    add(
+        "explain",
+        "print the plan for a model on a mesh",
+        "Compiles the model in one process for each rank of the mesh (gloo, this machine) and prints the plan:\n"
+        "how parameters and activations are sharded, what is communicated, and what it is predicted to cost.",
+        _explain,
+    )
+    command = commands.add_parser(
+        "plan",
+        help="plan for any mesh and hardware, without it",
+        description="Plans a model for a mesh and hardware that need not be here: on fake tensors, without process\n"
+        "groups, for any number of devices. Prints what the plan is predicted to cost, and what the presets would.",
+        epilog=_FACTORY + "\nA factory that takes batch= and seq= gets those of the command line.\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cli_plan.add_arguments(command, _open_mesh)
+    command.set_defaults(run=cli_plan.run)
+    command = commands.add_parser(
+        "calibrate",
+        help="measure a hardware profile",
+        description="Measures matrix products, memory, launches and collectives, and writes them as a profile for\n"
+        "--hardware and compile(hardware=...). Under torchrun on the ranks of the launcher, with their devices; else\n"
+        "in one process for each rank of the mesh, on this machine's CPUs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--mesh", type=_mesh, required=True, help="the mesh axes: dp=2,tp=2, or only sizes (2,2)")
+    command.add_argument("--out", required=True, help="the profile's .json file")
+    command.add_argument("--name", default="measured", help="the profile's name (default: measured)")
+    command.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for everything")
+    command.set_defaults(run=_calibrate)
+    return parser
+
+
+def _mesh(text: str) -> Any:
+    parts = [part.partition("=") for part in text.split(",")]
+    try:
+        if all(equals for _, equals, _ in parts):
+            axes = {name.strip(): int(size) for name, _, size in parts}
+            if len(axes) == len(parts) and all(axes):
+                return axes
+        elif not any(equals for _, equals, _ in parts):
+            return tuple(int(size) for size, _, _ in parts)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write dp=2,tp=2 or 2,2")
+
+
+def _open_mesh(text: str) -> Any:
+    """A mesh, or the number of devices of one that the search factors."""
+    kind, colon, count = text.partition(":")
+    if kind != "auto":
+        return _mesh(text)
+    if not colon or not count.isdigit() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of devices: write auto:64")
+    return int(count)
+
+
+def _tolerance(text: str) -> float | str:
+    return text if text == "auto" else float(text)
+
+
+def _verify(options: argparse.Namespace, console: Console) -> int:
+    require_plain_process(f"autoparallel {options.command}")
+    factory = find_factory(options.factory)
+    plan = plan_of(options.plan)
+    model, inputs, loss_fn = call_factory(factory, options.factory, options.seed)
+    with _busy(console, f"checking {type(model).__name__}"):
+        report = verify(
+            model,
+            options.mesh,
+            inputs,
+            loss_fn,
+            plan=plan,
+            tolerance=options.tolerance,
+            dtype=None if options.dtype == "own" else getattr(torch, options.dtype),
+            steps=options.steps,
+            localize=options.localize,
+            seed=options.seed,
+            timeout=options.timeout,
+        )
+    console.print(report) if console.is_terminal else print(report)
+    return 0 if report.ok else 1
+
+
+def _explain(options: argparse.Namespace, console: Console) -> int:
+    require_plain_process(f"autoparallel {options.command}")
+    factory = find_factory(options.factory)
+    plan = plan_of(options.plan)
+    model, inputs, loss_fn = call_factory(factory, options.factory, options.seed)
+    with _busy(console, f"planning {type(model).__name__}"):
+        task = make_task(model, options.mesh, inputs, loss_fn, plan=plan, seed=options.seed)
+        jobs = [Job(f"rank {rank}", "mesh", rank, task.ranks, _explain_on_rank) for rank in range(task.ranks)]
+        texts = run_processes(jobs, task, options.timeout)
+    print(texts[0])
+    return 0
+
+
+def _explain_on_rank(process: Process, task: Task) -> str:
+    module = compile_task(task)
+    batch = task.batch(1)
+    module.prepare(*batch.args, **batch.kwargs)
+    return str(module.plan.explain()) if process.rank == 0 else ""
+
+
+def _calibrate(options: argparse.Namespace, console: Console) -> int:
+    axes = axes_of(options.mesh)
+    ranks = math.prod(size for _, size in axes)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        text = _measure(axes, options.name, "cuda" if torch.cuda.is_available() else "cpu")
+        if not text:
+            return 0
+    else:
+        with _busy(console, "measuring"):
+            jobs = [Job(f"rank {rank}", "mesh", rank, ranks, _calibrate_on_rank) for rank in range(ranks)]
+            text = run_processes(jobs, (axes, options.name), options.timeout)[0]
+    profile = Profile.from_json(text)
+    profile.save(options.out)
+    print(plain_text(f"{profile.name}, on {mesh_text(axes)}:", *profile_tables(profile)))
+    print(f"\nwrote {options.out}")
+    return 0
+
+
+def _calibrate_on_rank(process: Process, task: tuple[Any, str]) -> str:
+    return _measure(*task, "cpu")
+
+
+def _measure(axes: Sequence[tuple[str, int]], name: str, device: str) -> str:
+    """The profile that the mesh's ranks measure, as the first of them writes it."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    names, sizes = zip(*axes, strict=True)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+    profile = calibrate(mesh, name)
+    return profile.to_json() if mesh.get_rank() == 0 else ""
+
+
+@contextlib.contextmanager
+def _busy(console: Console, text: str) -> Iterator[None]:
+    """A spinner on a terminal."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"{text} ..."):
+        yield
+
+
+__all__ = ["UsageError", "main"]

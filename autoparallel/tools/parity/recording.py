@@ -1,0 +1,146 @@
+"""What every node of a graph computes, and the gradients that reach it: a graph run node by node."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autoparallel.graph.captured import Captured, Constant
+from autoparallel.operators import RandomState
+from autoparallel.operators.random import set_random_state
+from autoparallel.rules.calls import is_tensor
+from autoparallel.tools.parity.task import Batch, Task
+from autoparallel.tools.parity.training import loss_of, tensors_of
+
+Use = tuple[fx.Node, int]
+"""A call, and the position of one of its tensor operands."""
+
+
+@dataclass
+class Recording:
+    """What happened at the nodes of a graph.
+
+    Attributes:
+        values: each node's result.
+        gradients: what reaches each result from all who read it.
+        uses: what each call gives back to each of its operands.
+    """
+
+    values: dict[fx.Node, Tensor] = field(default_factory=dict)
+    gradients: dict[fx.Node, Tensor] = field(default_factory=dict)
+    uses: dict[Use, Tensor] = field(default_factory=dict)
+
+
+Operand = Callable[[fx.Node, int, fx.Node, Mapping[fx.Node, Any]], Tensor]
+"""From a call, a position, the node there and all values so far to the tensor that the call is given."""
+
+
+class Recorder(fx.Interpreter):
+    """Runs a graph and records it.
+
+    Args:
+        operand: gives another tensor than the operand's own.
+    """
+
+    def __init__(self, module: fx.GraphModule, recording: Recording, operand: Operand | None = None) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.recording, self.operand = recording, operand
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value."""
+        if n.op != "call_function":
+            value = super().run_node(n)
+        else:
+            positions = itertools.count()
+
+            def given(x: fx.Node) -> Any:
+                return self._used(n, next(positions), x) if is_tensor(x) else self.env[x]
+
+            args, kwargs = fx.map_arg((n.args, n.kwargs), given)
+            value = self.call_function(n.target, args, kwargs)
+        if isinstance(value, Tensor):
+            record(value, n, self.recording.values, self.recording.gradients)
+        return value
+
+    def _used(self, n: fx.Node, position: int, x: fx.Node) -> Tensor:
+        value: Tensor = self.env[x] if self.operand is None else self.operand(n, position, x, self.env)
+        if not value.requires_grad:
+            return value
+        value = value.view_as(value)  # a gradient of its own for every use
+        value.register_hook(lambda grad: _keep(self.recording.uses, (n, position), grad))
+        return value
+
+
+def record(value: Tensor, key: Any, values: dict[Any, Tensor], gradients: dict[Any, Tensor]) -> None:
+    """Notes a value, and its gradient when there is one."""
+    values[key] = value.detach().clone()
+    if value.requires_grad:
+        value.register_hook(lambda grad: _keep(gradients, key, grad))
+
+
+def _keep(table: dict[Any, Tensor], key: Any, grad: Tensor) -> None:
+    table[key] = grad.detach().clone()
+
+
+def arguments_of(captured: Captured, task: Task, batch: Batch) -> dict[str, Any]:
+    """The value of every placeholder; parameters and inputs are leaves of their own."""
+    values: dict[str, Any] = dict(captured.constants)
+    for name, path in captured.parameters.items():
+        parameter = task.model.get_parameter(path)
+        values[name] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+    for name, path in captured.buffers.items():
+        values[name] = task.model.get_buffer(path).detach().clone()
+    for at, leaf in zip(captured.inputs, pytree.tree_leaves((batch.args, batch.kwargs)), strict=True):
+        if at is not None:
+            values[at] = leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    return values
+
+
+def run_recorded(
+    recorder: Recorder, captured: Captured, arguments: Mapping[str, Any], task: Task, random: RandomState
+) -> list[tuple[str, Tensor]]:
+    """Runs a graph and its backward; returns its outputs by name."""
+    set_random_state(random)
+    names = [n.name for n in recorder.graph.nodes if n.op == "placeholder"]
+    with torch.enable_grad():
+        results: Any = recorder.run(*(arguments[name] for name in names))
+        leaves = [o.value if isinstance(o, Constant) else results[o] for o in captured.outputs]
+        outputs = list(tensors_of(pytree.tree_unflatten(leaves, captured.output_spec)))
+        loss, _ = loss_of(outputs, task, [])
+        if loss is not None:
+            loss.backward()
+    return outputs
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the model's source."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.number).strip()
+        return f'"{self.file}", line {self.number}, in {self.function}: {text}'
+
+
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<number>\d+), in (?P<function>.+)')
+
+
+def line_of_node(node: fx.Node) -> Line | None:
+    """The line of the model that made a node, as the trace noted it."""
+    frames = _FRAME.finditer(str(node.meta.get("stack_trace") or ""))
+    lines = [Line(f["file"], int(f["number"]), f["function"]) for f in frames if "/torch/" not in f["file"]]
+    return lines[-1] if lines else None
+
+
+__all__ = ["Line", "Recorder", "Recording", "arguments_of", "line_of_node", "record", "run_recorded"]

@@ -1,0 +1,190 @@
+"""What is verified: a copy of the user's model, its batches, and how it is trained."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
+
+from autoparallel import _torch, api
+from autoparallel.comm.world import count_ranks
+from autoparallel.plan import Plan
+from autoparallel.planner.presets import PRESETS
+from autoparallel.runtime.module import ParallelModule
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+MeshShape = int | Sequence[int] | Mapping[str, int]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+AXIS_NAMES = ("dp", "tp", "ep")
+DTYPES = (torch.float64, torch.float32)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of one call, on the cpu and in the task's dtype."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all processes are given.
+
+    Attributes:
+        model: a copy of the user's, cast.
+        batches: one for each step, taken in turn.
+        axes: the mesh.
+        dtype: what model and batches are cast to; None leaves them.
+        optimizer: makes the optimizer from the trained parameters.
+        precision: as ``compile()`` takes it.
+    """
+
+    model: nn.Module
+    batches: tuple[Batch, ...]
+    loss_fn: Callable[..., Any] | None
+    axes: tuple[tuple[str, int], ...]
+    plan: str | Plan
+    dtype: torch.dtype | None
+    steps: int
+    seed: int
+    optimizer: MakeOptimizer
+    precision: MixedPrecisionPolicy | None = None
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step; the first is step 1."""
+        return self.batches[(step - 1) % len(self.batches)]
+
+    def until(self, step: int) -> Task:
+        """The same training run with fewer steps."""
+        return replace(self, steps=step)
+
+    def copy(self, dtype: torch.dtype | None = None) -> Task:
+        """The same with a model and inputs of its own, cast where a dtype is given."""
+        loss_fn = _copy_model(self.loss_fn, dtype) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
+        batches = tuple(_cast_batch(batch, dtype) for batch in self.batches)
+        model = _copy_model(self.model, dtype)
+        return replace(self, model=model, loss_fn=loss_fn, batches=batches, dtype=dtype or self.dtype)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer where none is given; momentum makes an error of an early step visible in all later ones."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def make_task(
+    model: nn.Module,
+    mesh_shape: MeshShape,
+    example_inputs: Any,
+    loss_fn: Callable[..., Any] | None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    plan: str | Plan = "auto",
+    dtype: torch.dtype | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    optimizer: MakeOptimizer | None = None,
+    precision: MixedPrecisionPolicy | None = None,
+) -> Task:
+    """Checks the arguments and copies what processes are given.
+
+    Raises:
+        ValueError: for arguments that cannot be used.
+    """
+    if isinstance(model, ParallelModule):
+        raise ValueError("the model is compiled already: pass the plain model")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is not an nn.Module but {type(model).__name__}")
+    if isinstance(plan, str) and plan not in PRESETS:
+        raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(PRESETS)}, or a Plan")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is torch.float64 or torch.float32, or None for the model's own, got {dtype}")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps is at least 1, got {steps}")
+    if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "the model is on the meta device, so there is no plain model to compare with: build it on the cpu"
+        )
+    batches = _batches(example_inputs, example_kwargs or {})
+    if loss_fn is not None and any(not batch.args for batch in batches):
+        raise ValueError("with a loss_fn, the last of the example_inputs is the target; there are no positional inputs")
+    axes = parse_mesh(mesh_shape)
+    task = Task(
+        model, batches, loss_fn, axes, plan, dtype, steps or len(batches), seed, optimizer or sgd, precision
+    )  # fmt: skip
+    try:
+        return task.copy(dtype)
+    except Exception as error:
+        raise ValueError(f"{type(model).__name__} cannot be copied: {error}") from error
+
+
+def _batches(example_inputs: Any, kwargs: Mapping[str, Any]) -> tuple[Batch, ...]:
+    """One batch, or several where a list of calls' inputs is given."""
+    several = isinstance(example_inputs, list) and example_inputs
+    if several and all(isinstance(item, tuple | Mapping) for item in example_inputs):
+        return tuple(batch for item in example_inputs for batch in _batches(item, kwargs))
+    if isinstance(example_inputs, Mapping):
+        return (Batch((), {**example_inputs, **kwargs}),)
+    args = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    return (Batch(args, dict(kwargs)),)
+
+
+def _cast_batch(batch: Batch, dtype: torch.dtype | None) -> Batch:
+    args, kwargs = pytree.tree_map_only(Tensor, functools.partial(_copy, dtype), (batch.args, batch.kwargs))
+    return Batch(args, kwargs)
+
+
+def _copy(dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    cast = dtype if dtype is not None and x.is_floating_point() else x.dtype
+    return x.detach().to("cpu", cast, copy=True).requires_grad_(x.requires_grad)
+
+
+def _copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy on the cpu with its hooks; ``copy.deepcopy`` leaves out those of parameters."""
+    copied = copy.deepcopy(model).to("cpu", dtype)
+    for theirs, ours in zip(model.parameters(), copied.parameters(), strict=True):
+        _torch.copy_parameter_hooks(theirs, ours)
+    return copied
+
+
+def parse_mesh(mesh_shape: MeshShape) -> tuple[tuple[str, int], ...]:
+    """The mesh axes by name and size.
+
+    Raises:
+        ValueError: for a mesh that cannot be.
+    """
+    if isinstance(mesh_shape, Mapping):
+        axes = tuple((str(name), operator.index(size)) for name, size in mesh_shape.items())
+    else:
+        sizes = [mesh_shape] if isinstance(mesh_shape, int) else [operator.index(size) for size in mesh_shape]
+        if len(sizes) > len(AXIS_NAMES):
+            raise ValueError(f"a mesh has one to three axes, got {len(sizes)} sizes: {tuple(sizes)}")
+        axes = tuple(zip(AXIS_NAMES, sizes, strict=False))
+    if not 1 <= len(axes) <= 3 or any(size < 1 for _, size in axes):
+        raise ValueError(f"a mesh has one to three axes of at least one rank each, got {mesh_shape!r}")
+    return axes
+
+
+def compile_task(task: Task) -> ParallelModule:
+    """The task's model, compiled on a mesh over this process's group."""
+    torch.manual_seed(task.seed)
+    count_ranks()  # without a launcher, of one rank
+    mesh = init_device_mesh("cpu", tuple(s for _, s in task.axes), mesh_dim_names=tuple(n for n, _ in task.axes))
+    return api.compile(task.model, mesh, loss_fn=task.loss_fn, plan=task.plan, precision=task.precision)
+
+
+__all__ = ["Batch", "MakeOptimizer", "MeshShape", "Task", "compile_task", "make_task", "parse_mesh", "sgd"]

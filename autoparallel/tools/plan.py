@@ -1,0 +1,324 @@
+"""``python -m autoparallel plan``: a plan for any number of devices, made on this one, without any of theirs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from autoparallel.comm.world import PIPELINE_AXIS, Axes, mesh_text
+from autoparallel.decisions.meshes import MeshChoice
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.pipeline import Pipeline
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.sizes import Sizes
+from autoparallel.hardware import PROFILES, profile_for
+from autoparallel.plan import Plan
+from autoparallel.planner.choosing import MeshSearch, refusal
+from autoparallel.planner.meshes import named
+from autoparallel.planner.pins import Pins, parse_pins
+from autoparallel.planner.planning import Planner, Request, call_of, draft_captured, limit_in_bytes
+from autoparallel.planner.presets import EXPERT_AXIS, PRESETS
+from autoparallel.planner.reasons import PlanAgain
+from autoparallel.planner.staged import StagedPlanner, draft_stages
+from autoparallel.predict.cost import model_flops
+from autoparallel.report.comparison import Entry, Workload, comparison_table
+from autoparallel.report.html import report
+from autoparallel.report.meshes import explain_choice
+from autoparallel.text import operations, plain_text
+from autoparallel.tools.sources import Source, UsageError, from_config, from_factory
+
+NAMES = ("dp", "tp", "ep")
+
+
+def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="module:function or file.py:function that makes (model, example_inputs[, loss_fn]), see below; or a "
+        "config.json of transformers",
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--mesh",
+        type=mesh,
+        help="the mesh axes: dp=8,tp=8, pp=4,dp=2,tp=8 for a pipeline, or only sizes (8,8), the axes dp, tp, ep; "
+        "auto:64 as --devices 64",
+    )
+    where.add_argument("--devices", type=int, help="how many devices; the search factors them into mesh axes")
+    parser.add_argument(
+        "--hardware", default="h100", help=f"{', '.join(PROFILES)}, or a calibrated profile (default: h100)"
+    )
+    parser.add_argument("--plan", default="auto", help=f"the plan to write: {', '.join(PRESETS)}, or a plan's .json")
+    parser.add_argument("--batch", type=int, help="rows of the global batch, for a factory that takes batch=")
+    parser.add_argument("--seq", type=int, help="tokens of a row, for a factory that takes seq=")
+    parser.add_argument("--precision", choices=("bfloat16", "float16"), help="the dtype parameters are used in")
+    parser.add_argument("--memory-limit", type=limit, help="bytes (70e9, 70GB), or a part of the device's memory (0.9)")
+    parser.add_argument("--pin", action="append", default=[], metavar="NAME=S0,R", help="pin parameters or a module")
+    parser.add_argument("--forbid", action="append", default=[], metavar="NAME=S0,*", help="forbid a layout")
+    parser.add_argument("--pins", metavar="PLAN", help="a saved plan that is kept as far as the model still has it")
+    parser.add_argument("--compare", default="all", help="presets beside the plan, with commas; all or none")
+    parser.add_argument("--real-tensors", action="store_true", help="give the factory real memory, not meta tensors")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the factory (default: 0)")
+    parser.add_argument("--explain", action="store_true", help="print the whole plan, too")
+    parser.add_argument("--out", help="write the plan as JSON")
+    parser.add_argument("--report", help="write a report as one HTML file that needs no network")
+
+
+def limit(text: str) -> float:
+    """A limit on memory: bytes, with a unit or without, or a part."""
+    units = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+    number, scale = text.strip(), 1.0
+    if number[-2:].lower() in units:
+        number, scale = number[:-2], units[number[-2:].lower()]
+    try:
+        value = float(number) * scale
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a limit: write 70GB, 7e10 or 0.9")
+    return value
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Plans, prints the comparison, and writes what was asked for."""
+    source, request, call, place = prepare(options)
+    shown = phases(console)
+    with shown(request.origin, "trace"):
+        captured = Planner(source.model, request).capture(call)
+    choice: MeshChoice | None = None
+    if place.open:
+        with shown("mesh", "search"):
+            search = MeshSearch(source.model, request, captured, call, place.devices, refusal=place.refusal)
+            choice = search.choose()
+        request, place = _on(choice.mesh, request, place.refusal)
+    work, entries = compare(source, request, call, _presets(options, request), shown, captured, place.stages, choice)
+    first = entries[0]
+    if first.draft is None:
+        raise PlanError(first.problem)
+    plan = first.draft.plan
+    assert isinstance(plan, Plan)
+    name = f"{type(source.model).__name__} on {mesh_text(plan.whole_mesh)}, {request.profile.name}"
+    lines: list[Any] = [f"{name}: {work.count:,} {work.unit} a step, {operations(work.flops)}"]
+    if choice is not None:
+        lines += explain_choice(choice)
+    table = comparison_table(entries, work, request.profile, place.devices)
+    problems = [f"{e.name}: {e.problem}" for e in entries if e.draft is None]
+    print(plain_text(*lines, table, *problems))
+    if options.explain:
+        print(f"\n{plan.explain()}")
+    if options.out:
+        plan.save(options.out)
+        precision = f", precision={request.precision!r}" if request.precision is not None else ""
+        print(f"\nwrote {options.out}; run it, without a search, with")
+        print(f'  autoparallel.compile(model, plan=autoparallel.Plan.load("{options.out}"){precision})')
+        if source.call:
+            print(f"  {source.call}")
+    if options.report:
+        Path(options.report).write_text(report(name, entries, work, request.profile))
+        print(f"wrote {options.report}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where is planned for.
+
+    Attributes:
+        devices: how many there are.
+        open: whether the search factors them into mesh axes.
+        stages: the ranks of the axis "pp"; 0 where there is none.
+        refusal: why no pipeline can be run.
+    """
+
+    devices: int
+    open: bool = False
+    stages: int = 0
+    refusal: str = ""
+
+
+def _on(axes: Axes, request: Request, refused: str) -> tuple[Request, Place]:
+    """The same request on a mesh, without the pipeline's axis, which the place knows."""
+    stages = dict(axes).get(PIPELINE_AXIS, 0)
+    inner = tuple(axis for axis in axes if axis[0] != PIPELINE_AXIS) or (("dp", 1),)
+    place = Place(math.prod(size for _, size in axes), stages=stages, refusal=refused)
+    return replace(request, axes=inner), place
+
+
+def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Place]:
+    """The model, what is asked of the planner, the call that is planned for, and where."""
+    devices = options.devices if options.devices is not None else options.mesh
+    is_open = isinstance(devices, int)
+    if is_open and devices < 1:
+        raise UsageError(f"--devices must be positive, got {devices}")
+    plan = plan_of(options.plan)
+    if is_open and (plan != "auto" or options.pin or options.forbid or options.pins):
+        raise UsageError("a plan, pins and forbidden layouts are about the axes of a mesh: give --mesh with them")
+    try:
+        profile = profile_for("cuda", options.hardware)
+        pins = parse_pins(_table(options.pin), _table(options.forbid))
+        request = Request(
+            axes=named((devices,)) if is_open else axes_of(devices),
+            profile=profile,
+            plan=plan,
+            pins=replace(pins, kept=Plan.load(options.pins)) if options.pins else pins,
+            memory_limit=limit_in_bytes(options.memory_limit, profile),
+            precision=_policy(options.precision),
+        )
+        refused = refusal(request.precision, request.outputs, None, set())
+        request, place = _on(request.axes, request, refused)
+        if place.stages and refused:
+            raise UsageError(refused)
+        request.constraints()
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if options.model.endswith(".json") or Path(options.model, "config.json").is_file():
+        source = from_config(options.model, options.batch, options.seq)
+    else:
+        source = from_factory(options.model, options.batch, options.seq, options.seed, options.real_tensors)
+    call = call_of(source.args, source.kwargs, source.loss_fn is not None)
+    return source, replace(request, loss_fn=source.loss_fn), call, replace(place, open=is_open and devices > 1)
+
+
+def axes_of(mesh: Any) -> Axes:
+    """The mesh axes by name and size; those of sizes alone are dp, tp, ep."""
+    if isinstance(mesh, Mapping):
+        return tuple(mesh.items())
+    if len(mesh) > len(NAMES):
+        raise UsageError(f"a mesh of {len(mesh)} axes needs names: write --mesh a=2,b=2,...")
+    return tuple(zip(NAMES, mesh, strict=False))
+
+
+def plan_of(text: str) -> str | Plan:
+    """A preset's name, or the plan that a file holds."""
+    if text in PRESETS:
+        return text
+    if Path(text).is_file():
+        return Plan.load(text)
+    raise UsageError(f"unknown plan {text!r}: expected one of {', '.join(PRESETS)}, or a plan's .json file")
+
+
+def _table(texts: list[str]) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        pattern, equals, placements = text.rpartition("=")
+        if not equals:
+            raise ValueError(f"{text!r} is not a pin: write NAME=S0,R with one placement for each mesh axis")
+        found[pattern] = placements
+    return found
+
+
+def _policy(precision: str | None) -> Any:
+    if precision is None:
+        return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, precision), reduce_dtype=torch.float32)
+
+
+def _presets(options: argparse.Namespace, request: Request) -> list[str]:
+    if options.compare == "none":
+        return []
+    if options.compare != "all":
+        names = options.compare.split(",")
+        unknown = [name for name in names if name not in PRESETS]
+        if unknown:
+            raise UsageError(f"unknown preset {unknown[0]!r} in --compare: expected {', '.join(PRESETS)}")
+        return names
+    experts = EXPERT_AXIS in dict(request.axes)
+    return [n for n in PRESETS if n != request.plan and (n != "expert_parallel" or experts)]
+
+
+def compare(
+    source: Source,
+    request: Request,
+    call: Call,
+    presets: list[str],
+    phase: Callable[[str, str], Any],
+    captured: Captured,
+    stages: int = 0,
+    choice: MeshChoice | None = None,
+) -> tuple[Workload, list[Entry]]:
+    """The plan that is asked for, first, and the presets beside it; each is searched and predicted.
+
+    Args:
+        captured: the model's graph.
+        stages: the ranks of a pipeline's axis, beside the request's; 0 for none.
+        choice: how the mesh was chosen, for the first plan to tell.
+    """
+    entries: list[Entry] = []
+    work = workload_of(captured, call)
+    for name in [request.origin, *presets]:
+        chosen = not entries
+        # Presets are compared as they are: without pins, and without a limit that would change them.
+        asked = request if chosen else replace(request, plan=name, pins=Pins(), memory_limit=None)
+        graph = captured.copy()
+        try:
+            with _phases(phase, name) as told:
+                if stages:
+                    made = draft_stages(StagedPlanner(source.model, asked, stages, Pipeline()), graph, call, told)
+                else:
+                    planner = Planner(source.model, asked)
+                    made = draft_captured(planner, graph, call, told)
+                    made = replace(made, plan=made.plan.with_reasons(PlanAgain(planner, call)))
+        except ValueError as error:
+            entries.append(Entry(name, None, str(error)))
+            continue
+        if chosen:
+            made = replace(made, plan=replace(made.plan, choice=choice or made.plan.choice))
+        entries.append(Entry(name if not chosen else f"{name} (chosen)", made))
+    return work, entries
+
+
+@contextmanager
+def _phases(phase: Callable[[str, str], Any], name: str) -> Iterator[Callable[[str], None]]:
+    """One phase after another."""
+    running: list[Any] = []
+
+    def told(what: str) -> None:
+        if running:
+            running.pop().__exit__(None, None, None)
+        running.append(phase(name, what))
+        running[0].__enter__()
+
+    try:
+        yield told
+    finally:
+        if running:
+            running.pop().__exit__(None, None, None)
+
+
+def phases(console: Console) -> Callable[[str, str], Any]:
+    """Shows each phase while it runs, where there is a terminal, and how long it took, on the error stream."""
+    errors = Console(stderr=True, highlight=False)
+
+    @contextmanager
+    def phase(name: str, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        if errors.is_terminal:
+            with errors.status(f"{name}: {what} ..."):
+                yield
+        else:
+            yield
+        errors.print(f"{name}: {what} {time.perf_counter() - begin:.1f} s", markup=False)
+
+    return phase
+
+
+def workload_of(captured: Captured, call: Call) -> Workload:
+    """What a step of a captured model has to do."""
+    tokens = [s for s in call.specs if isinstance(s, InputSpec) and s.is_integer and len(s.shape) > 1]
+    count = max((torch.Size(s.shape).numel() for s in tokens), default=0)
+    flops = model_flops(captured.graph, Sizes(captured.actual))
+    dtype = max(flops, key=lambda d: flops[d], default=torch.float32)
+    return Workload(count or call.batch, "tokens" if count else "rows", sum(flops.values()), dtype)

@@ -1,0 +1,248 @@
+"""``verify()``: the user's own model against its plan, in real processes.
+
+The model runs twice at the same time: as it is, in plain eager autograd, in one process; and compiled, in one process
+for each rank of the mesh.  Both do what a training step does (forward, backward, the gradient norm, clipping with a
+limit that bites, a step of an optimizer), and everything that can be seen of it is compared.
+
+[Note: the reference] It is always the user's model in eager autograd, and nothing of the capture takes part in it: what
+the capture drops is missing on one side only.  Random operators draw the numbers there that they draw in the compiled
+model (see ``operators.plain_randomness``).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoparallel import operators
+from autoparallel.plan import Plan
+from autoparallel.tools.parity.comparison import Record, compare, compare_ranks, difference, digest
+from autoparallel.tools.parity.localize import localized
+from autoparallel.tools.parity.noise import measure, narrowing_casts
+from autoparallel.tools.parity.task import MakeOptimizer, MeshShape, Task, compile_task, make_task, parse_mesh
+from autoparallel.tools.parity.training import LimitOf, train
+from autoparallel.tools.parity.verification import Deviation, Difference, VerifyReport
+from autoparallel.tools.processes import Job, PlainModelError, Process, require_plain_process, run_processes
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+TOLERANCES = {torch.float64: (1e-9, 1e-6), torch.float32: (1e-5, 1e-2)}
+"""By dtype: where nothing is cast to a narrower dtype, and where the model itself does that."""
+
+
+def verify(
+    model: nn.Module,
+    mesh_shape: MeshShape,
+    example_inputs: Any = (),
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    plan: str | Plan = "auto",
+    tolerance: float | str = "auto",
+    dtype: torch.dtype | None = torch.float64,
+    steps: int | None = None,
+    seed: int = 0,
+    optimizer: MakeOptimizer | None = None,
+    precision: MixedPrecisionPolicy | None = None,
+    localize: bool = False,
+    timeout: float = 300.0,
+) -> VerifyReport:
+    """Checks that a plan computes what the plain model computes, on this machine's CPU.
+
+    Starts one process for each rank of the mesh and one for the reference, all with one thread; the user's model is
+    copied, never changed.  Use a small configuration of the model: every process holds it.
+
+    The difference of two tensors is ``max |a - b| / max(1, max |b|)``, where b is the reference's: relative for large
+    values and absolute for small ones.
+
+    Args:
+        model: the plain model, in the mode (training or not) in which it is to be compared, with its hooks.
+        mesh_shape: the number of ranks; or a tuple of sizes, for the axes "dp", "tp", "ep"; or sizes by axis name.
+        example_inputs: the positional inputs of one call, the target last where there is a ``loss_fn``; one tensor is
+            taken as the only input, a mapping as keyword inputs.  A list of tuples or mappings is one batch for each
+            step, taken in turn.  Tensors are global; those that require a gradient are compared by theirs, too.
+        loss_fn: called as ``loss_fn(output, target)``.  Without it, the loss is the output named "loss", or the only
+            one that is differentiable, if that is a scalar, or else a fixed weighted sum of all outputs.
+        example_kwargs: keyword inputs of every call.
+        plan: "auto", a preset, or a ``Plan``.
+        tolerance: the largest difference that passes.  "auto" is 1e-9 (1e-5 in float32), and 1e-6 for a float64 model
+            that casts to a narrower dtype by itself, as many do in rotary tables and losses.  Where ``dtype`` is None,
+            or with ``precision``, it is measured for every tensor: the plain model is trained again with parameters,
+            inputs and every operator's result moved by the rounding error of their dtypes, and four times what that
+            moves is allowed (see ``tools.parity.noise``).
+        dtype: what the model and its floating-point inputs are cast to, float64 or float32; None leaves them as they
+            are, bfloat16 and mixed dtypes included.  Float64 finds what is wrong however small it is; None shows that
+            what is run is right as far as its dtypes can tell.
+        steps: the number of training steps; None takes one for each batch.
+        seed: of random operators.
+        optimizer: makes the optimizer, such as ``lambda parameters: torch.optim.AdamW(parameters)``; SGD with momentum
+            otherwise.
+        precision: as ``compile()`` takes it; the reference casts by hand.
+        localize: where something differs, looks for the first operator that deviates, forward and then backward, in
+            float64: between the plain model and the captured graph, and between that and the ranks' program.
+        timeout: seconds for everything; then all processes are stopped.
+
+    Returns:
+        The report: ``print`` it, or call its ``raise_if_failed()``.
+
+    Raises:
+        ValueError: for arguments that cannot be used.
+        RuntimeError: when called from one of several ranks.
+        ProcessError: when the model cannot be run or compiled, or a process dies or hangs; with its traceback.
+    """
+    require_plain_process("verify()")
+    started = time.perf_counter()
+    task = make_task(
+        model, mesh_shape, example_inputs, loss_fn, example_kwargs, plan, dtype, steps, seed, optimizer, precision
+    )
+    if isinstance(tolerance, str) and tolerance != "auto":
+        raise ValueError(f"tolerance is a number or 'auto', got {tolerance!r}")
+    jobs = [Job(f"rank {rank}", "mesh", rank, task.ranks, _run_rank) for rank in range(task.ranks)]
+    jobs.append(Job("the reference", "reference", 0, 1, _run_reference))
+    *ranks, reference = run_processes(jobs, (task, tolerance == "auto"), timeout)
+    report = make_report(task, ranks, reference, tolerance, time.perf_counter() - started)
+    if localize and not report.ok:
+        left = max(timeout - (time.perf_counter() - started), 1.0)
+        job = Job("the search for the first deviation", "localize", 0, 1, _run_localization)
+        [deviation] = run_processes([job], (task, report), left)
+        report = report.with_deviation(deviation, time.perf_counter() - started)
+    return report
+
+
+def make_report(
+    task: Task,
+    ranks: Sequence[Mapping[str, Any]],
+    reference: Mapping[str, Any],
+    tolerance: float | str,
+    seconds: float,
+) -> VerifyReport:
+    """What the processes' results say."""
+    first = ranks[0]
+    measured: dict[tuple[int, str, str], float] | None = reference["tolerances"] if tolerance == "auto" else None
+    if not isinstance(tolerance, str):
+        limit = float(tolerance)
+    elif measured is not None:
+        limit = max(measured.values(), default=0.0)
+    else:
+        limit = TOLERANCES[task.dtype or torch.float64][bool(reference["casts"])]
+    differences = [*compare(first["file"], reference["file"], first["layouts"], measured), *compare_ranks(ranks)]
+    if not differences:
+        raise ValueError("there is nothing to compare: the model returns no tensor")
+    return VerifyReport(
+        model=type(task.model).__name__,
+        mesh=task.axes,
+        plan=first["plan"],
+        dtype=task.dtype,
+        tolerance=limit,
+        differences=tuple(sorted(differences, key=lambda d: -d.value)),
+        reference="the plain model, in eager torch",
+        layouts=first["layouts"],
+        casts=reference["casts"],
+        notes=tuple(reference["notes"]),
+        seconds=seconds,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- what processes do
+
+
+def _run_rank(process: Process, task_and_measured: tuple[Task, bool]) -> dict[str, Any]:
+    task, _ = task_and_measured
+    result = run_rank(task, lambda step, _: float(process.shared.get(f"limit{step}")))
+    records = result.pop("file")
+    if process.rank == 0:
+        torch.save(records, process.directory / "ranks")
+        result["file"] = "ranks"
+    return result
+
+
+def run_rank(task: Task, limit_of: LimitOf) -> dict[str, Any]:
+    """Trains the compiled model on this rank, and tells what is seen of it."""
+    module = compile_task(task)
+    records: list[Record] = list(train(module, task, [], limit_of))
+    layouts, shards = {}, {}
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        coordinate = parameter.device_mesh.get_coordinate() or ()
+        kinds = zip(coordinate, parameter.placements, strict=True)
+        shard = tuple(c for c, placement in kinds if not placement.is_replicate())
+        layouts[name] = tuple(map(str, parameter.placements))
+        shards[name] = (shard, digest(parameter.to_local().detach()))
+    seen = {
+        f"{kind} {name}".strip(): digest(x)
+        for _, kind, name, x in records
+        if kind in ("loss", "norm") and x is not None
+    }
+    return {"file": records, "plan": module.plan, "shards": shards, "seen": seen, "layouts": layouts}
+
+
+def _run_reference(process: Process, task_and_measured: tuple[Task, bool]) -> dict[str, Any]:
+    def tell(step: int, limit: float) -> None:
+        process.shared.set(f"limit{step}", repr(limit))
+
+    result = run_reference(*task_and_measured, tell)
+    torch.save(result["file"], process.directory / "reference")
+    return {**result, "file": "reference"}
+
+
+def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]) -> dict[str, Any]:
+    """Trains the plain model in eager autograd, and tells what is seen of it.
+
+    Args:
+        measured: whether tolerances are measured where they are not known.
+        tell: is told each step and the limit of its norm, half of what the norm is.
+
+    Raises:
+        PlainModelError: when the model fails by itself.
+    """
+    limits: list[float] = []
+
+    def half(step: int, grads: Sequence[Tensor]) -> float:
+        norm = torch.stack([g.double().norm() for g in grads]).norm().item() if grads else 0.0
+        limits.append(norm / 2 if 0 < norm < math.inf else 1.0)
+        tell(step, limits[-1])
+        return limits[-1]
+
+    notes: list[str] = []
+    fresh = task.copy()
+    try:
+        records = list(train(task.model, task, notes, half))
+    except operators.UnsupportedRandomness:
+        raise
+    except Exception as error:
+        raise PlainModelError(f"the plain model fails by itself: {type(error).__name__}: {error}") from error
+    open_ended = task.dtype is None or task.precision is not None
+    return {
+        "file": records,
+        "tolerances": measure(fresh, records, limits) if measured and open_ended else None,
+        "casts": () if open_ended else narrowing_casts(fresh),
+        "notes": notes,
+    }
+
+
+def _run_localization(process: Process, work: tuple[Task, VerifyReport]) -> Deviation:
+    return localized(*work)
+
+
+def verify_here(task: Task, tolerance: float | str = "auto", localize: bool = False) -> VerifyReport:
+    """What ``verify()`` does for a mesh of one rank, one after the other in this process."""
+    started = time.perf_counter()
+    limits: dict[int, float] = {}
+    with torch.random.fork_rng(devices=[]):
+        reference = run_reference(task.copy(), tolerance == "auto", limits.__setitem__)
+        rank = run_rank(task.copy(), lambda step, _: limits[step])
+        report = make_report(task, [rank], reference, tolerance, time.perf_counter() - started)
+        if localize and not report.ok:
+            deviation = localized(task, report)
+            report = report.with_deviation(deviation, time.perf_counter() - started)
+    return report
+
+
+__all__ = ["Difference", "VerifyReport", "difference", "parse_mesh", "verify", "verify_here"]
