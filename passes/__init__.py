@@ -1,1 +1,4 @@
-"""Graph rewrites, one per file; each opens with a small graph before and after."""
+"""Graph rewrites, one per file; each opens with a small graph before and after.
+
+May import ``graph``, ``rules``, ``operators``, ``comm``, ``placements`` and ``_torch``.
+"""

@@ -1,0 +1,10 @@
+"""From a model to its forward graph.  May import ``graph``, ``passes``, ``rules``, ``operators`` and ``_torch``.
+
+- ``capture``: traces a model, and describes what it traced; ``training`` is what is traced, ``outputs`` says which is
+  the loss.
+- ``layers``: those that repeat, traced once.
+- ``tracing``: what decides about gradients beside operators, made visible to a trace.
+- ``recorder``: records what a copy of the model reads and writes of its attributes.
+- ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators.
+- ``data_access``, ``seeding``, ``refusals``: what no program can have, refused.
+"""

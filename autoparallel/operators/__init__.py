@@ -1,7 +1,8 @@
 """Operators of our own that appear in a program: what torch's operator computes, in a form that can be sharded.
 
 What depends on a rank (its rows of a table, its positions in a dropout mask) is asked for by the name of the axis
-when the operator runs, so that the program is the same text on every rank.  May import ``comm``.
+when the operator runs, so that the program is the same text on every rank.  May import
+``comm`` and ``_torch``.
 
 - ``random``: numbers by global position, and the seed and call that they belong to.
 - ``draws``: what is drawn with them: dropout, the usual distributions.

@@ -1,9 +1,9 @@
 """How tensors lie on a mesh: placements and layouts, how an operator runs on an axis, and what turns one layout into
-another.
+another.  May import nothing of the package.
 
-``placement`` has the four placements, their duality and the arithmetic of pieces; ``modes`` the ways in which an
-operator may run on one axis; ``redistribution`` the steps between layouts and what they send.  Imports nothing else of
-the package.
+- ``placement``: the four placements, their duality, and the arithmetic of pieces.
+- ``modes``: the ways in which an operator may run on one axis.
+- ``redistribution``: the steps between layouts, and what they send.
 """
 
 from autoparallel.placements.placement import (

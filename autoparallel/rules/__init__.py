@@ -1,4 +1,7 @@
-"""How each operator may be sharded: one rule per operator, in factor notation."""
+"""How each operator may be sharded: one rule per operator, in factor notation.
+
+May import ``operators`` and ``placements``.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,15 @@
+"""Runs a rank's program behind the face of an ``nn.Module``, and what a training loop asks of it.
+
+May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``graph``, ``rules``, ``operators``,
+``comm``, ``placements`` and ``_torch``.
+
+- ``module``: the compiled model; ``runner`` runs one kind of call, ``compiled`` compiles its body.
+- ``agreement``, ``exchange``: what ranks say to agree on a call before it.
+- ``buckets``: how parameters reach the body; ``gradients``: how their gradients come back, and where they are kept;
+  ``backwards``: what a backward pass has under way; ``hooks``: hooks on parameters.
+- ``accumulation``: windows of several calls.
+- ``clipping``, ``limits``, ``norm``, ``norm_program``: the global norm of gradients, and clipping to it;
+  ``optimizers``: what watches the optimizers' steps.
+- ``pipeline``, ``stages``, ``microbatches``, ``tied``: the same for a rank's stages.
+- ``state``, ``slices``: parameters as ``DTensor``s, and a rank's part of them; ``randomness``: the random stream.
+"""

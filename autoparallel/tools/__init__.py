@@ -1,0 +1,6 @@
+"""The command line, and what it does beside training.  May import everything but the faces of ``torch.compile``.
+
+- ``cli``: the commands; ``plan``: plans without ranks; ``sources``: the models that commands are given.
+- ``verify``: any model against eager autograd, on real processes (``processes``); ``parity`` has its parts.
+- ``calibration``: measures the hardware.
+"""

@@ -1,0 +1,108 @@
+"""The house: which part may know which, measured on the import statements themselves.
+
+A room is a package, or a module in the root of ours. Imports that stand inside of functions, or are there for types
+only, count like all others.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "autoparallel"
+FILES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted([*ROOT.rglob("*.py"), *(ROOT / "passes").glob("*.py")])
+}
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+FACES = {"__init__", "__main__", "backend", "tools"}
+
+
+def imports_of(statement: ast.AST) -> set[str]:
+    """The modules of ours that an import statement names."""
+    names: list[str] = []
+    if isinstance(statement, ast.Import):
+        names = [alias.name for alias in statement.names]
+    elif isinstance(statement, ast.ImportFrom):
+        assert not statement.level, "imports are absolute"
+        inner = [f"{statement.module}.{alias.name}" for alias in statement.names]
+        names = [name if name in FILES else str(statement.module) for name in inner]
+    return FILES.keys() & names
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """Every module of ours, and those that it imports."""
+    trees = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+    return {name: {m for node in ast.walk(tree) for m in imports_of(node)} - {name} for name, tree in trees.items()}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+@functools.cache
+def rooms() -> dict[str, set[str]]:
+    """Every room, and those that its files import."""
+    arrows: dict[str, set[str]] = {room_of(module): set() for module in imports()}
+    for module, others in imports().items():
+        arrows[room_of(module)] |= {room_of(other) for other in others} - {room_of(module)}
+    return arrows
+
+
+def longest_chain(arrows: Mapping[str, set[str]]) -> list[str]:
+    """The longest way along imports, from the top down."""
+    chains: dict[str, list[str]] = {}
+    for name in TopologicalSorter(arrows).static_order():
+        chains[name] = [name, *max((chains[other] for other in sorted(arrows[name])), key=len, default=[])]
+    return max(chains.values(), key=len)
+
+
+def may_import(package: str) -> set[str]:
+    """The rooms that a package's docstring allows it."""
+    text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
+    (sentence,) = re.findall(r"May import (.*?)\.(?:\s|$)", text, flags=re.DOTALL)
+    if sentence.startswith("everything"):
+        return rooms().keys() - {"backend", "dynamo"}
+    return set(re.findall(r"``(\w+)``", sentence))
+
+
+def test_few_modules_stand_in_the_root() -> None:
+    assert len(list(ROOT.glob("*.py"))) <= 12
+
+
+def test_no_files_and_no_rooms_import_each_other_in_a_circle() -> None:
+    for arrows in (imports(), rooms()):
+        assert len(list(TopologicalSorter(arrows).static_order())) == len(arrows)  # raises CycleError for a circle
+
+
+def test_chains_of_imports_are_short() -> None:
+    chain = longest_chain(rooms())
+    assert len(chain) <= 13, " -> ".join(chain)
+
+
+def test_imports_stand_at_the_top_of_their_file() -> None:
+    def inner(tree: ast.Module) -> Iterator[ast.AST]:
+        top = set(map(id, tree.body))
+        yield from (node for node in ast.walk(tree) if id(node) not in top and imports_of(node))
+
+    lazy = {name: [node.lineno for node in inner(ast.parse(path.read_text()))] for name, path in FILES.items()}  # type: ignore[attr-defined]
+    assert not {name: lines for name, lines in lazy.items() if lines}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_what_it_says(package: str) -> None:
+    assert rooms()[package] == may_import(package) & rooms()[package], "more than its docstring allows"
+    if package != "tools":
+        assert may_import(package) == rooms()[package], "its docstring allows what it does not need"
+
+
+def test_only_the_faces_import_the_compiler() -> None:
+    above = {room for room, others in rooms().items() if others & {"api", "compiler"}}
+    assert above <= {*FACES, "api"}
