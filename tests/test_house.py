@@ -67,7 +67,7 @@ def longest_chain(arrows: Mapping[str, set[str]]) -> list[str]:
 def may_import(package: str) -> set[str]:
     """The rooms that a package's docstring allows it."""
     text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
-    (sentence,) = re.findall(r"May import (.*?)\.(?:\s|$)", text, flags=re.DOTALL)
+    (sentence,) = re.findall(r"May import\s+(.*?)\.(?:\s|$)", text, flags=re.DOTALL)
     if sentence.startswith("everything"):
         return rooms().keys() - {"backend", "dynamo"}
     return set(re.findall(r"``(\w+)``", sentence))
