@@ -38,14 +38,6 @@ def _lazy(emit: Emitter, node: fx.Node) -> Any:
     return emit(aten.neg.default if node.target is aten._neg_view.default else aten.conj_physical.default, x)
 
 
-def _as_complex(emit: Emitter, node: fx.Node) -> Any:
-    """Both parts of a number must lie together, also where a rank's tensor has other strides."""
-    x = node.args[0]
-    if isinstance(x, fx.Node) and x.target is aten.contiguous.default:
-        return None
-    return emit(aten.view_as_complex.default, emit(aten.contiguous.default, x))
-
-
 def _copy(emit: Emitter, node: fx.Node) -> Any:
     """A copy has no derivative; the tensor that it overwrites gets a gradient of zero, as from ``fill``."""
     x, source = node.args[:2]
@@ -140,7 +132,6 @@ MEMORY_REWRITES: dict[Any, Callable[[Emitter, fx.Node], Any]] = {
     **dict.fromkeys((aten._conj.default, aten.conj.default, aten._neg_view.default, *_SETTLING), _lazy),
     **dict.fromkeys(STRIDED, _strided),
     aten.copy.default: _copy,
-    aten.view_as_complex.default: _as_complex,
 }
 """For each operator what makes the value that takes its place, or None where it may stay."""
 

@@ -10,9 +10,11 @@ when the operator runs, so that the program is the same text on every rank.  May
 - ``plain_randomness``: the same numbers for a plain model in eager.
 - ``tables``: sharded, padded and interleaved tables, and look-ups in them.
 - ``losses``: cross-entropy as a sum and a weight, also of sharded classes.
+- ``complexes``: complex numbers of pairs with any strides.
 - ``experts``: linear layers of which every row picks its own.
 """
 
+from autoparallel.operators.complexes import pairs_as_complex
 from autoparallel.operators.draws import DRAWS, dropout
 from autoparallel.operators.losses import (
     cross_entropy_sum,
@@ -33,7 +35,24 @@ from autoparallel.operators.tables import (
 )
 
 __all__ = [
-    "DRAWS", "MICROBATCH", "RandomState", "UnsupportedRandomness", "cross_entropy_sum", "cross_entropy_sum_sharded",
-    "cross_entropy_weight", "dropout", "embedding_sharded", "interleave", "pad_rows", "padded_embedding", "piece",
-    "plain_randomness", "random_state", "set_random_state", "shard_index", "topk_indices", "weighted_mean",
+    "DRAWS",
+    "MICROBATCH",
+    "RandomState",
+    "UnsupportedRandomness",
+    "cross_entropy_sum",
+    "cross_entropy_sum_sharded",
+    "cross_entropy_weight",
+    "dropout",
+    "embedding_sharded",
+    "interleave",
+    "pad_rows",
+    "padded_embedding",
+    "pairs_as_complex",
+    "piece",
+    "plain_randomness",
+    "random_state",
+    "set_random_state",
+    "shard_index",
+    "topk_indices",
+    "weighted_mean",
 ]  # fmt: skip

@@ -243,11 +243,21 @@ def _diagonal(node: fx.Node) -> Rule:
     )
 
 
+def _join_pairs(call: LocalCall) -> None:
+    if call.target is aten.view_as_complex.default:
+        call.target = operators.pairs_as_complex
+
+
 @rule(aten.view_as_complex.default, aten.view_as_real.default)
 def _complex(node: fx.Node) -> Rule:
     notation = "... c -> ..." if node.target is aten.view_as_complex.default else "... -> ... c"
     return make_rule(
-        notation, [shape_of(tensor_operands(node)[0])], shape_of(node), linear=[(0,)], blocked=["c"]
+        notation,
+        [shape_of(tensor_operands(node)[0])],
+        shape_of(node),
+        linear=[(0,)],
+        blocked=["c"],
+        localize=_join_pairs,
     )
 
 

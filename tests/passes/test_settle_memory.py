@@ -61,16 +61,6 @@ def test_conjugations_are_done_where_they_stand() -> None:
     ], text
 
 
-def test_both_parts_of_a_number_lie_together() -> None:
-    text = lines(lambda x, w: torch.view_as_complex(w.reshape(6, 3, 2)).abs())
-    assert text == [
-        "aten.reshape(p_model_w, [6, 3, 2])",
-        "aten.contiguous(reshape_default)",
-        "aten.view_as_complex(contiguous_default)",
-        "aten.abs(view_as_complex_default)",
-    ], text
-
-
 def test_strides_become_positions() -> None:
     text = lines(lambda x, w: (w * 2).as_strided((2, 3), (6, 2), 1))
     assert text[0] == "aten.mul.Tensor(p_model_w, 2)"

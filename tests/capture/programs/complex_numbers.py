@@ -21,7 +21,7 @@ class FourierMixer(nn.Module):
         return self.b(torch.fft.fft(self.a(x), dim=-1).real)
 
 
-@program()  # not on two ranks yet: tensor_parallel reads its view with other strides
+@program(ranks=True)
 class SpectralFilter(nn.Module):
     """A learned complex filter, kept as pairs of real numbers (GFNet)."""
 
