@@ -106,3 +106,11 @@ def test_a_package_imports_what_it_says(package: str) -> None:
 def test_only_the_faces_import_the_compiler() -> None:
     above = {room for room, others in rooms().items() if others & {"api", "compiler"}}
     assert above <= {*FACES, "api"}
+
+
+def test_the_drawing_shows_every_room_in_the_order_of_imports() -> None:
+    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT.parent / "docs" / "house.md").read_text(), flags=re.MULTILINE)
+    drawn = [room.strip("`").removesuffix("/").removesuffix(".py") for row in rows for room in row.split(", ")]
+    assert {*drawn} == rooms().keys() - {"__init__", "__main__"}
+    for place, room in enumerate(drawn):
+        assert rooms()[room] <= {*drawn[:place], "dynamo"}, f"{room} stands above what it imports"
