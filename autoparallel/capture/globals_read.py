@@ -32,6 +32,7 @@ from autoparallel.graph.python_state import (
     PythonState,
     freeze,
     is_data,
+    is_installed,
     is_library,
     is_plain,
     shown,
@@ -186,7 +187,7 @@ class GlobalsRead:
             loads = seen[1]
         if loads is None:
             return
-        if loads.cells and "/site-packages/" not in code.co_filename:
+        if loads.cells and not is_installed(code.co_filename):
             self._note_cells(frame, loads.cells)
         if self._owners and loads.first:
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
@@ -197,7 +198,7 @@ class GlobalsRead:
     def _is_foreign(self, frame: types.FrameType) -> bool:
         """Whether a function is of a package that has nothing to do with the model: what a garbage collection calls."""
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        return "/site-packages/" in frame.f_code.co_filename and package not in self._packages
+        return is_installed(frame.f_code.co_filename) and package not in self._packages
 
     def _note_globals(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
         table = frame.f_globals
@@ -274,7 +275,7 @@ class GlobalsRead:
             self._caches.append(value)
             return
         # Of an installed package only numbers and the like are watched: its registries are no model's state.
-        if isinstance(value, types.ModuleType) or not is_plain(value) and "/site-packages/" in frame.f_code.co_filename:
+        if isinstance(value, types.ModuleType) or not is_plain(value) and is_installed(frame.f_code.co_filename):
             return
         if isinstance(value, Iterator):
             self._problem = self._problem or (

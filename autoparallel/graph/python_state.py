@@ -183,16 +183,26 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _installed_as(filename: str) -> str | None:
+    """The package or module of a file that an installer put there; None for any other file."""
+    parts = filename.replace("\\", "/").split("/")
+    places = [i for i, part in enumerate(parts[:-1]) if part in ("site-packages", "dist-packages")]
+    return parts[places[0] + 1].removesuffix(".py") if places else None
+
+
+@cache
+def is_installed(filename: str) -> bool:
+    """Whether a file of Python is of an installed package, and not of the user's own code."""
+    return _installed_as(filename) is not None
+
+
 @cache
 def is_library(filename: str) -> bool:
     """Whether a file of Python is of a library whose state is no model's."""
-    if filename.startswith("<"):
-        return True
-    parts = filename.replace("\\", "/").split("/")
-    if "site-packages" in parts:
-        root = parts[parts.index("site-packages") + 1] if parts[-1] != "site-packages" else ""
-        return root.removesuffix(".py") in LIBRARIES
-    return filename.startswith(_PREFIXES)
+    package = _installed_as(filename)
+    if package is not None:
+        return package in LIBRARIES
+    return filename.startswith(("<", *_PREFIXES))
 
 
 _PREFIXES = tuple({enum.__file__.rpartition("/")[0] + "/", torch.__file__.rpartition("/")[0] + "/",
