@@ -221,6 +221,7 @@ def test_bad_arguments_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=message):
             autoparallel.verify(*arguments, **options)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # whatever ran in this process before
     with pytest.raises(RuntimeError, match=r"starts its own processes.*one of 2 already"):
         autoparallel.verify(model, 2, x)
 
