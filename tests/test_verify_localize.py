@@ -17,8 +17,9 @@ from autoparallel.comm import collectives
 from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState
 from autoparallel.planner.planning import Request, call_of, draft
-from autoparallel.rules.core import _RULES, Rule
+from autoparallel.rules.core import Rule
 from autoparallel.rules.localize import LocalCall
+from autoparallel.rules.table import RULES
 from autoparallel.tools.parity.localize_program import program_deviation
 from autoparallel.tools.parity.task import make_task
 from autoparallel.tools.parity.verification import Deviation
@@ -51,7 +52,7 @@ def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unverified")
 def test_a_local_call_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule_of = _RULES[aten.linear.default]
+    rule_of = RULES[aten.linear.default]
 
     def doubled(call: LocalCall) -> None:
         if call.node.meta["key"].startswith("blocks.0.attention.v/"):
@@ -64,7 +65,7 @@ def test_a_local_call_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         assert rule is not None
         return replace(rule, localize=doubled)
 
-    monkeypatch.setitem(_RULES, aten.linear.default, wrong)
+    monkeypatch.setitem(RULES, aten.linear.default, wrong)
     found = deviation("tensor_parallel", (2, 2))
     assert found is not None and (found.stage, found.direction) == ("program", "forward")
     assert found.operator == "blocks.0.attention.v/aten.linear#0" and found.module == "blocks.0.attention.v"
@@ -72,13 +73,13 @@ def test_a_local_call_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_argument_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule_of = _RULES[aten.layer_norm.default]
+    rule_of = RULES[aten.layer_norm.default]
 
     def scaled(call: LocalCall) -> None:
         call.args = (*call.args[:4], 0.1) if len(call.args) > 4 else call.args
         call.kwargs = {**call.kwargs, "eps": 0.1} if len(call.args) <= 4 else call.kwargs
 
-    monkeypatch.setitem(_RULES, aten.layer_norm.default, lambda node: replace(rule_of(node), localize=scaled))
+    monkeypatch.setitem(RULES, aten.layer_norm.default, lambda node: replace(rule_of(node), localize=scaled))
     found = deviation("data_parallel", (2,))
     assert found is not None and found.operator == "blocks.0.norm1/aten.layer_norm#0" and "shard:" in found.rule
 
@@ -121,7 +122,7 @@ def skewed(x: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("unverified")
 def test_a_local_backward_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule_of = _RULES[aten.linear.default]
+    rule_of = RULES[aten.linear.default]
 
     def wrong(call: LocalCall) -> None:
         if call.node.meta["key"].startswith("blocks.0.attention.k/"):
@@ -129,7 +130,7 @@ def test_a_local_backward_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) 
                 x = call.graph.call_function(skewed, (call.args[0],))
             call.args = (x, *call.args[1:])
 
-    monkeypatch.setitem(_RULES, aten.linear.default, lambda node: replace(rule_of(node), localize=wrong))
+    monkeypatch.setitem(RULES, aten.linear.default, lambda node: replace(rule_of(node), localize=wrong))
     found = deviation("tensor_parallel", (2,))
     assert found is not None and (found.stage, found.direction) == ("program", "backward")
     # q, k and v read the same tensor: which of them gives back a wrong gradient cannot be told from their sum.

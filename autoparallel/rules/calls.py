@@ -41,6 +41,11 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def operand_shapes(node: fx.Node) -> list[Shape]:
+    """The global shapes of the node's tensor operands."""
+    return [shape_of(operand) for operand in tensor_operands(node)]
+
+
 def map_tensor_operands(node: fx.Node, replace: Callable[[int, fx.Node], fx.Node]) -> tuple[Any, Any]:
     """The node's args and kwargs with each tensor operand (by position) replaced."""
     count = 0
@@ -72,6 +77,14 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     bound.update(zip((name for name, _ in names), node.args, strict=False))
     bound.update(node.kwargs)
     return bound
+
+
+def dims_of(node: fx.Node) -> list[int]:
+    """The dims that a call names in ``dim`` or ``dims``, counted from the front; every dim where it names none."""
+    values, rank = arguments(node), len(operand_shapes(node)[0])
+    named = values["dims"] if "dims" in values else values.get("dim")
+    dims = [named] if isinstance(named, int) else named or range(rank)
+    return [dim % rank for dim in dims if rank]
 
 
 def argument_position(node: fx.Node, name: str) -> int:

@@ -12,18 +12,22 @@ Notation: operands are separated by ``,``; dims by spaces; ``(h d)`` is a dim co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from autoparallel.rules.calls import operand_shapes, shape_of
 from autoparallel.rules.localize import Localize
 
 DimFactors = tuple[str, ...]
 """The factors of one dim, outermost first; empty for a dim that is not sharded."""
 
 TensorFactors = tuple[DimFactors, ...]
+
+Notation = tuple[Sequence[Sequence[str]], Sequence[str]]
+"""The dims of each operand and of the result, each dim still text."""
 
 
 class RuleError(ValueError):
@@ -67,8 +71,7 @@ class Rule:
         for operand in self.operands:
             for dim in operand:
                 for factor in dim:
-                    known = factor in borne or factor in self.reductions or factor in self.blocked
-                    if not known:
+                    if factor not in borne and factor not in self.reductions and factor not in self.blocked:
                         raise RuleError(
                             f"factor {factor!r} is reduced (the result does not bear it) but the rule {self} declares "
                             "no kind for it: give reductions={...: 'sum' | 'mean'} or block it"
@@ -103,20 +106,17 @@ class Rule:
 
         Returns -1 where the tensor bears the factor in a place that cannot be cut.
         """
-        found: int | None = None
-        for dim, factors in enumerate(tensor):
-            if factor in factors:
-                if factors[0] != factor or found is not None:
-                    return -1
-                found = dim
-        return found
+        bearing = [dim for dim, factors in enumerate(tensor) if factor in factors]
+        if not bearing:
+            return None
+        return bearing[0] if len(bearing) == 1 and tensor[bearing[0]][0] == factor else -1
 
 
 _DIM = re.compile(r"\([^)]*\)|\S+")
 
 
 def parse_factors(text: str) -> tuple[list[list[str]], list[str]]:
-    """Splits notation into the dims of each operand and of the result; each dim still text."""
+    """Splits a line of notation into the dims of each operand and of the result."""
     left, arrow, right = text.partition("->")
     if not arrow or "->" in right:
         raise RuleError(f"a sharding rule is written 'operands -> result', got {text!r}")
@@ -124,9 +124,8 @@ def parse_factors(text: str) -> tuple[list[list[str]], list[str]]:
 
 
 def make_rule(
-    notation: str,
-    shapes: Sequence[Sequence[Any]],
-    result_shape: Sequence[Any],
+    node: fx.Node,
+    notation: str | Notation,
     *,
     sizes: Mapping[str, Any] | None = None,
     reductions: Mapping[str, str] | None = None,
@@ -137,27 +136,31 @@ def make_rule(
     flops: float = 0,
     exchange: tuple[str, str] | None = None,
 ) -> Rule:
-    """The rule of one call, from its notation and the shapes of its tensors.
+    """The rule of one call, from its notation and the shapes of its tensors; the options are those of ``Rule``.
+
+    A named factor that the result does not bear is summed, unless ``reductions`` or ``blocked`` say otherwise.
 
     Raises:
         RuleError: when ranks or sizes contradict the notation.
     """
-    left, right = parse_factors(notation)
+    left, right = parse_factors(notation) if isinstance(notation, str) else notation
+    shapes, result_shape = operand_shapes(node), shape_of(node)
     if len(left) != len(shapes):
         raise RuleError(f"the rule {notation!r} is for {len(left)} tensors, the call has {len(shapes)}")
-    found: dict[str, Any] = dict(sizes or {})
+    factor_sizes: dict[str, Any] = dict(sizes or {})
     lead = max(
         (len(shape) - len(dims) + 1 for dims, shape in zip(left, shapes, strict=True) if "..." in dims), default=0
     )
     if "..." in right:
         lead = max(lead, len(result_shape) - len(right) + 1)
-    operands = tuple(_tensor_factors(d, s, lead, found, notation) for d, s in zip(left, shapes, strict=True))
-    result = _tensor_factors(right, result_shape, lead, found, notation)
+    operands = tuple(_tensor_factors(d, s, lead, factor_sizes, notation) for d, s in zip(left, shapes, strict=True))
+    result = _tensor_factors(right, result_shape, lead, factor_sizes, notation)
+    summed = _named(*left).difference(_named(right), blocked)
     return Rule(
         operands,
         result,
-        found,
-        dict(reductions or {}),
+        factor_sizes,
+        {**dict.fromkeys(sorted(summed), "sum"), **(reductions or {})},
         tuple(frozenset(group) for group in linear),
         frozenset(additive),
         frozenset(blocked),
@@ -167,8 +170,31 @@ def make_rule(
     )
 
 
+def dim_names(rank: int, whole: Collection[int] = (), prefix: str = "x") -> list[str]:
+    """A name for each dim of a tensor: ``d0``, ``d1`` and so on, with ``x`` for ``d`` where ``dimwise`` blocks it."""
+    return [f"{prefix if dim in whole else 'd'}{dim}" for dim in range(rank)]
+
+
+def dimwise(
+    node: fx.Node,
+    operands: Sequence[Sequence[str]],
+    result: Sequence[str],
+    *,
+    blocked: Sequence[str] = (),
+    **options: Any,
+) -> Rule:
+    """The rule of a call whose dims are named one by one; names that begin with ``x`` are blocked."""
+    whole = sorted(name for name in _named(*operands, result) if name.startswith("x"))
+    return make_rule(node, ([*operands], result), blocked=[*whole, *blocked], **options)
+
+
+def _named(*tensors: Sequence[str]) -> set[str]:
+    """The names of the factors in the dims of tensors."""
+    return {name for dims in tensors for dim in dims for name in dim.strip("()").split()} - {"1", "..."}
+
+
 def _tensor_factors(
-    dims: Sequence[str], shape: Sequence[Any], lead: int, sizes: dict[str, Any], notation: str
+    dims: Sequence[str], shape: Sequence[Any], lead: int, sizes: dict[str, Any], notation: str | Notation
 ) -> TensorFactors:
     written = list(dims)
     if "..." in written:
@@ -188,32 +214,12 @@ def _tensor_factors(
         elif text == "1" or (isinstance(size, int) and size == 1):
             out.append(())
         else:
-            known = sizes.setdefault(text, size)
-            if known is not size and isinstance(known, int) and isinstance(size, int) and known != size:
-                raise RuleError(f"factor {text!r} in {notation!r} has the sizes {known} and {size}")
+            first = sizes.setdefault(text, size)
+            if isinstance(first, int) and isinstance(size, int) and first != size:
+                raise RuleError(f"factor {text!r} in {notation!r} has the sizes {first} and {size}")
             out.append((text,))
     return tuple(out)
 
 
 RuleMaker = Callable[["fx.Node"], "Rule | None"]
-
-_RULES: dict[Any, RuleMaker] = {}
-_USER_RULES: dict[Any, RuleMaker] = {}
-
-
-def rule(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
-    """Decorates the function that makes the rule of a call of one of ``targets``."""
-
-    def register(maker: RuleMaker) -> RuleMaker:
-        for target in targets:
-            if target in _RULES:
-                raise RuleError(f"{target} has a rule already")
-            _RULES[target] = maker
-        return maker
-
-    return register
-
-
-def ruled_targets() -> list[Any]:
-    """Every operator that has a built-in rule."""
-    return list(_RULES)
+"""Makes the rule of a call; None where this call can only be replicated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ class LocalCall:
         """The mesh axes that shard ``factor``, outermost first."""
         return [i for i, m in enumerate(self.modes) if m.kind == "shard" and m.factor == factor]
 
+    def pieces(self, factor: str) -> int:
+        """Into how many pieces ``factor`` is cut."""
+        return math.prod(self.axis_sizes[i] for i in self.axes_of(factor))
+
     def joint_group(self, factor: str) -> str:
         """The name of the one group over all axes that shard ``factor``; empty when none does."""
         axes = self.axes_of(factor)
@@ -53,11 +58,8 @@ class LocalCall:
 
     def shards(self, dim: int) -> int:
         """Into how many pieces the result's ``dim`` is cut."""
-        count = 1
-        for size, placement in zip(self.axis_sizes, self.result_layout, strict=True):
-            if placement.kind == "S" and placement.dim == dim:
-                count *= size
-        return count
+        cuts = zip(self.axis_sizes, self.result_layout, strict=True)
+        return math.prod(size for size, placement in cuts if placement.kind == "S" and placement.dim == dim)
 
     def dim_groups(self) -> tuple[str, ...]:
         """For each dim of the result, the axes that shard it, joined by commas."""
@@ -95,5 +97,16 @@ def divide_sizes(name: str) -> Localize:
             else:
                 sizes[dim] = size // count
         call.set_argument(name, sizes)
+
+    return localize
+
+
+def divide_counts(*names: str, factor: str) -> Localize:
+    """Localises arguments that count what ``factor`` runs over, such as groups: each is divided by its pieces."""
+
+    def localize(call: LocalCall) -> None:
+        pieces = call.pieces(factor)
+        for name in names if pieces > 1 else ():
+            call.set_argument(name, arguments(call.node)[name] // pieces)
 
     return localize

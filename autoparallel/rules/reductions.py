@@ -1,161 +1,99 @@
-"""Sums, means and other reductions; softmax, scans and normalisations."""
+"""Sums, means and other reductions; softmax, scans and transforms along dims; normalisations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
+from typing import Any
 
-import torch
 from torch import fx
 
-from autoparallel import operators
-from autoparallel.rules.calls import arguments, shape_of, tensor_operands
-from autoparallel.rules.core import Rule, make_rule, rule
-from autoparallel.rules.elementwise import keeps_sums
-from autoparallel.rules.localize import LocalCall
-
-aten = torch.ops.aten
+from autoparallel.rules.calls import arguments, dims_of, operand_shapes
+from autoparallel.rules.core import Rule, dim_names, dimwise
+from autoparallel.rules.localize import divide_counts
+from autoparallel.rules.pointwise import keeps_sums
 
 
-def _reduction(node: fx.Node, dims: Sequence[int] | None, keepdim: bool, kind: str | None) -> Rule:
-    source = shape_of(tensor_operands(node)[0])
-    rank = len(source)
-    gone = {d % rank for d in dims} if dims else set(range(rank))
-    names = [f"d{i}" for i in range(rank)]
-    kept = [("1" if i in gone else n) for i, n in enumerate(names) if keepdim or i not in gone]
-    reduced = [names[i] for i in sorted(gone)]
-    return make_rule(
-        f"{' '.join(names)} -> {' '.join(kept)}",
-        [source],
-        shape_of(node),
-        reductions={n: kind for n in reduced} if kind else {},
-        linear=[(0,)] if kind and keeps_sums(node) else [],
-        blocked=[] if kind else reduced,
+def along(node: fx.Node, dims: Collection[int] | None = None, linear: bool = False) -> Rule:
+    """Of an operator that works along some dims, those that the call names, and leaves the others alone.
+
+    The dims along which it works stay whole; it may change their size.
+    """
+    rank = len(operand_shapes(node)[0])
+    dims = dims_of(node) if dims is None else dims
+    return dimwise(node, [dim_names(rank, dims)], dim_names(rank, dims, "xo"), linear=[(0,)] if linear else [])
+
+
+def reduction(
+    node: fx.Node, kind: str | None = None, dims: Collection[int] | None = None, linear: bool = True
+) -> Rule | None:
+    """Of an operator that reduces some dims, those that the call names, of operands of one shape.
+
+    Args:
+        kind: ``"sum"`` or ``"mean"``; None where the dims that are reduced stay whole.
+        linear: whether a sum or a mean is linear in its operand.
+    """
+    shape, *others = operand_shapes(node)
+    if any(other != shape for other in others):
+        return None  # what an operator that broadcasts reduces cannot be told from the factors
+    dims = dims_of(node) if dims is None else dims
+    names = dim_names(len(shape), () if kind else dims)
+    keepdim = bool(arguments(node).get("keepdim"))
+    return dimwise(
+        node,
+        [names, *(names for _ in others)],
+        ["1" if i in dims else name for i, name in enumerate(names) if keepdim or i not in dims],
+        reductions={names[i]: kind for i in dims} if kind else {},
+        linear=[(0,)] if kind and linear and keeps_sums(node) else [],
     )
 
 
-@rule(aten.sum.default, aten.mean.default)
-def _reduce_all(node: fx.Node) -> Rule:
-    return _reduction(node, None, False, "sum" if node.target is aten.sum.default else "mean")
+def fourier(node: fx.Node) -> Rule:
+    """Of a Fourier transform: linear over real numbers in whatever dims it transforms, some of which change in size."""
+    values, rank = arguments(node), len(operand_shapes(node)[0])
+    if values["dim"] is None and values.get("s") is not None:  # the last dims, as many as there are sizes
+        return along(node, range(rank - len(values["s"]), rank), linear=True)
+    return along(node, linear=True)
 
 
-@rule(aten.sum.dim_IntList, aten.mean.dim)
-def _reduce_dims(node: fx.Node) -> Rule:
-    values = arguments(node)
-    return _reduction(node, values["dim"], values["keepdim"], "sum" if node.target is aten.sum.dim_IntList else "mean")
-
-
-@rule(
-    aten.amax.default, aten.amin.default, aten.argmax.default, aten.argmin.default, aten.any.dim, aten.all.dim,
-    aten.logsumexp.default, aten.var.correction, aten.std.correction, aten.prod.dim_int, aten.var.dim, aten.std.dim,
-    aten.linalg_vector_norm.default, aten.count_nonzero.dim_IntList,
-)  # fmt: skip
-def _reduce_whole_dims(node: fx.Node) -> Rule:
-    values = arguments(node)
-    dims = values["dim"]
-    return _reduction(node, [dims] if isinstance(dims, int) else dims, bool(values.get("keepdim")), None)
-
-
-@rule(aten.cosine_similarity.default)
-def _cosine_similarity(node: fx.Node) -> Rule | None:
-    shapes = [shape_of(o) for o in tensor_operands(node)]
-    if shapes[0] != shapes[1]:
-        return None
-    names = [f"d{i}" for i in range(len(shapes[0]))]
-    dim = arguments(node)["dim"] % len(names)
-    text = " ".join(names)
-    return make_rule(
-        f"{text}, {text} -> {' '.join(n for i, n in enumerate(names) if i != dim)}",
-        shapes,
-        shape_of(node),
-        blocked=[names[dim]],
-    )
-
-
-@rule(
-    aten._softmax.default, aten.softmax.int, aten._log_softmax.default, aten.log_softmax.int,
-    aten._safe_softmax.default, aten.cumprod.default, aten.logcumsumexp.default, aten.argsort.default,
-    aten.argsort.stable,
-)  # fmt: skip
-def _along_one_dim(node: fx.Node) -> Rule:
-    shape = shape_of(node)
-    names = [f"d{i}" for i in range(len(shape))]
-    text = " ".join(names)
-    return make_rule(f"{text} -> {text}", [shape], shape, blocked=[names[arguments(node)["dim"]]] if names else [])
-
-
-@rule(operators.topk_indices)
-def _topk_indices(node: fx.Node) -> Rule:
-    source = shape_of(tensor_operands(node)[0])
-    dim = arguments(node)["dim"] % len(source)
-    left = ["x" if d == dim else f"d{d}" for d in range(len(source))]
-    right = ["k" if d == dim else f"d{d}" for d in range(len(source))]
-    return make_rule(f"{' '.join(left)} -> {' '.join(right)}", [source], shape_of(node), blocked=["x", "k"])
-
-
-@rule(aten.histc.default)
-def _histc(node: fx.Node) -> Rule | None:
+def histogram(node: fx.Node) -> Rule | None:
+    """Of the counts of values in bins."""
     values = arguments(node)
     if values["min"] == values["max"]:
         return None  # torch takes the range from all the values there are
-    source = shape_of(tensor_operands(node)[0])
-    names = [f"d{i}" for i in range(len(source))]
-    return make_rule(
-        f"{' '.join(names)} -> c", [source], shape_of(node), reductions={n: "sum" for n in names}, blocked=["c"]
-    )
+    return dimwise(node, [dim_names(len(operand_shapes(node)[0]))], ["x"])
 
 
-@rule(aten.layer_norm.default, aten.rms_norm.default)
-def _layer_norm(node: fx.Node) -> Rule:
-    operands, values = tensor_operands(node), arguments(node)
-    normalized = [f"n{i}" for i in range(len(values["normalized_shape"]))]
-    inner = " ".join(normalized)
+def layer_norm(node: fx.Node) -> Rule:
+    """Of a normalisation over the last dims, with or without a weight and a bias."""
+    values, count = arguments(node), len(operand_shapes(node))
+    inner = [f"x{i}" for i in range(len(values["normalized_shape"]))]
     weighted, biased = values["weight"] is not None, values.get("bias") is not None
-    return make_rule(
-        f"{', '.join([f'... {inner}', *[inner] * (len(operands) - 1)])} -> ... {inner}",
-        [shape_of(o) for o in operands],
-        shape_of(node),
+    return dimwise(
+        node,
+        [["...", *inner], *[inner] * (count - 1)],
+        ["...", *inner],
         linear=[(1,)] if weighted else [],
-        additive=[len(operands) - 1] if weighted and biased else [],
-        blocked=normalized,
+        additive=[count - 1] if weighted and biased else [],
     )
 
 
-def _localize_num_groups(call: LocalCall) -> None:
-    pieces = 1
-    for axis in call.axes_of("g"):
-        pieces *= call.axis_sizes[axis]
-    if pieces > 1:
-        call.set_argument("num_groups", arguments(call.node)["num_groups"] // pieces)
+def _by_sample(node: fx.Node, channel: str, **options: Any) -> Rule:
+    """Of a normalisation over the places of each sample, ``[n, channel, ...]``, and a part of its channels."""
+    shape, *weights = operand_shapes(node)
+    sample = ["n", channel, *(f"x{i}" for i in range(len(shape) - 2))]
+    return dimwise(node, [sample, *([channel] for _ in weights)], sample, **options)
 
 
-@rule(aten.group_norm.default)
-def _group_norm(node: fx.Node) -> Rule:
-    operands = tensor_operands(node)
-    shape, groups = shape_of(node), arguments(node)["num_groups"]
-    places = [f"x{i}" for i in range(len(shape) - 2)]
-    sample = " ".join(["n", "(g c)", *places])
-    return make_rule(
-        f"{', '.join([sample, *['(g c)'] * (len(operands) - 1)])} -> {sample}",
-        [shape_of(o) for o in operands],
-        shape,
-        sizes={"g": groups, "c": shape[1] // groups},
-        blocked=["c", *places],
-        localize=_localize_num_groups,
-    )
+def group_norm(node: fx.Node) -> Rule:
+    """Of a normalisation over groups of channels, of which whole ones are cut."""
+    channels, groups = operand_shapes(node)[0][1], arguments(node)["num_groups"]
+    localize = divide_counts("num_groups", factor="g")
+    return _by_sample(node, "(g xc)", sizes={"g": groups, "xc": channels // groups}, localize=localize)
 
 
-@rule(aten.instance_norm.default)
-def _instance_norm(node: fx.Node) -> Rule | None:
+def instance_norm(node: fx.Node) -> Rule | None:
+    """Of a normalisation of each channel of each sample."""
     values = arguments(node)
     if values["running_mean"] is not None or values["running_var"] is not None:
         return None  # its running statistics are means over the batch
-    operands = tensor_operands(node)
-    shape = shape_of(node)
-    places = [f"x{i}" for i in range(len(shape) - 2)]
-    sample = " ".join(["n", "c", *places])
-    return make_rule(
-        f"{', '.join([sample, *['c'] * (len(operands) - 1)])} -> {sample}",
-        [shape_of(o) for o in operands],
-        shape,
-        blocked=places,
-    )
+    return _by_sample(node, "c")

@@ -10,8 +10,8 @@ from autoparallel import operators
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.placements import Layout, divides, fills_up, reaches_all
 from autoparallel.placements.modes import Mode
-from autoparallel.rules import rule_for
 from autoparallel.rules.calls import tensor_operands
+from autoparallel.rules.registry import rule_for
 from autoparallel.rules.typing import Typed, typed_modes
 
 

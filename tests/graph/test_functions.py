@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoparallel
 from autoparallel.operators.opaque import function_operator
-from autoparallel.rules.core import _USER_RULES
+from autoparallel.rules.registry import USER_RULES
 from tests.distributed import run_distributed
 from tests.graph.programs import batches, make_model, refusal, require_as_eager, require_equal, train, train_on_ranks
 from tests.rules.examples import real
@@ -320,10 +320,10 @@ def test_trains_as_eager_on_two_ranks(make: Callable[[], nn.Module], plan: str) 
 
 @pytest.fixture
 def forget_rules() -> Iterator[None]:
-    before = dict(_USER_RULES)
+    before = dict(USER_RULES)
     yield
-    _USER_RULES.clear()
-    _USER_RULES.update(before)
+    USER_RULES.clear()
+    USER_RULES.update(before)
 
 
 def _train_with_a_rule(make: Callable[[], nn.Module], plan: str) -> Any:
@@ -331,7 +331,7 @@ def _train_with_a_rule(make: Callable[[], nn.Module], plan: str) -> Any:
     try:
         return train_on_ranks(make, plan)
     finally:
-        _USER_RULES.pop(Round)
+        USER_RULES.pop(Round)
 
 
 def _before(program: str, name: str) -> str:

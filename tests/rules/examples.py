@@ -10,7 +10,9 @@ from torch import Tensor
 from autoparallel import operators
 from autoparallel.operators import draws
 from autoparallel.operators.experts import grouped_linear
-from tests.rules.proof import Example
+from autoparallel.rules.pointwise import is_pointwise
+from autoparallel.rules.table import RULES
+from tests.rules.proof import Example, fill
 
 aten = torch.ops.aten
 _GENERATOR = torch.Generator().manual_seed(1)
@@ -394,8 +396,12 @@ def _indexing() -> list[Example]:
         e(aten.take_along_dim.default, (real(6, 4), whole(6, 6, high=4), 1)),
         e(aten.index_select.default, (real(6, 4), 1, whole(6, high=4))),
         e(aten.scatter_add.default, (real(6, 4), 1, whole(6, 6, high=4), real(6, 6))),
-        e(aten.scatter_add.default, (real(6, 4), 1, whole(4, 3, high=4), real(6, 6)), label="part",
-          constant=frozenset({2})),
+        e(
+            aten.scatter_add.default,
+            (real(6, 4), 1, whole(4, 3, high=4), real(6, 6)),
+            label="part",
+            constant=frozenset({2}),
+        ),
         e(aten.scatter.src, (real(6, 4), 1, whole(6, 1, high=4), real(6, 1))),
         e(aten.scatter.src, (real(6, 6), 0, torch.arange(6).flip(0).view(6, 1).expand(6, 6), real(6, 6)), label="all"),
         e(aten.scatter.value, (real(6, 4), 1, whole(6, 2, high=4), 0.5)),
@@ -497,3 +503,54 @@ def examples_of() -> dict[Any, list[Example]]:
         for example in family:
             table.setdefault(example.target, []).append(example)
     return table
+
+
+def tagged_examples() -> list[Example]:
+    """A call of every operator that has its rule by torch's tag alone, and no example above."""
+    examples, shown = [], examples_of()
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        library, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        target = getattr(getattr(aten, packet, None), overload or "default", None) if library == "aten" else None
+        if not is_pointwise(target) or target in RULES or target in shown:
+            continue
+        if [str(result.type) for result in target._schema.returns] == ["Tensor"]:
+            examples.append(_example_of(target))
+    return examples
+
+
+def _example_of(target: Any) -> Example:
+    """Of uneven numbers, or of whole ones; what torch does not differentiate is constant."""
+    integers = any(word in str(target) for word in ("bitwise", "gcd", "lcm", "shift", "xor"))
+    values = {
+        "Tensor": lambda: whole(6, 6) + 1 if integers else inside(6, 6),
+        "Optional[Tensor]": lambda: inside(6, 6),
+        "number": lambda: 2 if integers else 0.7,
+        "Optional[number]": lambda: 0.7,
+        "float": lambda: 0.7,
+        "int": lambda: 1,
+    }
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in target._schema.arguments:
+        make = values.get(str(argument.type))
+        value = make() if make is not None else argument.default_value
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    example = Example(target, tuple(args), kwargs)
+    constant = frozenset(i for i in range(len(example.tensors)) if not _is_differentiable(example, i))
+    return Example(target, tuple(args), kwargs, constant)
+
+
+def _is_differentiable(example: Example, operand: int) -> bool:
+    if not example.tensors[operand].is_floating_point():
+        return False
+    inputs = [x.detach().clone().requires_grad_(i == operand) for i, x in enumerate(example.tensors)]
+    args, kwargs = fill((example.args, example.kwargs), inputs)
+    try:
+        example.target(*args, **kwargs).sum().backward()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True

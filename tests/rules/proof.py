@@ -106,14 +106,14 @@ class Call:
         self.differentiates = differentiates and any(differentiable)
         with make_fake_mode() as mode:
             self.fakes = [mode.from_tensor(x.detach(), static_shapes=True) for x in example.tensors]
-            args, kwargs = _fill((example.args, example.kwargs), self.fakes)
+            args, kwargs = fill((example.args, example.kwargs), self.fakes)
             self.value = example.target(*args, **kwargs)
 
     def graph(self) -> tuple[fx.GraphModule, fx.Node]:
         """A new graph of placeholders and the one call, and the call's node."""
         graph = fx.Graph()
         inputs = [graph.placeholder(f"x{i}") for i in range(len(self.fakes))]
-        args, kwargs = _fill((self.example.args, self.example.kwargs), inputs)
+        args, kwargs = fill((self.example.args, self.example.kwargs), inputs)
         node = graph.call_function(self.example.target, args, kwargs)
         graph.output((node,))
         flags = (*self.differentiable, self.differentiates)
@@ -122,7 +122,7 @@ class Call:
         return fx.GraphModule(nn.Module(), graph), node
 
 
-def _fill(structure: Any, values: Sequence[Any]) -> Any:
+def fill(structure: Any, values: Sequence[Any]) -> Any:
     """The structure with its tensors replaced, in order."""
     rest = iter(values)
     return pytree.tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, structure)
@@ -198,7 +198,7 @@ def prove_all(examples: Sequence[Example], proof: Proof) -> list[str]:
         for i, flags in enumerate(_differentiable_sets(example)):
             call = Call(example, flags, _flows(example, flags))
             reference = Reference(call)
-            modes = [t.mode for t in _ways(call)]
+            modes = [t.mode for t in ways_of(call)]
             on_axis += [Run(call, reference, (mode,), AXIS) for mode in modes]
             if i == 0:
                 on_mesh += [Run(call, reference, pair, MESH) for pair in _pairs(modes)]
@@ -212,7 +212,8 @@ def _pairs(modes: Sequence[Mode]) -> list[tuple[Mode, ...]]:
     return twice + random.Random(0).sample(rest, min(len(rest), max(MOST_PAIRS - len(twice), 4)))
 
 
-def _ways(call: Call) -> list[Typed]:
+def ways_of(call: Call) -> list[Typed]:
+    """Every way in which the call may run on one axis."""
     return call_modes(call.graph()[1])
 
 
@@ -230,7 +231,7 @@ def _differentiable_sets(example: Example) -> list[list[bool]]:
 
 def _flows(example: Example, flags: Sequence[bool]) -> bool:
     inputs = [x.detach().clone().requires_grad_(f) for x, f in zip(example.tensors, flags, strict=True)]
-    args, kwargs = _fill((example.args, example.kwargs), inputs)
+    args, kwargs = fill((example.args, example.kwargs), inputs)
     return bool(example.target(*args, **kwargs).requires_grad)
 
 
@@ -243,7 +244,7 @@ class Reference:
         inputs = [
             x.detach().clone().requires_grad_(f) for x, f in zip(example.tensors, call.differentiable, strict=True)
         ]
-        args, kwargs = _fill((example.args, example.kwargs), inputs)
+        args, kwargs = fill((example.args, example.kwargs), inputs)
         result = example.target(*args, **kwargs)
         self.result = result.detach()
         self.gradients: list[Tensor | None] = [None] * len(inputs)
@@ -331,7 +332,7 @@ def never_sharded(examples: Sequence[Example], proof: Proof) -> list[str]:
     found = []
     for example in examples:
         call = Call(example, [x.is_floating_point() for x in example.tensors], True)
-        declared = {t.mode.factor for t in _ways(call) if t.mode.kind == "shard"}
+        declared = {t.mode.factor for t in ways_of(call) if t.mode.kind == "shard"}
         found += [f"{example}: {factor}" for factor in sorted(declared - proof.factors.get(example, set()))]
     return found
 
@@ -392,5 +393,5 @@ def _redistributor(mesh: Sequence[int]) -> Redistributor:
 
 __all__ = [
     "AXIS", "MESH", "Call", "Disproved", "Example", "Proof", "Reference", "Run", "combine", "cut", "divides",
-    "execute", "never_sharded", "prove", "prove_all",
+    "execute", "fill", "never_sharded", "prove", "prove_all", "ways_of",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import autoparallel
 from autoparallel.rules import RuleError, has_rule, register_rule
-from autoparallel.rules.core import _USER_RULES
+from autoparallel.rules.registry import USER_RULES
 from tests.rules.examples import real
 from tests.rules.proof import Call, Disproved, Example, Proof, prove
 
@@ -67,10 +67,10 @@ PROJECT = torch.ops.autoparallel_test.project.default
 
 @pytest.fixture(autouse=True)
 def forget_rules() -> Iterator[None]:
-    before = dict(_USER_RULES)
+    before = dict(USER_RULES)
     yield
-    _USER_RULES.clear()
-    _USER_RULES.update(before)
+    USER_RULES.clear()
+    USER_RULES.update(before)
 
 
 def _rotation() -> Example:
