@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoparallel.placements import Layout
-from autoparallel.planner.factors import Factors
 from autoparallel.planner.options import Option
+from autoparallel.planner.solve.factors import Factors
 from autoparallel.rules.calls import tensor_operands
 
 Reader = tuple["Variable", int]
@@ -48,6 +48,7 @@ class Problem:
         usage: memory in bytes.
         variables: operator and parameter variables, by node.
         readers: the layouts of the shared-layout variables, by node, with the variable's number.
+        layers: of each variable the layers of the model that it is in, the outermost first.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -55,14 +56,16 @@ class Problem:
     usage: Factors = field(default_factory=Factors)
     variables: dict[fx.Node, Variable] = field(default_factory=dict)
     readers: dict[fx.Node, tuple[list[Layout], int]] = field(default_factory=dict)
+    layers: list[tuple[str, ...]] = field(default_factory=list)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """What a node reads, in the order of its options' needs."""
         return tensor_operands(node) if node.op == "call_function" else []
 
-    def add(self, count: int) -> int:
+    def add(self, count: int, layers: tuple[str, ...] = ()) -> int:
         """A new variable with so many options."""
         self.sizes.append(count)
+        self.layers.append(layers)
         return len(self.sizes) - 1
 
 

@@ -1,9 +1,10 @@
 """The search: which layout every tensor and every operator of a forward graph takes.
 
 One optimizer step on given hardware is predicted as a sum of costs over a graph of choices (``space``), and minimised
-exactly by variable elimination (``elimination``), all mesh axes together.  Where that needs tables that are too large,
-HiGHS is asked (``integer_program``) if its program is small enough; else two axes at a time are minimised, and what is
-found so is proved, or what its cost leaves of the choices is handed to HiGHS (``wide``).
+exactly by variable elimination (``solve.layered``), all mesh axes together.  Where that needs tables that are too
+large, HiGHS is asked (``solve.integer_program``) if its program is small enough; else two axes at a time are minimised
+(``axis_pairs``), and what is found so is proved, or what its cost leaves of the choices is handed to HiGHS
+(``solve.hubs``).
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
-from autoparallel.planner.budget import minimise_with_budget
-from autoparallel.planner.elimination import Infeasible, TooWide
-from autoparallel.planner.factors import Factors, evaluate
-from autoparallel.planner.integer_program import solve_if_small
+from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.solver import minimise
+from autoparallel.planner.solve.budget import minimise_with_budget
+from autoparallel.planner.solve.elimination import Infeasible, TooWide
+from autoparallel.planner.solve.factors import Factors, evaluate
+from autoparallel.planner.solve.hubs import prove
+from autoparallel.planner.solve.integer_program import solve_if_small
+from autoparallel.planner.solve.layered import minimise
 from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.wide import minimise_by_pairs, prove
 
 
 def search(space: SearchSpace, origin: str, memory_limit: float | None = None, room: float = 0.0) -> Plan:
@@ -107,9 +109,9 @@ def _solve(
         budget = (usage, limit) if limited and memory_limit is not None else None
         try:
             if budget is None:
-                solution = minimise(sizes, factors)
+                solution = minimise(sizes, factors, problem.layers)
                 return solution.choices, solution.cost
-            within = minimise_with_budget(sizes, factors, *budget)
+            within = minimise_with_budget(sizes, factors, *budget, problem.layers)
             return within.solution.choices, within.bound
         except TooWide:
             found = solve_if_small(sizes, factors, budget)
@@ -125,7 +127,8 @@ def _solve(
                 raise
         limited = memory_limit is not None
         choices = minimise_by_pairs(problem, space.axis_sizes, lambda *parts: solve(*parts)[0], limited)
-        return prove(problem.sizes, problem.factors, choices, (problem.usage, limit) if limited else None)
+        budget = (problem.usage, limit) if limited else None
+        return prove(problem.sizes, problem.factors, choices, budget, problem.layers)
     except TooWide as error:
         message = "the model's tensors depend on each other in too many ways to be planned on this mesh: use fewer axes"
         raise PlanError(f"{message}, or pin some parameters ({error})") from error

@@ -23,8 +23,8 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.layers import layer_of, layers_of
 from autoparallel.hardware import Profile
-from autoparallel.passes.name_nodes import layer_of
 from autoparallel.placements import Invariant, Layout, Shard, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
 from autoparallel.placements.redistribution import Redistributor, local_numel
@@ -143,8 +143,8 @@ class SearchSpace:
     def build(self) -> Problem:
         """Lists every option and price.
 
-        Variables are numbered as the graph runs, a parameter's just before its first reader's and a shared layout's
-        just after its producer's, so that repeated layers are repeated stretches of numbers.
+        Variables are numbered as the graph runs, a parameter's just before its first reader's and in its layer, and a
+        shared layout's just after its producer's, so that layers that are alike have variables in the same order.
         """
         problem = Problem()
         readers, leaving = self._consumers()
@@ -152,11 +152,11 @@ class SearchSpace:
         for node in operators:
             for operand in self.size.operands(node):
                 if operand.op == "placeholder" and operand not in problem.variables:
-                    self._add(problem, operand, readers, leaving)
-            self._add(problem, node, readers, leaving)
+                    self._add(problem, operand, readers, leaving, layers_of(node))
+            self._add(problem, node, readers, leaving, layers_of(node))
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and node not in problem.variables:
-                self._add(problem, node, readers, leaving)
+                self._add(problem, node, readers, leaving, ())
         for producer in problem.variables.values():
             self._connect(problem, producer)
         return problem
@@ -180,10 +180,11 @@ class SearchSpace:
         node: fx.Node,
         readers: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]],
         leaving: Mapping[fx.Node, Sequence[Layout]],
+        layers: tuple[str, ...],
     ) -> None:
         options = self.options(node)
         assert options is not None
-        variable = Variable(node, options, problem.add(len(options)))
+        variable = Variable(node, options, problem.add(len(options), layers))
         problem.variables[node] = variable
         if id(options) not in self._own:
             seconds = np.array([o.seconds for o in options])
@@ -212,7 +213,7 @@ class SearchSpace:
             ends = self._ends_alike[key] = _Ends(self._shared_layouts(node, options, consumers, leaves), leaves)
         self._ends[node] = ends, consumers
         if ends.shared is not None:
-            problem.readers[node] = ends.shared, problem.add(len(ends.shared))
+            problem.readers[node] = ends.shared, problem.add(len(ends.shared), layers)
 
     def _shared_layouts(
         self,

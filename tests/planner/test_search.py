@@ -17,11 +17,11 @@ from autoparallel.hardware import H100, Profile
 from autoparallel.placements import parse_layout
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
-from autoparallel.planner.factors import evaluate
-from autoparallel.planner.integer_program import solve
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
-from autoparallel.planner.solver import minimise
+from autoparallel.planner.solve.factors import evaluate
+from autoparallel.planner.solve.integer_program import solve
+from autoparallel.planner.solve.layered import minimise
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import wanted_outputs
 

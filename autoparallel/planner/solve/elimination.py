@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autoparallel.planner.factors import Array, Factor, Scope, merge
+from autoparallel.planner.solve.factors import Array, Factor, Scope, merge
 
 Tables = dict[Scope, Array]
 
@@ -75,18 +75,18 @@ class Infeasible(Exception):
 
 
 class Network:
-    """Tables over the states that are left. Each layer is one sum of tables; in the first, infinity forbids."""
+    """Tables over the states that are left. Each of its sums has tables of its own; in the first, infinity forbids."""
 
-    def __init__(self, sizes: Sequence[int], *layers: Iterable[Factor]) -> None:
+    def __init__(self, sizes: Sequence[int], *sums: Iterable[Factor]) -> None:
         if any(size < 1 for size in sizes):
             raise ValueError("every variable needs at least one state")
         self.states = [np.arange(size) for size in sizes]  # the original index of every state that is left
         self.sizes = list(sizes)
-        self.layers = [merge(sizes, layer) for layer in layers]
+        self.sums = [merge(sizes, factors) for factors in sums]
         self._protected: frozenset[int] = frozenset()
-        self.scopes_of: list[list[list[Scope]]] = [[[] for _ in sizes] for _ in layers]
-        for layer, of in zip(self.layers, self.scopes_of, strict=True):
-            for scope in layer:
+        self.scopes_of: list[list[list[Scope]]] = [[[] for _ in sizes] for _ in sums]
+        for tables, of in zip(self.sums, self.scopes_of, strict=True):
+            for scope in tables:
                 for v in scope:
                     of[v].append(scope)
 
@@ -94,17 +94,17 @@ class Network:
         return tuple([int(states[choice]) for states, choice in zip(self.states, choices, strict=True)])
 
     def totals(self, choices: Sequence[int]) -> list[float]:
-        """The sum of each layer."""
-        return [math.fsum(float(t[tuple([choices[v] for v in s])]) for s, t in layer.items()) for layer in self.layers]
+        """What each sum is."""
+        return [math.fsum(float(t[tuple([choices[v] for v in s])]) for s, t in tables.items()) for tables in self.sums]
 
     def neighbours(self, v: int) -> set[int]:
         return {u for of in self.scopes_of for scope in of[v] for u in scope if u != v}
 
-    def conditional(self, layer: int, choices: Sequence[int], free: Scope) -> Array:
-        """What the tables that mention a variable of `free` add up to, over all its states, the others as chosen."""
+    def conditional(self, number: int, choices: Sequence[int], free: Scope) -> Array:
+        """What the tables of a sum that mention a variable of `free` add up to, over its states; others as chosen."""
         total = np.zeros([self.sizes[v] for v in free])
-        for scope in dict.fromkeys(scope for v in free for scope in self.scopes_of[layer][v]):
-            part = self.layers[layer][scope][tuple([slice(None) if u in free else choices[u] for u in scope])]
+        for scope in dict.fromkeys(scope for v in free for scope in self.scopes_of[number][v]):
+            part = self.sums[number][scope][tuple([slice(None) if u in free else choices[u] for u in scope])]
             if part.ndim < len(free):
                 part = part.reshape([self.sizes[v] if v in scope else 1 for v in free])
             total += part
@@ -120,7 +120,7 @@ class Network:
         """
         self._protected = frozenset(protected)
         self._drop_impossible()
-        scopes = list(dict.fromkeys(scope for layer in self.layers for scope in layer))
+        scopes = list(dict.fromkeys(scope for tables in self.sums for scope in tables))
         order = elimination_order(self.sizes, scopes, max_table, self._protected)
         if dominance or (dominance is None and (order.work > _EASY_WORK or order.largest > max_table)):
             changed = set(range(len(self.sizes))) - self._protected
@@ -135,13 +135,13 @@ class Network:
     def _keep(self, v: int, kept: npt.NDArray[np.intp]) -> None:
         self.states[v] = self.states[v][kept]
         self.sizes[v] = len(kept)
-        for layer, of in zip(self.layers, self.scopes_of, strict=True):
+        for tables, of in zip(self.sums, self.scopes_of, strict=True):
             for scope in of[v]:
-                layer[scope] = layer[scope].take(kept, axis=scope.index(v))
+                tables[scope] = tables[scope].take(kept, axis=scope.index(v))
 
     def _drop_impossible(self) -> None:
         """Arc consistency: keep a state only if every table has a finite entry for it among the states left."""
-        costs, of = self.layers[0], self.scopes_of[0]
+        costs, of = self.sums[0], self.scopes_of[0]
         pending = {scope: None for scope, table in costs.items() if np.isposinf(table).any()}
         restricting = set(pending)
         while pending:
@@ -158,14 +158,14 @@ class Network:
                 pending.update((other, None) for other in of[v] if other != scope and other in restricting)
 
     def _drop_dominated(self, v: int) -> bool:
-        """Drop each state a for which some b costs no more, whatever the neighbours do, in every layer."""
+        """Drop each state a for which some b costs no more, whatever the neighbours do, in every sum."""
         size = self.sizes[v]
         if not 1 < size <= _DOMINANCE_STATES:
             return False
-        rows: list[list[Array]] = []  # per layer and table: one row per state of v
+        rows: list[list[Array]] = []  # per sum and table: one row per state of v
         promising = np.full((size, size), np.inf)  # [b, a]: the advantage of b is at most this
-        for layer, of in zip(self.layers, self.scopes_of, strict=True):
-            rows.append([_rows(layer[scope], scope.index(v)) for scope in of[v]])
+        for tables, of in zip(self.sums, self.scopes_of, strict=True):
+            rows.append([_rows(tables[scope], scope.index(v)) for scope in of[v]])
             advantage = np.zeros((size, size))
             for row in rows[-1]:
                 at_best = row.take(row.argmin(axis=1), axis=1)  # where the neighbours suit a most
@@ -178,10 +178,10 @@ class Network:
             return False
         rivals = rivals[weak]
         dominated = np.ones(len(weak), dtype=bool)
-        for layer_rows in rows:
+        for rows_of_sum in rows:
             least = np.zeros(len(weak))
             with np.errstate(invalid="ignore"):  # both forbidden: inf - inf is NaN, which fmin passes over
-                for row in layer_rows:
+                for row in rows_of_sum:
                     least += np.fmin.reduce(row.take(weak, axis=0) - row.take(rivals, axis=0), axis=1)
             dominated &= least >= 0.0
         alive = np.ones(size, dtype=bool)
@@ -284,13 +284,6 @@ def _greedy_order(
                 scores[u] = renewed
                 heapq.heappush(heap, (renewed, u))
     return Order(sequence, width, work, largest, largest_scope)
-
-
-def eliminate(sizes: Sequence[int], tables: Tables, order: Order) -> list[int]:
-    """The best choices."""
-    choices = [0] * len(sizes)
-    Elimination(sizes, tables, order).complete(choices)
-    return choices
 
 
 class Elimination:

@@ -19,6 +19,9 @@ Scope = tuple[int, ...]
 Scopes = npt.NDArray[np.intp]
 """One row of variables for each place."""
 
+States = npt.NDArray[np.intp]
+"""Some of a variable's states, in ascending order."""
+
 
 @dataclass(frozen=True, eq=False)
 class Factor:
@@ -64,6 +67,30 @@ class Factors(Iterable[Factor]):
         for factors in (self, other):
             for table, places in zip(factors.tables, factors.places, strict=True):
                 out.extend(table, places)
+        return out
+
+    def split(self) -> tuple[Factors, Factors]:
+        """What the sum forbids, as infinite entries among zeros, and what it adds up to where it forbids nothing."""
+        forbidden, finite = Factors(), Factors()
+        for table, places in zip(self.tables, self.places, strict=True):
+            infinite = np.isposinf(table)
+            if infinite.any():
+                forbidden.extend(np.where(infinite, np.inf, 0.0), places)
+            finite.extend(np.where(infinite, 0.0, table) if infinite.any() else table, places)
+        return forbidden, finite
+
+    def restricted(self, states: Sequence[States]) -> Factors:
+        """The tables over some states of each variable; a table that is used twice stays one table."""
+        out = Factors()
+        names = [id(which) for which in states]
+        for table, places in zip(self.tables, self.places, strict=True):
+            known: dict[tuple[int, ...], Array] = {}
+            for scope in places:
+                key = tuple([names[v] for v in scope])
+                if key not in known:
+                    whole = all(len(states[v]) == size for v, size in zip(scope, table.shape, strict=True))
+                    known[key] = table if whole else table[np.ix_(*[states[v] for v in scope])]
+                out.add(scope, known[key])
         return out
 
     def _at(self, table: Array, arity: int) -> list[Scope]:

@@ -1,4 +1,4 @@
-"""Folding changes nothing but the time: the same minimum, whatever repeats; and what wide graphs fall back on."""
+"""Eliminating each kind of layers once changes nothing but the time; and what wide graphs fall back on."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from autoparallel.graph.captured import describe_inputs
 from autoparallel.hardware import H100, Profile
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
-from autoparallel.planner import highs, integer_program
 from autoparallel.planner import search as search_module
-from autoparallel.planner import wide as wide_module
-from autoparallel.planner.budget import minimise_with_budget
-from autoparallel.planner.elimination import Infeasible, TooWide
-from autoparallel.planner.factors import Factor, Factors, evaluate
+from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.search import search
-from autoparallel.planner.solver import FoldedNetwork, minimise
+from autoparallel.planner.solve import highs, hubs, integer_program, kinds
+from autoparallel.planner.solve.budget import minimise_with_budget
+from autoparallel.planner.solve.elimination import Infeasible, TooWide
+from autoparallel.planner.solve.factors import Factor, Factors, evaluate
+from autoparallel.planner.solve.hubs import prove
+from autoparallel.planner.solve.kinds import Layers
+from autoparallel.planner.solve.layered import LayeredNetwork, minimise
 from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.wide import minimise_by_pairs, prove
 from autoparallel.program import wanted_outputs
 
 Mesh = tuple[int, ...]
@@ -82,8 +83,8 @@ def _space_of(model: nn.Module, width: int, rows: int, mesh: Mesh, profile: Prof
 
 def _chain(
     seed: int, copies: int, period: int, states: int, outer: bool
-) -> tuple[list[int], list[Factor], list[Factor]]:
-    """Copies of a few variables with random tables, something before and after, and perhaps one variable all meet."""
+) -> tuple[list[int], list[Factor], list[Factor], Layers]:
+    """Layers of a few variables with random tables, something before and after, and perhaps one variable all meet."""
     generator = np.random.default_rng(seed)
     own = [generator.random(states) for _ in range(period)]
     inside = {pair: generator.random((states, states)) for pair in itertools.combinations(range(period), 2)}
@@ -104,7 +105,8 @@ def _chain(
     end = first + copies * period
     factors += [Factor((end - 1, end), generator.random((states, states)))]
     factors += [Factor((end, end + 1), generator.random((states, states)))]
-    return sizes, factors, usage
+    layers = [(), (), *[(copy,) for copy in range(copies) for _ in range(period)], (), ()]
+    return sizes, factors, usage, layers
 
 
 def _ring(generator: np.random.Generator) -> tuple[list[int], list[Factor]]:
@@ -113,47 +115,59 @@ def _ring(generator: np.random.Generator) -> tuple[list[int], list[Factor]]:
     return [3] * 8, [Factor(scope, generator.random((3, 3))) for scope in scopes]
 
 
-class TestFolding:
+class TestLayers:
     @pytest.mark.parametrize("outer", [False, True], ids=["a chain", "all meet one"])
     @pytest.mark.parametrize("seed", range(4))
-    def test_the_minimum_is_that_of_the_unfolded_graph(self, seed: int, outer: bool) -> None:
-        sizes, factors, _ = _chain(seed, copies=7, period=3, states=3, outer=outer)
-        folded = FoldedNetwork(sizes, factors)
-        assert [(r.period, r.count) for r in folded.repeats] in ([(3, 7)], [(3, 6)])
-        found, plain = minimise(sizes, factors), minimise(sizes, factors, fold=False)
-        assert found.cost == pytest.approx(plain.cost, rel=1e-12)
-        assert found.choices == plain.choices
+    def test_the_minimum_is_that_of_the_whole_graph(self, seed: int, outer: bool) -> None:
+        sizes, factors, _, layers = _chain(seed, copies=7, period=3, states=3, outer=outer)
+        (kind,) = LayeredNetwork(sizes, factors, layers=layers).kinds
+        # The last variable of a layer meets the next, so only the others are eliminated in the layer.
+        assert kind.members[:, :3].tolist() == [[2 + 3 * i, 3 + 3 * i, 4 + 3 * i] for i in range(7)]
+        assert kind.inner == (0, 1)
+        found, whole = minimise(sizes, factors, layers), minimise(sizes, factors)
+        assert found.cost == pytest.approx(whole.cost, rel=1e-12)
+        assert found.choices == whole.choices
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_it_is_that_of_brute_force(self, seed: int) -> None:
-        sizes, factors, _ = _chain(seed, copies=5, period=2, states=2, outer=True)
+    def test_it_is_that_of_brute_force(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kinds, "_LEAST_SAVED", 1)
+        sizes, factors, _, layers = _chain(seed, copies=3, period=3, states=2, outer=True)
         least = min(evaluate(factors, x) for x in itertools.product(*map(range, sizes)))
-        assert FoldedNetwork(sizes, factors).repeats == [] or minimise(sizes, factors).cost == pytest.approx(least)
-        assert minimise(sizes, factors).cost == pytest.approx(least, rel=1e-12)
+        assert LayeredNetwork(sizes, factors, layers=layers).kinds
+        assert minimise(sizes, factors, layers).cost == pytest.approx(least, rel=1e-12)
 
     @pytest.mark.parametrize("seed", [0, 2, 3])
-    def test_within_a_limit_copies_choose_differently(self, seed: int) -> None:
-        sizes, factors, usage = _chain(seed, copies=8, period=3, states=3, outer=False)
+    def test_within_a_limit_layers_choose_differently(self, seed: int) -> None:
+        sizes, factors, usage, layers = _chain(seed, copies=8, period=3, states=3, outer=False)
         limit = (evaluate(usage, minimise(sizes, factors).choices) + minimise(sizes, usage).cost) / 2
-        found = minimise_with_budget(sizes, factors, usage, limit)
+        found = minimise_with_budget(sizes, factors, usage, limit, layers)
         assert found.usage <= limit
         assert found.bound <= found.solution.cost
         copies = {found.solution.choices[2 + 3 * i : 5 + 3 * i] for i in range(8)}
         assert len(copies) > 1
 
-    def test_a_layer_that_differs_is_not_folded_in(self) -> None:
-        sizes, factors, _ = _chain(0, copies=9, period=3, states=3, outer=False)
+    def test_a_layer_that_differs_is_of_no_kind(self) -> None:
+        sizes, factors, _, layers = _chain(0, copies=9, period=3, states=3, outer=False)
         factors.append(Factor((2 + 4 * 3,), np.array([5.0, 0.0, 5.0])))
-        folded = FoldedNetwork(sizes, factors)
-        assert all(not r.start <= 2 + 4 * 3 < r.stop for r in folded.repeats)
-        assert minimise(sizes, factors).cost == pytest.approx(minimise(sizes, factors, fold=False).cost, rel=1e-12)
+        (kind,) = LayeredNetwork(sizes, factors, layers=layers).kinds
+        assert kind.members[:, 0].tolist() == [2 + 3 * i for i in range(9) if i != 4]  # on both sides of it
+        assert minimise(sizes, factors, layers).cost == pytest.approx(minimise(sizes, factors).cost, rel=1e-12)
+
+    def test_layers_inside_one_that_differs_are_of_a_kind(self) -> None:
+        """A stage of blocks, as in a Swin transformer: stages differ, blocks do not."""
+        sizes, factors, _, blocks = _chain(0, copies=9, period=3, states=3, outer=False)
+        layers = [("stage 0", *own) if v < 17 else ("stage 1", *own) for v, own in enumerate(blocks)]
+        (kind,) = LayeredNetwork(sizes, factors, layers=layers).kinds
+        assert len(kind.members) == 9
+        assert minimise(sizes, factors, layers).choices == minimise(sizes, factors).choices
 
     @pytest.mark.parametrize(("layers", "mesh"), [(2, (8, 8)), (4, (8, 8)), (4, (2, 4, 4))], ids=str)
     def test_real_layers(self, layers: int, mesh: Mesh) -> None:
         problem = _space(512, layers, 256, mesh).build()
-        found = minimise(problem.sizes, problem.factors)
-        assert found.cost == pytest.approx(minimise(problem.sizes, problem.factors, fold=False).cost, rel=1e-12)
-        assert bool(FoldedNetwork(problem.sizes, problem.factors).repeats) == (layers > 2)
+        found = minimise(problem.sizes, problem.factors, problem.layers)
+        assert found.cost == pytest.approx(minimise(problem.sizes, problem.factors).cost, rel=1e-12)
+        repeated = LayeredNetwork(problem.sizes, problem.factors, layers=problem.layers).kinds
+        assert [len(kind.members) for kind in repeated] == ([] if layers == 2 else [layers - 1])
 
     def test_more_layers_need_no_more_tables(self) -> None:
         rest = []
@@ -172,20 +186,20 @@ class TestWideGraphs:
         space = _space(256, 2, 256, (2, 2, 2))
         calls = []
 
-        def once_too_wide(sizes: list[int], factors: list[Factor]) -> object:
+        def once_too_wide(sizes: list[int], factors: list[Factor], layers: Layers) -> object:
             calls.append(1)
             if len(calls) == 1:
                 raise TooWide(10, 1, ())
-            return minimise(sizes, factors)
+            return minimise(sizes, factors, layers)
 
-        def always_too_wide(sizes: list[int], factors: list[Factor]) -> object:
+        def always_too_wide(sizes: list[int], factors: list[Factor], layers: Layers) -> object:
             raise TooWide(10, 1, ())
 
         monkeypatch.setattr(integer_program, "MOST_COLUMNS", 0)
         monkeypatch.setattr(search_module, "minimise", once_too_wide)
-        monkeypatch.setattr(wide_module, "minimise", always_too_wide)
-        monkeypatch.setattr(wide_module, "BOUND_TABLE", 500)
-        monkeypatch.setattr(wide_module, "NARROWED_TABLE", 500)
+        monkeypatch.setattr(hubs, "minimise", always_too_wide)
+        monkeypatch.setattr(hubs, "BOUND_TABLE", 500)
+        monkeypatch.setattr(hubs, "NARROWED_TABLE", 500)
         pairs = search(space, "auto")
         assert len(calls) > 3
         assert pairs.cost is not None and exact.cost is not None and pairs.lower_bound is not None
@@ -208,16 +222,16 @@ class TestWideGraphs:
         assert exact * (1 - 1e-12) <= evaluate(problem.factors, choices) <= 1.5 * exact
 
     def test_a_relaxed_sum_is_a_lower_bound(self) -> None:
-        sizes, factors, _ = _chain(3, copies=3, period=5, states=4, outer=True)
+        sizes, factors, _, layers = _chain(3, copies=3, period=5, states=4, outer=True)
         exact = minimise(sizes, factors).cost
-        assert FoldedNetwork(sizes, factors, relax=True).bound() == pytest.approx(exact, rel=1e-12)
-        assert FoldedNetwork(sizes, factors, max_table=16, relax=True).bound() < exact
+        assert LayeredNetwork(sizes, factors, layers=layers, relax=True).bound() == pytest.approx(exact, rel=1e-12)
+        assert LayeredNetwork(sizes, factors, layers=layers, max_table=16, relax=True).bound() < exact
 
     @pytest.mark.parametrize("most", [10**6, 64])
     def test_bounds_of_states_are_exact_or_too_low(self, most: int) -> None:
-        sizes, factors, _ = _chain(3, copies=3, period=5, states=4, outer=True)
-        kept = next(v for v in range(len(sizes)) if FoldedNetwork(sizes, factors, relax=True, kept=v).kept is not None)
-        bounds = FoldedNetwork(sizes, factors, max_table=most, relax=True, kept=kept).bounds()
+        sizes, factors, _, layers = _chain(3, copies=3, period=5, states=4, outer=True)
+        kept = 8  # inside a layer
+        bounds = LayeredNetwork(sizes, factors, layers=layers, max_table=most, relax=True, kept=kept).bounds()
         least = []
         for state in range(sizes[kept]):
             pin = np.full(sizes[kept], np.inf)
@@ -243,9 +257,9 @@ class TestWideGraphs:
         every = list(itertools.product(range(3), repeat=8))
         best = min(evaluate(factors, c) for c in every if not limited or evaluate(usage, c) <= limit)
         start = min(every, key=lambda c: evaluate(usage, c))
-        monkeypatch.setattr(wide_module, "BOUND_TABLE", 27)
-        monkeypatch.setattr(wide_module, "NARROWED_TABLE", 27)
-        monkeypatch.setattr(wide_module, "minimise", too_wide)
+        monkeypatch.setattr(hubs, "BOUND_TABLE", 27)
+        monkeypatch.setattr(hubs, "NARROWED_TABLE", 27)
+        monkeypatch.setattr(hubs, "minimise", too_wide)
         choices, bound = prove(sizes, factors, start, (usage, limit) if limited else None)
         assert evaluate(factors, choices) == pytest.approx(best, rel=1e-12)
         assert best * (1 - 2e-6) <= bound <= best
@@ -257,7 +271,7 @@ class TestWideGraphs:
             assert error.value.smallest_usage == pytest.approx(least)
 
     def test_highs_is_ended_when_it_does_not_look_at_the_clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        sizes, factors, _ = _chain(3, copies=3, period=5, states=4, outer=True)
+        sizes, factors, *_ = _chain(3, copies=3, period=5, states=4, outer=True)
         found = integer_program.solve_if_small(sizes, Factors.of(factors))
         assert found is not None and found[0].cost == pytest.approx(minimise(sizes, factors).cost)
         monkeypatch.setattr(integer_program, "SECONDS", 0.0)
@@ -283,8 +297,8 @@ class TestWideGraphs:
         """A ring with chords, from a bad start: the optimum survives what the bounds drop."""
         sizes, factors = _ring(np.random.default_rng(seed))
         exact = minimise(sizes, factors).cost
-        monkeypatch.setattr(wide_module, "BOUND_TABLE", 27)
-        monkeypatch.setattr(wide_module, "NARROWED_TABLE", 27)
+        monkeypatch.setattr(hubs, "BOUND_TABLE", 27)
+        monkeypatch.setattr(hubs, "NARROWED_TABLE", 27)
         start = [0] * 8
         choices, bound = prove(sizes, factors, start)
         assert evaluate(factors, choices) == pytest.approx(exact, rel=1e-12) == bound

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autoparallel.planner.elimination import Infeasible, Network, Solution
-from autoparallel.planner.factors import Array, Factor, Factors, evaluate
-from autoparallel.planner.solver import MAX_TABLE, FoldedNetwork
+from autoparallel.planner.solve.elimination import Infeasible, Network, Solution
+from autoparallel.planner.solve.factors import Array, Factor, Factors, evaluate
+from autoparallel.planner.solve.kinds import Layers
+from autoparallel.planner.solve.layered import MAX_TABLE, LayeredNetwork
 
 _LINE_STEPS = 60  # multipliers tried at most; each step ends at a new vertex of the dual, so few are needed
 _LOCAL_MOVES = 1000  # improving changes applied at most after the dual is solved
@@ -39,6 +40,7 @@ def minimise_with_budget(
     factors: Iterable[Factor],
     usage: Iterable[Factor],
     limit: float,
+    layers: Layers = (),
     *,
     max_table: int = MAX_TABLE,
     dominance: bool | None = None,
@@ -49,23 +51,23 @@ def minimise_with_budget(
     Raises `Infeasible` with the smallest achievable usage where that is above the limit.
     """
     factors, usage = Factors.of(factors), Factors.of(usage)
-    infinite, finite = _split(usage)
-    forbidding = factors.joined(infinite)
-    folded = FoldedNetwork(sizes, forbidding, finite, max_table=max_table, dominance=dominance)
+    forbidden, finite = usage.split()
+    forbidding = factors.joined(forbidden)
+    network = LayeredNetwork(sizes, forbidding, finite, layers, max_table=max_table, dominance=dominance)
 
     def totals(choices: Sequence[int]) -> tuple[float, float]:
         return evaluate(factors, choices), evaluate(finite, choices)
 
     def result(choices: Sequence[int], bound: float, multiplier: float) -> BudgetSolution:
         states = tuple(choices)
-        solution = Solution(states, evaluate(factors, states), folded.width)
+        solution = Solution(states, evaluate(factors, states), network.width)
         return BudgetSolution(solution, evaluate(usage, states), min(bound, solution.cost), multiplier)
 
-    low = folded.solve()  # the cheapest known above the limit
+    low = network.solve()  # the cheapest known above the limit
     low_cost, low_usage = totals(low)
     if low_usage <= limit:
         return result(low, low_cost, 0.0)
-    high = folded.solve(lambda table: np.where(np.isinf(table), np.inf, 0.0), 1.0)  # the best known within the limit
+    high = network.solve(lambda table: np.where(np.isinf(table), np.inf, 0.0), 1.0)  # the best known within the limit
     high_cost, high_usage = totals(high)
     if high_usage > limit:
         message = f"the smallest usage that any assignment achieves is {high_usage:g}, above the limit {limit:g}"
@@ -75,7 +77,7 @@ def minimise_with_budget(
         slope = (high_cost - low_cost) / (low_usage - high_usage)
         if slope <= 0.0:
             break
-        middle = folded.solve(multiplier=slope)
+        middle = network.solve(multiplier=slope)
         cost, used = totals(middle)
         dual = cost + slope * (used - limit)
         if dual > bound:
@@ -93,19 +95,8 @@ def minimise_with_budget(
     return result(search.choices, bound, multiplier)
 
 
-def _split(usage: Factors) -> tuple[Factors, Factors]:
-    """What usage forbids, as costs, and what it adds up to."""
-    forbidden, finite = Factors(), Factors()
-    for table, places in zip(usage.tables, usage.places, strict=True):
-        infinite = np.isposinf(table)
-        if infinite.any():
-            forbidden.extend(np.where(infinite, np.inf, 0.0), places)
-        finite.extend(np.where(infinite, 0.0, table) if infinite.any() else table, places)
-    return forbidden, finite
-
-
 class _LocalSearch:
-    """Changes of one or two variables that lower the first layer and keep the second within its limit."""
+    """Changes of one or two variables that lower the first sum and keep the second within its limit."""
 
     def __init__(self, network: Network, choices: list[int], limit: float) -> None:
         self.network = network
@@ -152,9 +143,9 @@ class _LocalSearch:
         stale = set(range(len(sizes)))
         for _ in range(_LOCAL_MOVES):
             for v in stale:
-                for layer in (0, 1):
-                    column = self.network.conditional(layer, self.choices, (v,))
-                    changes[layer, offset[v] : offset[v + 1]] = column - column[self.choices[v]]
+                for number in (0, 1):
+                    column = self.network.conditional(number, self.choices, (v,))
+                    changes[number, offset[v] : offset[v + 1]] = column - column[self.choices[v]]
             before = self.choices
             move = self._single(changes[0], changes[1]) or self._exchange(changes[0], changes[1], variable)
             moved = {int(variable[m]): int(m - offset[variable[m]]) for m in move}
@@ -194,7 +185,7 @@ class _LocalSearch:
             for u in sorted(self.network.neighbours(v)):
                 if u < v:
                     continue
-                cost, usage = [self.network.conditional(layer, self.choices, (v, u)) for layer in (0, 1)]
+                cost, usage = [self.network.conditional(number, self.choices, (v, u)) for number in (0, 1)]
                 now = self.choices[v], self.choices[u]
                 fits = np.where(usage - usage[now] <= self.limit - self.usage, cost - cost[now], np.inf)
                 best = int(fits.argmin())

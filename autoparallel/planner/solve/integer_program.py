@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from autoparallel.planner import highs
-from autoparallel.planner.elimination import Infeasible, Solution
-from autoparallel.planner.factors import Factor, Factors, evaluate, merge
+from autoparallel.planner.solve import highs
+from autoparallel.planner.solve.elimination import Infeasible, Solution
+from autoparallel.planner.solve.factors import Factor, Factors, evaluate, merge
 
 MOST_COLUMNS = 600_000
 """Of a program that is worth handing to HiGHS: with so many it takes about half a minute and 2 GB."""
@@ -51,10 +51,7 @@ def solve_if_small(
         except Infeasible as error:
             if budget is None:
                 raise
-            allowed = Factors()
-            for table, places in zip(factors.tables, factors.places, strict=True):
-                allowed.extend(np.where(np.isfinite(table), 0.0, math.inf), places)
-            least, _ = solve(sizes, allowed.joined(budget[0]), seconds=SECONDS)
+            least, _ = solve(sizes, factors.split()[0].joined(budget[0]), seconds=SECONDS)
             raise Infeasible(str(error), smallest_usage=least.cost, choices=least.choices) from error
     return None
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoparallel.planner import elimination, integer_program
-from autoparallel.planner.budget import minimise_with_budget
-from autoparallel.planner.elimination import Infeasible, TooWide
-from autoparallel.planner.factors import Factor, evaluate
-from autoparallel.planner.solver import minimise
+from autoparallel.planner.solve import elimination, integer_program
+from autoparallel.planner.solve.budget import minimise_with_budget
+from autoparallel.planner.solve.elimination import Infeasible, TooWide
+from autoparallel.planner.solve.factors import Factor, evaluate
+from autoparallel.planner.solve.layered import minimise
 
 Problem = tuple[list[int], list[Factor]]
 

@@ -1,0 +1,102 @@
+"""A search over two mesh axes at a time, for graphs whose tables grow too large (see [Note: wide graphs]).
+
+Elimination minimises over two axes with the others held, each pair in turn, until none improves: every round can only
+lower the cost.  What is found so is no proof; the bound comes from the whole problem (see ``solve.hubs``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+from torch import fx
+
+from autoparallel.placements import Layout
+from autoparallel.planner.options import Option
+from autoparallel.planner.problem import Problem
+from autoparallel.planner.solve.elimination import TooWide
+from autoparallel.planner.solve.factors import Factors, States, evaluate
+
+Solve = Callable[[Sequence[int], Factors, Factors, bool], Sequence[int]]
+"""Minimises costs; with the flag, within the limit on usage."""
+
+_ROUNDING = 1e-9  # relative difference of costs below which they count as equal
+
+
+def minimise_by_pairs(problem: Problem, axis_sizes: Sequence[int], solve: Solve, limited: bool) -> list[int]:
+    """The best assignment found by minimising over two mesh axes at a time (see [Note: wide graphs]), or one at a time
+    where two are too wide, too.
+
+    The largest axes come first.  With a limit, one round without it says where to start.
+    """
+    if len(axis_sizes) > 2:
+        with contextlib.suppress(TooWide):
+            return _minimise_in_turn(problem, axis_sizes, solve, limited, 2)
+    return _minimise_in_turn(problem, axis_sizes, solve, limited, 1)
+
+
+def _minimise_in_turn(
+    problem: Problem, axis_sizes: Sequence[int], solve: Solve, limited: bool, together: int
+) -> list[int]:
+    axes = range(len(axis_sizes))
+    groups = list(itertools.combinations(axes, together))
+    groups.sort(key=lambda free: -math.prod([axis_sizes[axis] for axis in free]))
+    best: list[int] = []
+    held: dict[fx.Node, Option] = {}
+    for within in (False, True) if limited else (False,):
+        least, idle = float("inf"), 0
+        last = within == limited
+        for turn, free in enumerate(itertools.cycle(groups)):
+            if idle == len(groups) - 1 if last else turn == len(groups):
+                break
+            kept = _kept(problem, held, [axis for axis in axes if axis not in free])
+            sizes = [len(states) for states in kept]
+            found = solve(sizes, problem.factors.restricted(kept), problem.usage.restricted(kept), within)
+            choices = [int(states[choice]) for states, choice in zip(kept, found, strict=True)]
+            cost = evaluate(problem.factors, choices)
+            idle += 1
+            if cost < least:
+                idle = 0 if cost < least * (1 - _ROUNDING) else idle
+                best, least = choices, cost
+                held = {n: v.options[choices[v.number]] for n, v in problem.variables.items()}
+    return best
+
+
+def _kept(problem: Problem, held: dict[fx.Node, Option], axes: Sequence[int]) -> list[States]:
+    """Of every variable the states that are, on some axes, what is held there."""
+    kept: list[States] = [np.arange(size) for size in problem.sizes]
+    known: dict[Hashable, States] = {}
+    left: dict[fx.Node, list[Option]] = {}
+    for node, variable in problem.variables.items():
+        own = held.get(node)
+        key = id(variable.options), tuple([_on(own, axis) for axis in axes])
+        if key not in known:
+            agree = [all(_agrees(o, own, axis) for axis in axes) for o in variable.options]
+            known[key] = np.flatnonzero(agree) if any(agree) else np.arange(len(agree))
+        kept[variable.number] = known[key]
+        left[node] = [variable.options[i] for i in known[key]]
+    readers: dict[fx.Node, set[Layout]] = {node: {o.result for o in left[node]} for node in problem.readers}
+    for node, options in left.items():
+        for i, operand in enumerate(problem.operands(node)):
+            if operand in readers:
+                readers[operand] |= {o.needs[i] for o in options}
+    for node, (layouts, number) in problem.readers.items():
+        which = tuple([i for i, layout in enumerate(layouts) if layout in readers[node]])
+        kept[number] = known.setdefault(("layouts", which), np.array(which))
+    return kept
+
+
+def _on(option: Option | None, axis: int) -> Hashable:
+    if option is None:
+        return None
+    return option.modes[axis] if option.modes else option.result[axis]
+
+
+def _agrees(option: Option, held: Option | None, axis: int) -> bool:
+    """Whether an option is, on one axis, what is held there; before anything is held, whole."""
+    if held is None:
+        return (option.modes[axis] if option.modes else option.result[axis]).kind == "I"
+    return _on(option, axis) == _on(held, axis)
