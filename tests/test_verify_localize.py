@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from autoparallel.comm import collectives
 from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState
-from autoparallel.planner.planning import Request, call_of, draft
+from autoparallel.planner.draft import call_of, draft
+from autoparallel.planner.request import Request
 from autoparallel.rules.core import _RULES, Rule
 from autoparallel.rules.localize import LocalCall
 from autoparallel.tools.parity.localize_program import program_deviation
