@@ -17,10 +17,10 @@ from autoparallel.compiler import OpenCompiler, Settings, compiler_for, mesh_of
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.hardware import Profile, profile_for
 from autoparallel.plan import Plan
-from autoparallel.planner.choosing import refusal
+from autoparallel.planner.meshes import refusal
 from autoparallel.planner.pins import parse_pins
-from autoparallel.planner.planning import Request, limit_in_bytes
 from autoparallel.planner.presets import PRESETS
+from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm

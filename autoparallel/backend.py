@@ -33,8 +33,8 @@ from autoparallel.placements import Invariant, Layout, format_layout
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_fits
+from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.presets import PRESETS, constraints_for
-from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import LocalProgram, build_program, require_divides, wanted_outputs
 from autoparallel.rules import rule_for
@@ -323,7 +323,7 @@ class Fragment:
                 outputs,
                 pinned={name: whole for name in captured.parameters.values()},
             )
-            return search(space, requested, self.options.memory_limit).to_json()
+            return cheapest(space, requested, self.options.memory_limit).to_json()
 
         return Plan.from_json(session.agreement.from_first(plan))
 

@@ -19,10 +19,11 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
-from autoparallel.planner.choosing import MeshSearch
-from autoparallel.planner.planning import Planner, Request
+from autoparallel.planner.meshes import MeshSearch
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.programs import prepare, stage_programs
 from autoparallel.planner.reasons import PlanAgain
-from autoparallel.planner.staged import StagedPlanner
+from autoparallel.planner.request import Request, Settled
 from autoparallel.program import find_owners
 from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.compiled import compile_body
@@ -67,7 +68,7 @@ class OpenCompiler:
         planner = Planner(settings.model, self.request)
         captured = agreement.together(lambda: planner.capture(call, training=None if module.training else True))
         search = MeshSearch(
-            settings.model, self.request, captured, call, self.mesh.size(), settings.pipeline,
+            replace(self.request, pipeline=settings.pipeline), captured, call, self.mesh.size(),
             self.unable or (_attributes_in_pipeline(captured) if captured.attributes else ""),
         )  # fmt: skip
         choice = search.choose(agreement.share)
@@ -91,6 +92,7 @@ class Compiler:
         self.model, self.agreement, self.store = settings.model, settings.agreement, settings.store
         self.mesh, self.request, self.planner = mesh, request, Planner(settings.model, request)
         self.at_rest: dict[str, ParameterPlan] | None = None
+        self.first: Plan | None = None  # what settles the pipeline of all other kinds of calls
         self.captured: Captured | None = None  # the first graph, where the mesh was chosen on it
         self.choice: MeshChoice | None = None
 
@@ -122,10 +124,13 @@ class Compiler:
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         plan = self.request.plan
         if not isinstance(plan, Plan) or at_rest is not None:
+            first = self.first
+            settled = Settled(at_rest, first.pipeline, first.recompute) if first is not None else Settled(at_rest)
             plan = Plan.from_json(
-                self.agreement.from_first(lambda: self.planner.search(captured, call, at_rest).to_json())
+                self.agreement.from_first(lambda: self.planner.search(captured, call, settled).to_json())
             )
-        self.planner.prepare(captured, plan)
+        prepare(self.planner.request, captured, plan, call)
+        self.first = self.first or plan
         return plan
 
     def _resting(self, plan: Plan) -> dict[str, ParameterPlan]:
@@ -152,34 +157,27 @@ class Compiler:
 class StagedCompiler(Compiler):
     """The same for a mesh with an axis for a pipeline."""
 
-    planner: StagedPlanner
-
     def __init__(self, settings: Settings, mesh: DeviceMesh, request: Request) -> None:
         super().__init__(settings, mesh, request)
         self.scaler = settings.scaler
         ranks = mesh.size((mesh.mesh_dim_names or ()).index(PIPELINE_AXIS))
-        self.planner = StagedPlanner(settings.model, request, ranks, settings.pipeline or Pipeline())
+        self.planner = Planner(settings.model, replace(request, stages=ranks, pipeline=settings.pipeline))
         self.owners: dict[str, int] = {}
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         if captured.attributes:
             raise PlanError(_attributes_in_pipeline(captured))
-        plan = super()._plan(captured, call, at_rest)
-        if plan.pipeline is None or plan.pipeline.ranks != self.planner.ranks:
-            raise PlanError(f"the plan is not for a pipeline over {self.planner.ranks} ranks: plan again")
-        if self.planner.stages is None:
-            self.planner.stages, self.planner.recompute = plan.pipeline, plan.recompute
-        return plan
+        return super()._plan(captured, call, at_rest)
 
     def _build(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
         """Builds every stage's program, on all ranks, and attaches this rank's."""
-        staged = self.planner.build_stages(captured, plan, call, self.store.prefix)
+        staged = stage_programs(self.planner.request, captured, plan, call, self.store.prefix)
         self.agreement.require_same_text("the ranks have different programs:", f"{staged.text()}\n{plan.to_json()}")
         if self.at_rest is None:
             self.owners = find_owners(staged, self.store.parameters)
             self._settle(at_rest)
         compiled = compile_body if self.request.hoist_all else None
-        prefix, redistributor = bind(self.mesh), self.planner.redistributor
+        prefix, redistributor = bind(self.mesh), self.planner.request.redistributor
         runner = attach_stages(staged, self.store, self.model, prefix, self.owners, redistributor, compiled)
         runner.scaler = self.scaler
         if captured.objective is not None and self.model.training:

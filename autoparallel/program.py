@@ -262,7 +262,7 @@ def build_stages(
     """
     pipeline = plan.pipeline
     assert pipeline is not None
-    _leave_only_loss(captured)
+    leave_only_loss(captured)
     if training:
         _require_loss(captured)
     kept = _kept(captured, outputs)
@@ -318,7 +318,7 @@ def _kept(captured: Captured, outputs: str) -> list[int]:
     return [i for i in range(first, len(results)) if every or i in (captured.objective, weight)]  # type: ignore[arg-type]
 
 
-def _leave_only_loss(captured: Captured) -> None:
+def leave_only_loss(captured: Captured) -> None:
     """Detaches what a pipeline does not differentiate: everything but its loss."""
     loss = captured.objective
     if loss is not None and captured.flowing != [loss]:

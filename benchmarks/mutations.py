@@ -46,7 +46,10 @@ from autoparallel.passes.verify_placements import Asked, PlacementError, verify_
 from autoparallel.placements import Layout, chunk, dual_layout
 from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.plan import Plan
-from autoparallel.planner.planning import Planner, Request, call_of
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.programs import outputs_of, prepare
+from autoparallel.planner.request import Request
 from autoparallel.program import lay_out
 from autoparallel.tools.parity.recording import arguments_of
 from autoparallel.tools.parity.task import Task, make_task
@@ -111,20 +114,21 @@ class Program:
         self.axes, self.sizes = task.axes, tuple(size for _, size in task.axes)
         self.names = [name for name, _ in task.axes]
         profile = profile_for("cpu", None)
-        planner = Planner(task.model, Request(task.axes, profile, plan=plan, loss_fn=task.loss_fn))
+        request = Request(task.axes, profile, plan=plan, loss_fn=task.loss_fn)
+        planner = Planner(task.model, request)
         call = call_of(batch.args, batch.kwargs, with_target=task.loss_fn is not None)
         captured = planner.capture(call)
-        self.plan: Plan = planner.search(captured.copy(), call)
-        planner.prepare(captured, self.plan)
+        self.plan: Plan = planner.search(captured, call)
+        prepare(request, captured, self.plan, call)
         modes = {key: self.plan.modes(key) for key in self.plan.operators}
         settle_interleaving(captured.module, modes, self.sizes)
         self.whole = captured.copy()
         self.arguments = arguments_of(captured, task, batch)
         parameters = {n: self.plan.at_rest(p) for n, p in captured.parameters.items() if p in self.plan.parameters}
-        outputs = planner.wanted(captured)
-        lay_out(captured, self.plan, parameters, {}, outputs, PREFIX, planner.redistributor)
+        outputs = outputs_of(request, captured)
+        lay_out(captured, self.plan, parameters, {}, outputs, PREFIX, request.redistributor)
         self.captured = captured
-        self.redistributor: Redistributor = planner.redistributor
+        self.redistributor: Redistributor = request.redistributor
         self.asked = Asked(modes, parameters, outputs, self.axes, PREFIX)
         self.expected = self._run_whole()
 

@@ -31,8 +31,8 @@ from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.hardware import H100
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
+from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import wanted_outputs
 
@@ -76,7 +76,7 @@ def planned(graph: Captured, mesh: Sequence[int], preset: str = "auto", memory_l
     redistributor = Redistributor(sizes, lambda kind, group, size: H100.step_seconds(sizes, kind, group, size))
     constraints = constraints_for(preset, [name for name, _ in axes])
     space = SearchSpace(graph, axes, H100, constraints, redistributor, wanted_outputs(graph, "auto", len(axes)))
-    return search(space, preset, memory_limit)
+    return cheapest(space, preset, memory_limit)
 
 
 def peak_gigabytes() -> float:

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.hardware import H100
-from autoparallel.planner.planning import Planner, Request, call_of, draft_captured
-from autoparallel.planner.staged import StagedPlanner, draft_stages
+from autoparallel.planner.draft import call_of, draft_captured
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.request import Request
 from autoparallel.text import duration
 
 LAYERS = 80
@@ -48,7 +48,8 @@ def main() -> None:
     table.title = f"Llama-3-70B, {arguments.layers} layers, {limit / 1e9:.0f} GB; capture {spent:.1f} s"
     for axes in MESHES if arguments.only is None else [MESHES[arguments.only]]:
         staged = axes[0][0] == "pp"
-        request = Request(axes[1:] if staged else axes, H100, memory_limit=limit)
+        stages = axes[0][1] if staged else 0
+        request = Request(axes[1:] if staged else axes, H100, memory_limit=limit, stages=stages)
         mesh = " x ".join(f"{name} {size}" for name, size in axes)
         begin, phases = time.process_time(), {}
         graph = captured.copy()
@@ -57,10 +58,7 @@ def main() -> None:
             phases[phase] = time.process_time()
 
         try:
-            if staged:
-                drafted = draft_stages(StagedPlanner(model, request, axes[0][1], Pipeline()), graph, call, told)
-            else:
-                drafted = draft_captured(Planner(model, request), graph, call, told)
+            drafted = draft_captured(Planner(model, request), graph, call, told)
         except PlanError as error:
             table.add_row(mesh, str(error), f"{time.process_time() - begin:.1f}")
             if staged:

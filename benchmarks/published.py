@@ -41,9 +41,10 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import H100, Profile
 from autoparallel.plan import Plan
+from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.pins import Pins, parse_pins
-from autoparallel.planner.planning import Planner, Request, call_of, draft_captured
-from autoparallel.planner.staged import StagedPlanner, draft_stages
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.request import Request
 
 PEAK = (989e12 + 835e12) / 2
 HARDWARE = replace(
@@ -151,7 +152,8 @@ def predict(run: Run, profile: Profile, plan: str, limit: float | None = None) -
         ranks = run.mesh[0][1]
         per_rank = 2 if run.schedule == "interleaved_1f1b" else 1
         asked = Pipeline() if plan == "auto" else Pipeline(run.schedule, microbatches=ranks, stages_per_rank=per_rank)
-        p = draft_stages(StagedPlanner(model, request, ranks, asked), captured.copy(), call).prediction
+        request = replace(request, stages=ranks, pipeline=asked)
+        p = draft_captured(Planner(model, request), captured.copy(), call).prediction
         return p.seconds() + p.forward_seconds, p.total_memory
     made = draft_captured(Planner(model, request), captured.copy(), call)
     p = again = made.prediction

@@ -15,7 +15,7 @@ from torch import nn
 
 from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured
-from autoparallel.planner import planning
+from autoparallel.planner import planner
 
 Captures = dict[tuple[Any, ...], Captured]
 _PLAIN = (bool, int, float, str, tuple)  # attributes that tell modules apart
@@ -43,5 +43,5 @@ def shared_captures(captured: Captures | None = None, name: str = "") -> Iterato
             known[key] = capture(model, specs, in_spec, loss_fn=loss_fn, training=training, **sizes)
         return known[key].copy()
 
-    with patch.object(planning, "capture", shared):
+    with patch.object(planner, "capture", shared):
         yield

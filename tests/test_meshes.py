@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from autoparallel.decisions.meshes import Alternative, MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.plan import Plan
-from autoparallel.planner import planning
-from autoparallel.planner.choosing import MeshSearch
-from autoparallel.planner.meshes import PIPELINES, THREE_AXES, TWO_AXES, distinct, factored, inside, splits
+from autoparallel.planner import evaluation
+from autoparallel.planner.draft import call_of, draft
+from autoparallel.planner.meshes import MeshSearch, distinct, factored, inside, splits
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.request import Request
+from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.tools.cli import main
 from tests.distributed import run_distributed
 from tests.runtime.support import off, parameters_off
@@ -52,11 +56,10 @@ def _search(
     model: nn.Module, devices: int, profile: Profile = CPU, rows: int = 16, loss: Any = F.mse_loss, **options: Any
 ) -> MeshSearch:
     x = torch.empty(rows, 16)
-    call = planning.call_of((x, x) if loss else (x,), with_target=loss is not None)
-    pipeline = options.pop("pipeline", None)
-    request = planning.Request((("dp", devices),), profile, loss_fn=loss, **options)
-    captured = planning.Planner(model, request).capture(call)
-    return MeshSearch(model, request, captured, call, devices, pipeline)
+    call = call_of((x, x) if loss else (x,), with_target=loss is not None)
+    request = Request((("dp", devices),), profile, loss_fn=loss, **options)
+    captured = Planner(model, request).capture(call)
+    return MeshSearch(request, captured, call, devices)
 
 
 # ------------------------------------------------------------------------------------------------------ factorisations
@@ -90,8 +93,8 @@ def test_searches_are_bounded_and_what_was_not_tried_is_listed() -> None:
     priced: list[Any] = []
     choice = search.choose(lambda price, meshes: priced.extend(meshes) or [price(m) for m in meshes])  # type: ignore[func-returns-value]
     plain = [m for m in priced if m[0][0] != "pp"]
-    assert len(plain) <= 1 + TWO_AXES + THREE_AXES
-    assert len(priced) - len(plain) <= PIPELINES
+    assert len(plain) <= 1 + THRESHOLDS.two_axes + THRESHOLDS.three_axes
+    assert len(priced) - len(plain) <= THRESHOLDS.pipelines
     assert sorted(priced) == sorted(a.mesh for a in choice.tried)
     shapes = {tuple(n for _, n in mesh) for mesh in [*plain, *(m for m in choice.untried if m[0][0] != "pp")]}
     assert shapes == {s for axes in (1, 2, 3) for s in distinct(factored(64, axes), H100)}
@@ -110,10 +113,11 @@ def test_the_choice_is_the_cheapest_and_survives_a_file() -> None:
 
 
 def test_prices_are_those_of_the_plan_that_a_given_mesh_gets() -> None:
-    search = _search(Deep(), 4)
+    model = Deep()
+    search = _search(model, 4)
     for alternative in search.choose().tried:
         if not alternative.staged:
-            planner = planning.Planner(search.model, planning.replace(search.request, axes=alternative.mesh))
+            planner = Planner(model, replace(search.request, axes=alternative.mesh))
             assert planner.search(search.captured, search.call).cost == alternative.seconds
 
 
@@ -175,14 +179,14 @@ def _train(kind: str, path: str) -> dict[str, Any]:
     if plan.pipeline is None:
         worst = max(worst, parameters_off(module, plain))
     module.plan.save(f"{path}.{torch.distributed.get_rank()}")
-    kept, planning.search = planning.search, None  # type: ignore[assignment]
+    kept, evaluation.cheapest = evaluation.cheapest, None  # type: ignore[assignment]
     try:
         saved = autoparallel.compile(
             again, plan=Plan.load(f"{path}.{torch.distributed.get_rank()}"), loss_fn=F.mse_loss
         )
         loss = saved(x, y)
     finally:
-        planning.search = kept
+        evaluation.cheapest = kept
     torch.manual_seed(0)
     worst = max(worst, off(loss, F.mse_loss(Deep().double()(x), y)))
     meshes = {p.device_mesh.mesh_dim_names for p in names.values()}  # type: ignore[union-attr]
@@ -217,9 +221,9 @@ def _refused() -> list[str]:
     pinned = autoparallel.compile(Deep(), pins={"*.weight": ("S0",)}, loss_fn=F.mse_loss)
     pinned.prepare(torch.zeros(8, 16), torch.zeros(8, 16))
     said.append(str(pinned.plan.whole_mesh))
-    request = planning.Request((("dp", 4), ("tp", 2)), CPU, loss_fn=F.mse_loss)
+    request = Request((("dp", 4), ("tp", 2)), CPU, loss_fn=F.mse_loss)
     x = torch.empty(16, 16)
-    plan = planning.draft(Deep(), planning.call_of((x, x), with_target=True), request).plan
+    plan = draft(Deep(), call_of((x, x), with_target=True), request).plan
     for options in ({"plan": plan}, {"mesh": init_device_mesh("cpu", (2,)), "plan": "fsdp"}):
         try:
             autoparallel.compile(model, **options)  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ from autoparallel.hardware import profile_for
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_fits
+from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import wanted_outputs
 from tests.models import MLP, build
@@ -41,7 +41,7 @@ def planned(graph: Captured, mesh: tuple[tuple[str, int], ...] = MESH, preset: s
         graph, mesh, profile, constraints_for(preset, [n for n, _ in mesh]), redistributor,
         wanted_outputs(graph, "auto", len(mesh)),
     )  # fmt: skip
-    return search(space, preset)
+    return cheapest(space, preset)
 
 
 @pytest.fixture(scope="module")

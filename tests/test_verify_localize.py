@@ -16,7 +16,8 @@ from autoparallel import program
 from autoparallel.comm import collectives
 from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState
-from autoparallel.planner.planning import Request, call_of, draft
+from autoparallel.planner.draft import call_of, draft
+from autoparallel.planner.request import Request
 from autoparallel.rules.core import Rule
 from autoparallel.rules.localize import LocalCall
 from autoparallel.rules.table import RULES

@@ -1,28 +1,48 @@
-"""Into which mesh axes a number of devices may be factored, and what became of each factorisation.
+"""Choosing the mesh: the devices factored into axes, by what a step is searched to cost on each.
 
 [Note: factored meshes] A mesh that the user leaves open has at most three axes.  Ranks fill the nodes in order, so the
 last axis must lie inside a node; meshes that differ only in the order of axes whose groups lie over as many nodes are
 one.  All that have one or two axes are searched, then those that split an axis of the best of two, and pipelines: a
 number of stages after the other, until more of them cost more.  How many searches that may be is bounded
-(``TWO_AXES``, ``THREE_AXES``, ``PIPELINES``), and what was not tried is listed.
+(``thresholds``), and what was not tried is listed.
+
+[Note: one yardstick] All meshes are compared by what the search adds up, also those with a pipeline: the time of its
+schedule, and what gathering, reducing and updating its parameters costs the rank that has most of that to do.  What is
+hidden behind what is no sum, and is predicted for the chosen mesh only.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from autoparallel.comm.world import PIPELINE_AXIS, Axes
+import torch
+
+from autoparallel.comm.world import PIPELINE_AXIS, Axes, mesh_text
+from autoparallel.decisions.meshes import Alternative, MeshChoice
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity
 from autoparallel.hardware import Profile
+from autoparallel.planner.candidates import best
+from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.proposals import proposals
+from autoparallel.planner.request import Request
+from autoparallel.planner.thresholds import THRESHOLDS
+from autoparallel.predict.stages import memory_by_rank
 
 Shape = tuple[int, ...]
 
 NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
 """How the axes of a factored mesh are called, by their number; the search may do on each what it likes."""
 
-TWO_AXES, THREE_AXES, PIPELINES = 6, 2, 8
-"""How many meshes of two and of three axes, and how many pipelines, are searched at most."""
+Priced = Generator[Sequence[Axes], list[Alternative], None]
+"""Proposes meshes, some at a time, and is told what they cost."""
+
+Spread = Callable[[Callable[[Axes], Alternative], Sequence[Axes]], list[Alternative]]
+"""Applies a function to every one of some meshes."""
 
 
 # ------------------------------------------------------------------------------------------------------- enumeration
@@ -38,18 +58,18 @@ def factored(devices: int, axes: int) -> list[Shape]:
     one axis."""
     if axes == 1:
         return [(devices,)]
-    found = []
+    shapes = []
     for first in (d for d in range(devices // 2, 1, -1) if devices % d == 0):
-        found += [(first, *rest) for rest in factored(devices // first, axes - 1) if min(rest) > 1]
-    return found
+        shapes += [(first, *rest) for rest in factored(devices // first, axes - 1) if min(rest) > 1]
+    return shapes
 
 
 def distinct(shapes: Iterable[Shape], profile: Profile) -> list[Shape]:
     """Of meshes that are alike but for the order of their axes, the first."""
-    known: dict[Any, Shape] = {}
+    first: dict[Any, Shape] = {}
     for shape in shapes:
-        known.setdefault(_lying(shape, profile), shape)
-    return list(known.values())
+        first.setdefault(_lying(shape, profile), shape)
+    return list(first.values())
 
 
 def _lying(shape: Shape, profile: Profile) -> Any:
@@ -95,4 +115,165 @@ def stage_meshes(devices: int, ranks: int, inner: int, profile: Profile) -> list
     return [((PIPELINE_AXIS, ranks), *named(shape)) for shape in shapes]
 
 
-__all__ = ["distinct", "factored", "inside", "named", "splits", "stage_counts"]
+# ------------------------------------------------------------------------------------------------------------- choice
+
+
+def one_after_another(price: Callable[[Axes], Alternative], meshes: Sequence[Axes]) -> list[Alternative]:
+    """The meshes priced here, in order."""
+    return [price(mesh) for mesh in meshes]
+
+
+@dataclass(frozen=True)
+class MeshSearch:
+    """What is to be planned for, on a mesh that is open.
+
+    Attributes:
+        request, captured, call: as ``Evaluator`` takes them; of the request, the axes do not matter. A pipeline of
+            which something is fixed must be one; else the search decides.
+        devices: how many there are.
+        refusal: why no pipeline can be run at all; empty where one can.
+    """
+
+    request: Request
+    captured: Captured
+    call: Call
+    devices: int
+    refusal: str = ""
+
+    def choose(self, spread: Spread = one_after_another) -> MeshChoice:
+        """The best mesh, with what the others would cost.
+
+        Args:
+            spread: prices several meshes, in the order given.
+
+        Raises:
+            PlanError: where no mesh has a plan.
+        """
+        capacity = self.request.profile.memory
+        tried: list[Alternative] = []
+        untried: list[Axes] = []
+
+        def judge(meshes: Sequence[Axes]) -> list[Alternative]:
+            tried.extend(alternatives := spread(self.price, meshes))
+            return alternatives
+
+        best(self._proposals(tried, untried), judge)
+        tried.sort(key=lambda a: a.order(capacity))
+        if not tried or tried[0].seconds is None or tried[0].problem:
+            reasons = "; ".join(f"{mesh_text(a.mesh)}: {a.problem}" for a in tried[:3])
+            raise PlanError(f"no mesh of {self.devices} devices has a plan: {reasons or 'too few devices'}")
+        return MeshChoice(tuple(tried), tuple(untried), capacity)
+
+    def _proposals(self, tried: Sequence[Alternative], untried: list[Axes]) -> Priced:
+        """All meshes that are priced; the others are noted as untried."""
+        must = self.request.pipeline is not None
+        if not must:
+            yield from self._without_pipeline(untried)
+        problem = self.refusal or unable(self.captured, self.call)
+        if not problem:
+            yield from self._pipelines(tried, untried)
+        elif must:
+            raise PlanError(f"pipeline=... was given, but the model cannot be a pipeline: {problem}")
+
+    def _without_pipeline(self, untried: list[Axes]) -> Priced:
+        """Meshes of one and of two axes, then those that split an axis of the best of two."""
+        profile = self.request.profile
+        two = distinct(factored(self.devices, 2), profile)
+        near = sorted((shape for shape in two if inside(shape, profile)), key=lambda shape: (max(shape), shape))
+        near = near[: THRESHOLDS.two_axes]
+        flat = yield [named((self.devices,)), *map(named, near)]
+        untried.extend(named(shape) for shape in two if shape not in near)
+        fastest = self._least(flat[1:])
+        three = distinct(factored(self.devices, 3), profile)
+        split = splits(tuple(size for _, size in fastest.mesh), profile) if fastest is not None else []
+        split = split[: THRESHOLDS.three_axes]
+        yield [named(shape) for shape in split]
+        untried.extend(named(shape) for shape in three if shape not in split)
+
+    def _pipelines(self, tried: Sequence[Alternative], untried: list[Axes]) -> Priced:
+        """Pipelines of more and more stages, until more cost more."""
+        profile = self.request.profile
+        pair = self._least([a for a in tried if len(a.mesh) == 2])
+        inner = pair.mesh[-1][1] if pair is not None else min(profile.node or self.devices, self.devices)
+        before: Alternative | None = None
+        searched = 0
+        for ranks in stage_counts(self.devices):
+            meshes = stage_meshes(self.devices, ranks, inner, profile)
+            if searched + len(meshes) > THRESHOLDS.pipelines or before is not None and before.seconds is None:
+                untried.extend(meshes)
+                continue
+            searched += len(meshes)
+            least = self._least((yield meshes))
+            assert least is not None
+            if before is not None and before.order(profile.memory) < least.order(profile.memory):
+                searched = THRESHOLDS.pipelines
+            before = least
+
+    def _least(self, alternatives: Sequence[Alternative]) -> Alternative | None:
+        return min(alternatives, key=lambda a: a.order(self.request.profile.memory), default=None)
+
+    def price(self, mesh: Axes) -> Alternative:
+        """What a mesh costs, by a first look."""
+        stages = mesh[0][1] if mesh[0][0] == PIPELINE_AXIS else 0
+        request = replace(self.request, axes=mesh[1:] if stages else mesh, stages=stages)
+        evaluator = Evaluator(request, self.captured, self.call)
+        try:
+            outcome = best(proposals(evaluator, thorough=False), evaluator.plan)
+            plan = outcome.require()
+        except PlanError as error:
+            return Alternative(mesh, problem=str(error))
+        pipeline = plan.pipeline
+        if pipeline is None:
+            assert plan.estimate is not None
+            return Alternative(mesh, outcome.seconds, plan.estimate.memory)
+        return Alternative(
+            mesh,
+            outcome.seconds,
+            max(memory_by_rank(plan)),
+            pipeline.schedule,
+            pipeline.microbatches,
+            pipeline.bubble,
+            changes(self.captured, self.request.outputs),
+        )
+
+
+def unable(captured: Captured, call: Call) -> str:
+    """Why a model cannot be a pipeline; empty where it can."""
+    if captured.objective is None:
+        return explain_ambiguity(len(captured.flowing)) if len(captured.flowing) > 1 else "it has no loss"
+    weight = captured.weight
+    if weight is not None and weight.kind == "unknown":
+        return f"it cannot be told what the loss is a mean over: {weight.reason}"
+    if any(layout is not None for layout in call.layouts):
+        return "an input is a DTensor"
+    if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
+        return "an input is differentiated"
+    if not captured.actual:
+        return f"the model fixes the batch size at {call.batch}"
+    return ""
+
+
+def changes(captured: Captured, outputs: str) -> str:
+    """What a pipeline would change about the model's results, so that it is not taken unasked; empty for nothing."""
+    if captured.mutated_buffers:
+        return "a pipeline takes batch statistics of microbatches; give a mesh with an axis 'pp' to have one"
+    results = {o for o in captured.outputs if isinstance(o, int)}
+    if outputs != "gather" and not results.issubset({captured.objective}):
+        return "a pipeline keeps no output beside the loss; give a mesh with an axis 'pp' to have one"
+    return ""
+
+
+def refusal(precision: object, outputs: str, scaler: torch.amp.GradScaler | None, dtypes: set[torch.dtype]) -> str:
+    """Why options do not go with a pipeline; empty where they do."""
+    used = getattr(precision, "param_dtype", None)
+    if scaler is None and torch.float16 in {used, *dtypes}:
+        return (
+            "a pipeline in float16 must know the gradient scaler, because it computes gradients before the loss is "
+            "scaled: pass grad_scaler=torch.amp.GradScaler(...) to compile(), or use bfloat16"
+        )
+    if outputs == "sharded":
+        return "outputs='sharded' is not supported by pipelines: use outputs='gather', or 'auto'"
+    return ""
+
+
+__all__ = ["MeshSearch", "distinct", "factored", "inside", "named", "one_after_another", "refusal", "splits"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autoparallel.decisions.parameters import PlanError
+
 PRESETS = ("auto", "data_parallel", "fsdp", "tensor_parallel", "expert_parallel")
 
 EXPERT_AXIS = "ep"
@@ -46,7 +48,8 @@ def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
     others.  ``expert_parallel`` is data parallel with an axis named "ep", and tensor parallel over one named "tp".
 
     Raises:
-        ValueError: for a name that is not a preset, or a preset that the mesh has no axis for.
+        ValueError: for a name that is not a preset.
+        PlanError: for a preset that the mesh has no axis for.
     """
     names = list(axis_names)
     axes = frozenset(range(len(names)))
@@ -59,12 +62,12 @@ def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
         return Constraints(data=axes, sharded_at_rest=axes, gather_per_use=True, expert=expert)
     if preset == "tensor_parallel":
         if axes == expert:
-            raise ValueError("plan='tensor_parallel' needs a mesh axis other than 'ep': name one 'tp'")
+            raise PlanError("plan='tensor_parallel' needs a mesh axis other than 'ep': name one 'tp'")
         tensor = names.index(TENSOR_AXIS) if TENSOR_AXIS in names else max(axes - expert)
         return Constraints(data=axes - {tensor}, tensor=frozenset({tensor}), expert=expert)
     if preset == "expert_parallel":
         if not expert:
-            raise ValueError(f"plan='expert_parallel' needs a mesh axis named 'ep', the mesh has {tuple(names)}")
+            raise PlanError(f"plan='expert_parallel' needs a mesh axis named 'ep', the mesh has {tuple(names)}")
         split = frozenset(i for i in axes if names[i] == TENSOR_AXIS)
         return Constraints(data=axes - split, tensor=split, expert=expert, needs_experts=True)
     raise ValueError(f"unknown plan {preset!r}: expected one of {', '.join(PRESETS)}, or a Plan")

@@ -9,7 +9,8 @@ from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.plan import Plan
-from autoparallel.planner.planning import Planner
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.programs import prepare
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,14 @@ class PlanAgain:
     def best_without(self, plan: Decisions, excluded: Mapping[str, frozenset[str]]) -> Plan | None:
         """See ``Reasons.best_without``."""
         asked = self.planner.request
-        pins = replace(asked.pins, excluded=excluded)
-        planner = Planner(self.planner.model, replace(asked, plan=plan.origin, pins=pins))
-        planner.reductions = {}
+        request = replace(asked, plan=plan.origin, pins=replace(asked.pins, excluded=excluded))
+        planner = Planner(self.planner.model, request, reductions={})
         captured = planner.capture(self.call, training=True)
         try:
             best = planner.search(captured, self.call)
         except PlanError:
             return None
-        planner.rewrite(captured, best)
+        prepare(request, captured, best, self.call)
         return planner.finish(captured, best, self.call, "mesh0")[0]
 
 

@@ -52,6 +52,7 @@ from autoparallel.placements.redistribution import Redistributor, local_numel
 from autoparallel.plan import Plan
 from autoparallel.planner.balance import most_even
 from autoparallel.planner.stage_rows import Row, largest_layer
+from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.cost import bytes_kept, exchange_seconds, operator_seconds
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -59,33 +60,8 @@ from autoparallel.rules.ways import typed_call
 
 Array = npt.NDArray[np.float64]
 
-MAX_POSITIONS = 400
-"""Places for a cut that are looked at; of longer models, those where least crosses."""
-
 CHOICES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble_v", 2))
 """The schedules tried, with their stages per rank, where none is asked for."""
-
-
-def microbatch_counts(batch: int, ranks: int, request: Pipeline) -> list[int]:
-    """The numbers of microbatches to try, the largest first; each divides it.
-
-    Raises:
-        PlanError: when the batch cannot be cut.
-    """
-    if request.microbatches is not None:
-        if batch % request.microbatches:
-            raise PlanError(
-                f"a batch of {batch} rows does not divide into {request.microbatches} microbatches: change one of them"
-            )
-        return [request.microbatches]
-    fitting = [m for m in range(ranks, min(8 * ranks, batch) + 1) if batch % m == 0]
-    if not fitting:
-        raise PlanError(
-            f"a batch of {batch} rows does not divide into {ranks} to {8 * ranks} microbatches, for a pipeline over "
-            f"{ranks} ranks: use a batch that is a multiple of {ranks}"
-        )
-    most = max(fitting, key=lambda m: (m % ranks == 0, m <= 4 * ranks, m))
-    return sorted((m for m in fitting if most % m == 0), reverse=True)
 
 
 class StagePlanner:
@@ -97,6 +73,8 @@ class StagePlanner:
         profile, redistributor: what things cost there.
         axis, ranks: the pipeline's axis.
         memory_limit: bytes per device.
+        may_split: whether schedules may compute gradients of inputs and of parameters apart.
+        may_recompute: whether layers may run again in the backward.
 
     Attributes:
         recompute: the layers that run again in the backward of the pipeline that was chosen last.
@@ -111,6 +89,9 @@ class StagePlanner:
         axis: str,
         ranks: int,
         memory_limit: float | None = None,
+        *,
+        may_split: bool = True,
+        may_recompute: bool = True,
     ) -> None:
         self.captured, self.plan, self.profile, self.redistributor = captured, plan, profile, redistributor
         self.axis, self.ranks, self.memory_limit = axis, ranks, memory_limit
@@ -118,8 +99,7 @@ class StagePlanner:
         self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
         self.forbidden = self._forbidden()
         self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
-        self.may_split = True  # whether schedules may compute gradients of inputs and of parameters apart
-        self.may_recompute = True
+        self.may_split, self.may_recompute = may_split, may_recompute
         self.recompute: tuple[str, ...] = ()
         self._chosen: tuple[str, ...] = ()
 
@@ -358,9 +338,9 @@ class StagePlanner:
         """Where a stage may begin; not within a layer that runs again."""
         inside = {i for i in range(1, len(rows)) if rows[i].again and rows[i].layer == rows[i - 1].layer}
         allowed = [i for i in range(1, len(rows)) if i not in self.forbidden and i not in inside]
-        if len(allowed) <= MAX_POSITIONS:
+        if len(allowed) <= THRESHOLDS.cut_places:
             return allowed
-        groups = np.array_split(np.array(allowed), MAX_POSITIONS)
+        groups = np.array_split(np.array(allowed), THRESHOLDS.cut_places)
         return [int(min(group, key=lambda i: self._crossing[int(i)])) for group in groups]
 
     def _forbidden(self) -> set[int]:
@@ -479,4 +459,4 @@ class StagePlanner:
         return np.cumsum(change)
 
 
-__all__ = ["StagePlanner", "microbatch_counts"]
+__all__ = ["StagePlanner"]

@@ -17,19 +17,18 @@ from rich.console import Console
 from autoparallel.comm.world import PIPELINE_AXIS, Axes, mesh_text
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import PROFILES, profile_for
 from autoparallel.plan import Plan
-from autoparallel.planner.choosing import MeshSearch, refusal
-from autoparallel.planner.meshes import named
+from autoparallel.planner.draft import call_of, draft_captured
+from autoparallel.planner.meshes import MeshSearch, named, refusal
 from autoparallel.planner.pins import Pins, parse_pins
-from autoparallel.planner.planning import Planner, Request, call_of, draft_captured, limit_in_bytes
+from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import EXPERT_AXIS, PRESETS
 from autoparallel.planner.reasons import PlanAgain
-from autoparallel.planner.staged import StagedPlanner, draft_stages
+from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.predict.cost import model_flops
 from autoparallel.report.comparison import Entry, Workload, comparison_table
 from autoparallel.report.html import report
@@ -99,10 +98,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     choice: MeshChoice | None = None
     if place.open:
         with shown("mesh", "search"):
-            search = MeshSearch(source.model, request, captured, call, place.devices, refusal=place.refusal)
+            search = MeshSearch(request, captured, call, place.devices, refusal=place.refusal)
             choice = search.choose()
         request, place = _on(choice.mesh, request, place.refusal)
-    work, entries = compare(source, request, call, _presets(options, request), shown, captured, place.stages, choice)
+    work, entries = compare(source, request, call, _presets(options, request), shown, captured, choice)
     first = entries[0]
     if first.draft is None:
         raise PlanError(first.problem)
@@ -137,22 +136,19 @@ class Place:
     Attributes:
         devices: how many there are.
         open: whether the search factors them into mesh axes.
-        stages: the ranks of the axis "pp"; 0 where there is none.
         refusal: why no pipeline can be run.
     """
 
     devices: int
     open: bool = False
-    stages: int = 0
     refusal: str = ""
 
 
 def _on(axes: Axes, request: Request, refused: str) -> tuple[Request, Place]:
-    """The same request on a mesh, without the pipeline's axis, which the place knows."""
-    stages = dict(axes).get(PIPELINE_AXIS, 0)
+    """The same request on a mesh, of which a pipeline's axis is the request's stages."""
     inner = tuple(axis for axis in axes if axis[0] != PIPELINE_AXIS) or (("dp", 1),)
-    place = Place(math.prod(size for _, size in axes), stages=stages, refusal=refused)
-    return replace(request, axes=inner), place
+    place = Place(math.prod(size for _, size in axes), refusal=refused)
+    return replace(request, axes=inner, stages=dict(axes).get(PIPELINE_AXIS, 0)), place
 
 
 def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Place]:
@@ -177,7 +173,7 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Place]:
         )
         refused = refusal(request.precision, request.outputs, None, set())
         request, place = _on(request.axes, request, refused)
-        if place.stages and refused:
+        if request.stages and refused:
             raise UsageError(refused)
         request.constraints()
     except (OSError, ValueError) as error:
@@ -246,14 +242,12 @@ def compare(
     presets: list[str],
     phase: Callable[[str, str], Any],
     captured: Captured,
-    stages: int = 0,
     choice: MeshChoice | None = None,
 ) -> tuple[Workload, list[Entry]]:
     """The plan that is asked for, first, and the presets beside it; each is searched and predicted.
 
     Args:
         captured: the model's graph.
-        stages: the ranks of a pipeline's axis, beside the request's; 0 for none.
         choice: how the mesh was chosen, for the first plan to tell.
     """
     entries: list[Entry] = []
@@ -265,11 +259,9 @@ def compare(
         graph = captured.copy()
         try:
             with _phases(phase, name) as told:
-                if stages:
-                    made = draft_stages(StagedPlanner(source.model, asked, stages, Pipeline()), graph, call, told)
-                else:
-                    planner = Planner(source.model, asked)
-                    made = draft_captured(planner, graph, call, told)
+                planner = Planner(source.model, asked)
+                made = draft_captured(planner, graph, call, told)
+                if not asked.stages:
                     made = replace(made, plan=made.plan.with_reasons(PlanAgain(planner, call)))
         except ValueError as error:
             entries.append(Entry(name, None, str(error)))

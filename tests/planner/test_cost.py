@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 
 from autoparallel.hardware import H100
 from autoparallel.placements.modes import parse_mode
-from autoparallel.planner.planning import Planner, Request, call_of
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.request import Request
 from autoparallel.predict.cost import model_flops, operator_seconds, rule_points
 from autoparallel.rules import rule_for
 

@@ -15,8 +15,8 @@ from autoparallel.hardware import CPU
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.experts import find_experts
+from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
 from autoparallel.program import wanted_outputs
 from tests.passes.support import captured
@@ -52,7 +52,7 @@ def _search(graph: Captured, preset: str, mesh: tuple[tuple[str, int], ...]) -> 
     redistributor = Redistributor(sizes, lambda kind, axes, size: CPU.step_seconds(sizes, kind, axes, size))
     constraints = constraints_for(preset, [name for name, _ in mesh])
     outputs = wanted_outputs(graph, "auto", len(mesh))
-    return search(SearchSpace(graph, mesh, CPU, constraints, redistributor, outputs), preset)
+    return cheapest(SearchSpace(graph, mesh, CPU, constraints, redistributor, outputs), preset)
 
 
 def _captured(model: nn.Module) -> Captured:

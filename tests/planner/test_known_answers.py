@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.placements import Replicate
-from autoparallel.planner.planning import Draft, Request, call_of, draft
+from autoparallel.planner.draft import Draft, call_of, draft
+from autoparallel.planner.request import Request
 from tests.models.fused import FusedBlock, FusedConfig
 
 AXES = (("x", 8),)

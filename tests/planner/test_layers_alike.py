@@ -18,10 +18,10 @@ from autoparallel.graph.captured import describe_inputs
 from autoparallel.hardware import H100, Profile
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
-from autoparallel.planner import search as search_module
+from autoparallel.planner import layouts as search_module
 from autoparallel.planner.axis_pairs import minimise_by_pairs
+from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.search import search
 from autoparallel.planner.solve import highs, hubs, integer_program, kinds
 from autoparallel.planner.solve.budget import minimise_with_budget
 from autoparallel.planner.solve.elimination import Infeasible, TooWide
@@ -181,7 +181,7 @@ class TestLayers:
 
 class TestWideGraphs:
     def test_pairs_of_axes_come_close_and_the_bound_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        exact = search(_space(256, 2, 256, (2, 2, 2)), "auto")
+        exact = cheapest(_space(256, 2, 256, (2, 2, 2)), "auto")
         assert exact.gap == 0.0
         space = _space(256, 2, 256, (2, 2, 2))
         calls = []
@@ -200,7 +200,7 @@ class TestWideGraphs:
         monkeypatch.setattr(hubs, "minimise", always_too_wide)
         monkeypatch.setattr(hubs, "BOUND_TABLE", 500)
         monkeypatch.setattr(hubs, "NARROWED_TABLE", 500)
-        pairs = search(space, "auto")
+        pairs = cheapest(space, "auto")
         assert len(calls) > 3
         assert pairs.cost is not None and exact.cost is not None and pairs.lower_bound is not None
         assert exact.cost <= pairs.cost * (1 + 1e-12) <= 1.05 * exact.cost
@@ -286,7 +286,7 @@ class TestWideGraphs:
         problem = space.build()
         with pytest.raises(TooWide):
             minimise(problem.sizes, problem.factors)
-        plan = search(space, "auto")
+        plan = cheapest(space, "auto")
         assert plan.gap is not None and 0 <= plan.gap < 2e-6
         assert evaluate(problem.factors, [0] * len(problem.sizes)) > plan.cost  # type: ignore[operator]
 
@@ -308,7 +308,7 @@ class TestWideGraphs:
 
 class TestPlans:
     def test_the_gap_is_kept_in_files_and_said(self) -> None:
-        plan = search(_space(256, 2, 256, (8,)), "auto")
+        plan = cheapest(_space(256, 2, 256, (8,)), "auto")
         assert plan.gap == 0.0
         again = Plan.from_json(plan.to_json())
         assert (again.cost, again.lower_bound) == (plan.cost, plan.lower_bound)
@@ -316,4 +316,4 @@ class TestPlans:
 
     def test_a_limit_that_nothing_fits_names_what_takes_most(self) -> None:
         with pytest.raises(PlanError, match=r"the smallest that a plan needs is [\d.]+ MB, most of it for .*MB\)"):
-            search(_space(256, 2, 256, (8,)), "auto", memory_limit=1e3)
+            cheapest(_space(256, 2, 256, (8,)), "auto", memory_limit=1e3)

@@ -11,7 +11,8 @@ from torch import nn
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
-from autoparallel.planner.planning import Draft, Request, call_of, draft
+from autoparallel.planner.draft import Draft, call_of, draft
+from autoparallel.planner.request import Request
 from autoparallel.report.diff import diff_plans
 from tests.captures import shared_captures
 from tests.planner.blocks import Blocks

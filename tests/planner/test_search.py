@@ -17,8 +17,8 @@ from autoparallel.hardware import H100, Profile
 from autoparallel.placements import parse_layout
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
+from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.search import search
 from autoparallel.planner.solve.factors import evaluate
 from autoparallel.planner.solve.integer_program import solve
 from autoparallel.planner.solve.layered import minimise
@@ -55,9 +55,7 @@ def _space(captured: Captured, mesh: Mesh, preset: str = "auto", profile: Profil
     sizes = tuple(n for _, n in mesh)
     redistributor = Redistributor(sizes, lambda kind, axes, size: profile.step_seconds(sizes, kind, axes, size))
     constraints = constraints_for(preset, [name for name, _ in mesh])
-    return SearchSpace(
-        captured, mesh, profile, constraints, redistributor, wanted_outputs(captured, "auto", len(mesh))
-    )
+    return SearchSpace(captured, mesh, profile, constraints, redistributor, wanted_outputs(captured, "auto", len(mesh)))
 
 
 def _kinds(plan: Plan, parameter: str) -> str:
@@ -74,39 +72,39 @@ def test_the_minimum_is_that_of_an_integer_program(mesh: Mesh) -> None:
 
 def test_planning_twice_gives_the_same_plan() -> None:
     captured = _captured(64, 256, 32)
-    plans = [search(_space(captured, TWO), "auto").to_json() for _ in range(2)]
+    plans = [cheapest(_space(captured, TWO), "auto").to_json() for _ in range(2)]
     assert plans[0] == plans[1]
 
 
 class TestPresets:
     def test_data_parallel_keeps_parameters_whole_and_cuts_the_batch(self) -> None:
-        plan = search(_space(_captured(64, 256, 32), TWO, "data_parallel"), "data_parallel")
+        plan = cheapest(_space(_captured(64, 256, 32), TWO, "data_parallel"), "data_parallel")
         assert {_kinds(plan, name) for name in plan.parameters} == {"II"}
         assert plan.operators["up/aten.linear#0"] == ("shard:...0", "shard:...0")
 
     def test_fsdp_cuts_every_parameter_at_rest_and_gathers_per_use(self) -> None:
-        plan = search(_space(_captured(64, 256, 32), TWO, "fsdp"), "fsdp")
+        plan = cheapest(_space(_captured(64, 256, 32), TWO, "fsdp"), "fsdp")
         assert {_kinds(plan, name) for name in plan.parameters} == {"SS"}
         assert {p.gather for p in plan.parameters.values()} == {"per_use"}
 
     def test_tensor_parallel_pairs_columns_with_rows(self) -> None:
-        plan = search(_space(_captured(1024, 4096, 32), (("tp", 4),), "tensor_parallel"), "tensor_parallel")
+        plan = cheapest(_space(_captured(1024, 4096, 32), (("tp", 4),), "tensor_parallel"), "tensor_parallel")
         assert plan.parameters["up.weight"].at_rest == "S0"
         assert plan.parameters["down.weight"].at_rest == "S1"
         assert plan.operators["down/aten.linear#0"] == ("shard:k",)
 
     def test_a_batch_that_does_not_divide_is_said(self) -> None:
         with pytest.raises(PlanError, match=r"batch of 3 rows must divide by 2"):
-            search(_space(_captured(64, 256, 3), ONE, "data_parallel"), "data_parallel")
+            cheapest(_space(_captured(64, 256, 3), ONE, "data_parallel"), "data_parallel")
 
 
 class TestAuto:
     def test_a_small_layer_and_a_large_batch_cut_the_batch(self) -> None:
-        plan = search(_space(_captured(256, 256, 65536), ONE), "auto")
+        plan = cheapest(_space(_captured(256, 256, 65536), ONE), "auto")
         assert plan.operators["up/aten.linear#0"] == ("shard:...0",)
 
     def test_large_layers_and_a_small_batch_cut_the_weights(self) -> None:
-        plan = search(_space(_captured(8192, 32768, 16), ONE), "auto")
+        plan = cheapest(_space(_captured(8192, 32768, 16), ONE), "auto")
         assert _kinds(plan, "up.weight") == "S"
         assert plan.operators["up/aten.linear#0"] == ("shard:n",)
         assert plan.operators["down/aten.linear#0"] == ("shard:k",)
@@ -114,14 +112,14 @@ class TestAuto:
     def test_a_memory_limit_gathers_per_use_what_would_be_kept(self) -> None:
         captured = _captured(1024, 1024, 65536)
         space = _space(captured, ONE)
-        free = search(space, "auto")
+        free = cheapest(space, "auto")
         assert {p.gather for p in free.parameters.values()} == {"per_step"}
         problem = space.build()
         choices = minimise(problem.sizes, problem.factors).choices
         usage = evaluate(problem.usage, choices)
-        tight = search(space, "auto", memory_limit=usage - 1e6)
+        tight = cheapest(space, "auto", memory_limit=usage - 1e6)
         assert "per_use" in {p.gather for p in tight.parameters.values()}
 
     def test_a_limit_that_nothing_fits_names_what_is_needed(self) -> None:
         with pytest.raises(PlanError, match=r"no plan fits in 0\.0 MB .* the smallest that a plan needs is [\d.]+ MB"):
-            search(_space(_captured(256, 256, 64), ONE), "auto", memory_limit=1e3)
+            cheapest(_space(_captured(256, 256, 64), ONE), "auto", memory_limit=1e3)

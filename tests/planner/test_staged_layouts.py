@@ -12,8 +12,9 @@ from torch import nn
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
-from autoparallel.planner.planning import Request, call_of
-from autoparallel.planner.staged import StagedPlanner
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.request import Request
 from tests.captures import shared_captures
 from tests.planner.blocks import Blocks
 
@@ -28,8 +29,9 @@ def one_trace_for_all_plans() -> Iterator[None]:
 
 def _plan(rows: int, pipeline: Pipeline, limit: float | None = None) -> Plan:
     profile = replace(CPU, launch=1e-9, latency=0.0)
-    request = Request((("dp", 2),), profile, loss_fn=nn.functional.mse_loss, memory_limit=limit)
-    planner = StagedPlanner(Blocks(LAYERS, WIDTH, 4 * WIDTH), request, 2, pipeline)
+    loss_fn = nn.functional.mse_loss
+    request = Request((("dp", 2),), profile, loss_fn=loss_fn, memory_limit=limit, stages=2, pipeline=pipeline)
+    planner = Planner(Blocks(LAYERS, WIDTH, 4 * WIDTH), request)
     x = torch.empty(rows, WIDTH, device="meta")
     call = call_of((x, x), with_target=True)
     return planner.search(planner.capture(call), call)

@@ -16,10 +16,11 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import CPU
 from autoparallel.pipeline.schedules import SPLIT, require_schedule
 from autoparallel.plan import Plan
+from autoparallel.planner.layouts import cheapest
+from autoparallel.planner.microbatches import microbatch_counts
 from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.search import search
 from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.stages import StagePlanner, microbatch_counts
+from autoparallel.planner.stages import StagePlanner
 from autoparallel.program import wanted_outputs
 from tests.passes.support import captured, redistributor
 
@@ -45,7 +46,7 @@ def planner(model: nn.Module, width: int, ranks: int, limit: float | None = None
     mesh = (("dp", 1),)
     paths = redistributor(1)
     space = SearchSpace(graph, mesh, PROFILE, constraints_for("auto", ["dp"]), paths, wanted_outputs(graph, "auto", 1))
-    return StagePlanner(graph, search(space, "auto"), PROFILE, paths, "pp", ranks, limit)
+    return StagePlanner(graph, cheapest(space, "auto"), PROFILE, paths, "pp", ranks, limit)
 
 
 WIDTHS = (64, 256, 256, 64, 64, 64, 512, 64)
@@ -211,7 +212,7 @@ def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() 
         space = SearchSpace(
             graph, (("dp", 2),), PROFILE, constraints_for(preset, ["dp"]), paths, wanted_outputs(graph, "auto", 1)
         )
-        found = StagePlanner(graph, search(space, preset), PROFILE, paths, "pp", 2)
+        found = StagePlanner(graph, cheapest(space, preset), PROFILE, paths, "pp", 2)
         needs.append(sum(row.kept for row in found._rows(Sizes(graph.actual))))
     whole = 2 * 64 * 64 * 4
     assert needs == [4 * whole, 4 * whole / 2 + whole / 2]  # weight, gradient, two states; and the sum over its shard

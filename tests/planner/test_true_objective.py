@@ -18,10 +18,13 @@ from torch import Tensor, fx, nn
 from autoparallel.hardware import H100, Profile
 from autoparallel.placements import Invariant, Layout
 from autoparallel.placements.redistribution import LayoutTable
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.options import Option
-from autoparallel.planner.planning import Planner, Request, call_of
+from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.search import search
+from autoparallel.planner.programs import outputs_of
+from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
 from autoparallel.rules.calls import tensor_operands
 
@@ -130,10 +133,10 @@ def _space(profile: Profile, ranks: int, rows: int, width: int, hidden: int) -> 
     with torch.device("meta"):
         model, x = Shared(width, hidden), torch.empty(rows, width)
     axes = (("x", ranks),)
-    planner = Planner(model, Request(axes, profile))
-    captured = planner.capture(call_of((x,)))
-    constraints, wanted = constraints_for("auto", ["x"]), planner.wanted(captured)
-    return SearchSpace(captured, axes, profile, constraints, planner.redistributor, wanted)
+    request = Request(axes, profile)
+    captured = Planner(model, request).capture(call_of((x,)))
+    constraints, wanted = constraints_for("auto", ["x"]), outputs_of(request, captured)
+    return SearchSpace(captured, axes, profile, constraints, request.redistributor, wanted)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,7 @@ def test_no_plan_of_a_small_graph_is_cheaper_than_the_one_found(
     profile: Profile, ranks: int, rows: int, width: int, hidden: int
 ) -> None:
     space = _space(profile, ranks, rows, width, hidden)
-    plan, referee = search(space, "auto"), Referee(space)
+    plan, referee = cheapest(space, "auto"), Referee(space)
     assert referee.plans > 1000
     assert plan.cost == pytest.approx(referee.least, rel=1e-9)
 
@@ -159,5 +162,5 @@ def test_no_plan_of_a_small_graph_is_cheaper_than_the_one_found(
 def test_the_graphs_have_different_answers() -> None:
     """Else brute force would have confirmed one plan several times."""
     sizes = [(SLOW, 2, 4096, 64, 64), (SLOW, 2, 3, 512, 4096), (H100, 2, 4, 8, 8)]
-    found = {tuple(sorted(search(_space(*size), "auto").operators.items())) for size in sizes}
+    found = {tuple(sorted(cheapest(_space(*size), "auto").operators.items())) for size in sizes}
     assert len(found) == 3

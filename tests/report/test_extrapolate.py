@@ -13,7 +13,10 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import H100
 from autoparallel.plan import Plan
-from autoparallel.planner.planning import Planner, Request, call_of
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.request import Request
 from autoparallel.predict.forecast import Forecast, extrapolated
 
 LAYERS, WIDTH, ROWS = 12, 512, 4096
@@ -54,12 +57,13 @@ def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int) -> N
     captured = planner.capture(call)
     layers = tuple(f"blocks.{i}" for i in range(recompute))
     plan = planner.search(captured, call)
+    evaluator = Evaluator(request, captured, call)
     plan = replace(plan, recompute=layers)
     nodes: list[int] = []
 
     def predict(graph: Captured, plan: Plan) -> Prediction:
         nodes.append(len(graph.graph.nodes))
-        return planner._predict_copy(graph, plan, call)
+        return evaluator.predict(graph, plan)
 
     known: dict[Hashable, Forecast] = {}
     found = extrapolated(captured, plan, predict, known)
@@ -80,5 +84,6 @@ def test_the_whole_of_a_shallow_model_is_predicted() -> None:
     call = call_of((x, x), with_target=True)
     captured = planner.capture(call)
     plan = planner.search(captured, call)
-    found = extrapolated(captured, plan, lambda graph, plan: planner._predict_copy(graph, plan, call), {})
-    assert found.whole and found.seconds == planner._predict_copy(captured, plan, call).seconds()
+    evaluator = Evaluator(request, captured, call)
+    found = extrapolated(captured, plan, evaluator.predict, {})
+    assert found.whole and found.seconds == evaluator.predict(captured, plan).seconds()

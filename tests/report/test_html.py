@@ -12,7 +12,9 @@ from torch import nn
 from autoparallel.comm.traffic import Traffic
 from autoparallel.decisions.pipeline import Border, PipelinePlan, PipelineTraffic, StageCost
 from autoparallel.hardware import CPU, H100
-from autoparallel.planner import planning
+from autoparallel.planner.draft import call_of, draft_captured
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.request import Request
 from autoparallel.report.comparison import Entry
 from autoparallel.report.html import report
 from autoparallel.report.pipeline_chart import stage_rows
@@ -47,14 +49,14 @@ class Page(HTMLParser):
 def test_a_report_of_a_plan() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
-    call = planning.call_of((torch.randn(8, 16), torch.randint(0, 4, (8,))), with_target=True)
-    request = planning.Request(axes=(("dp", 2), ("tp", 2)), profile=CPU, plan="fsdp", loss_fn=F.cross_entropy)
-    planner = planning.Planner(model, request)
+    call = call_of((torch.randn(8, 16), torch.randint(0, 4, (8,))), with_target=True)
+    request = Request(axes=(("dp", 2), ("tp", 2)), profile=CPU, plan="fsdp", loss_fn=F.cross_entropy)
+    planner = Planner(model, request)
     captured = planner.capture(call)
     work = workload_of(captured, call)
     assert (work.count, work.unit) == (8, "rows")
     assert work.flops == 2 * 3 * 8 * (16 * 32 + 32 * 4), "twice the forward for the backward"
-    made = planning.draft_captured(planner, captured, call)
+    made = draft_captured(planner, captured, call)
     plan = dataclasses.replace(made.plan, unruled={"evil::<script>alert(1)</script>": 2})
     entries = [Entry("fsdp", dataclasses.replace(made, plan=plan)), Entry("<b>other</b>", None, "does <i>not</i> fit")]
     text = report("<script>Net</script> & co", entries, work, H100)
@@ -70,12 +72,12 @@ def test_a_report_of_a_plan() -> None:
 def test_a_pipeline_is_shown_over_time_and_stage_by_stage() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
-    call = planning.call_of((torch.randn(8, 16), torch.randint(0, 4, (8,))), with_target=True)
-    request = planning.Request(axes=(("dp", 2),), profile=CPU, plan="data_parallel", loss_fn=F.cross_entropy)
-    planner = planning.Planner(model, request)
+    call = call_of((torch.randn(8, 16), torch.randint(0, 4, (8,))), with_target=True)
+    request = Request(axes=(("dp", 2),), profile=CPU, plan="data_parallel", loss_fn=F.cross_entropy)
+    planner = Planner(model, request)
     captured = planner.capture(call)
     work = workload_of(captured, call)
-    made = planning.draft_captured(planner, captured, call)
+    made = draft_captured(planner, captured, call)
     stages = tuple(StageCost(f"<i>first</i>.{i}", f"last.{i}", 1e-3, 2e-3, 5e6, 2) for i in range(4))
     crossing = Border("0/aten.linear#0", 0, 1, 100, 50, True)
     stays = Border("1/aten.linear#0", 1, 2, 7, 7, False)

@@ -82,15 +82,15 @@ class _CountCaptures:
     """Counts captures; those are what one trace per kind of call is about."""
 
     def __enter__(self) -> list[int]:
-        from autoparallel.planner import planning
+        from autoparallel.planner import planner
 
-        self.module, self.saved, self.count = planning, planning.capture, [0]
+        self.module, self.saved, self.count = planner, planner.capture, [0]
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.count[0] += 1
             return self.saved(*args, **kwargs)
 
-        planning.capture = counted
+        planner.capture = counted
         return self.count
 
     def __exit__(self, *_: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from autoparallel.tools.parity.localize_capture import capture_deviation
-from autoparallel.tools.parity.localize_program import capture_of, planner_of, program_deviation
+from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
 from autoparallel.tools.parity.noise import narrowing_casts
 from autoparallel.tools.parity.task import Task
 from autoparallel.tools.parity.training import Draws, train
@@ -34,7 +34,7 @@ def localized(task: Task, report: VerifyReport) -> Deviation:
     for _ in train(task.model, task.until(step - 1), [], lambda *_: 1.0, draws) if step > 1 else ():
         pass
     random, batch = draws.state, task.batch(step)
-    captured = capture_of(planner_of(task, report.plan), task, batch)
+    captured = planner_of(task, report.plan).capture(call_of_task(task, batch))
     deviation = capture_deviation(task, captured, batch, random, tolerance)
     deviation = deviation or program_deviation(task, report.plan, batch, random, tolerance)
     if deviation is not None:

@@ -18,13 +18,17 @@ from torch import Tensor, fx
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.simulate import ReplicasDiffer, combine, coordinates, simulate
+from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState
 from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.placements import Layout, divides, dual_layout, format_layout
 from autoparallel.plan import Plan
-from autoparallel.planner.planning import Planner, Request, call_of
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.programs import outputs_of, prepare
+from autoparallel.planner.request import Request
 from autoparallel.program import lay_out
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.tools.parity.comparison import difference
@@ -43,9 +47,9 @@ def planner_of(task: Task, plan: Plan) -> Planner:
     return Planner(task.model, request)
 
 
-def capture_of(planner: Planner, task: Task, batch: Batch) -> Captured:
-    """The captured graph of a task's call."""
-    return planner.capture(call_of(batch.args, batch.kwargs, with_target=task.loss_fn is not None))
+def call_of_task(task: Task, batch: Batch) -> Call:
+    """A task's call."""
+    return call_of(batch.args, batch.kwargs, with_target=task.loss_fn is not None)
 
 
 class _Whole:
@@ -91,9 +95,10 @@ class _Whole:
 def program_deviation(task: Task, plan: Plan, batch: Batch, random: RandomState, tolerance: float) -> Deviation | None:
     """The first node of a rank's program that computes something else than the captured graph; None where none does."""
     planner = planner_of(task, plan)
-    captured = capture_of(planner, task, batch)
-    planner.prepare(captured, plan)
-    sizes = planner.request.sizes
+    call, request = call_of_task(task, batch), planner.request
+    captured = planner.capture(call)
+    prepare(request, captured, plan, call)
+    sizes = request.sizes
     settle_interleaving(captured.module, {key: plan.modes(key) for key in plan.operators}, sizes)
     whole = captured.copy()
     arguments = arguments_of(captured, task, batch)
@@ -102,7 +107,7 @@ def program_deviation(task: Task, plan: Plan, batch: Batch, random: RandomState,
         for node, name in captured.parameters.items()
         if name in plan.parameters and divides(arguments[node].shape, plan.at_rest(name), sizes)
     }
-    lay_out(captured, plan, layouts, {}, planner.wanted(captured), PREFIX, planner.redistributor)
+    lay_out(captured, plan, layouts, {}, outputs_of(request, captured), PREFIX, request.redistributor)
 
     expected = _Whole(whole, captured.graph)
     run_recorded(expected.recorder, whole, arguments, task, random)
@@ -241,4 +246,4 @@ class _Comparison:
         return self.whole.whole.get(str(node.meta.get("key")), node)
 
 
-__all__ = ["capture_of", "planner_of", "program_deviation"]
+__all__ = ["call_of_task", "planner_of", "program_deviation"]

@@ -1,4 +1,4 @@
-"""The search: which layout every tensor and every operator of a forward graph takes.
+"""The cheapest layouts: which one every tensor and every operator of a forward graph takes.
 
 One optimizer step on given hardware is predicted as a sum of costs over a graph of choices (``space``), and minimised
 exactly by variable elimination (``solve.layered``), all mesh axes together.  Where that needs tables that are too
@@ -31,7 +31,7 @@ from autoparallel.planner.solve.layered import minimise
 from autoparallel.planner.space import SearchSpace
 
 
-def search(space: SearchSpace, origin: str, memory_limit: float | None = None, room: float = 0.0) -> Plan:
+def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None, room: float = 0.0) -> Plan:
     """The plan that minimises the predicted time of a step.
 
     Args:

@@ -1,0 +1,102 @@
+"""Candidates: the ways to plan that are compared, and the one loop over them.
+
+[Note: candidates] A generator proposes candidates, one after the other, and is told what became of each before it
+proposes the next; what it returns is the best of them.  There is one for each thing that may be varied: presets
+(``proposals``), the rows of vocabularies (``paddings``), the memory that is left and the layers that run again
+(``memory``), microbatches (``microbatches``), and the mesh (``meshes``).  They hand candidates on by ``yield from``, so
+that all of them end up in the loop of ``best``, which asks the evaluator (``evaluation``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.plan import Plan
+from autoparallel.predict.forecast import Forecast
+
+P = TypeVar("P")
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How layouts are cut into stages.
+
+    Attributes:
+        microbatches: the numbers of them that are tried; layouts are searched for the first.
+        may_recompute: whether layers may run again in the backward where nothing fits otherwise.
+    """
+
+    microbatches: tuple[int, ...]
+    may_recompute: bool
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to plan a graph; equal ones have the same plan.
+
+    Attributes:
+        preset: the strategy, or "auto" for the free search.
+        padding: parameter names with the rows with which vocabularies are used, where not with their own.
+        recompute: the layers that run again in the backward.
+        limit: bytes per device that the search may add up; None for any number.
+        room: bytes of the limit that are left for what the search does not add up.
+        microbatches: into how many a step is cut.
+        cut: how the layouts are cut into the stages of a pipeline; None leaves them whole.
+    """
+
+    preset: str
+    padding: tuple[tuple[str, int], ...] = ()
+    recompute: tuple[str, ...] = ()
+    limit: float | None = None
+    room: float = 0.0
+    microbatches: int = 1
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a candidate.
+
+    Attributes:
+        candidate: the candidate.
+        plan: its plan, or None.
+        error: why there is none.
+        seconds: of a step, as the search adds them up.
+        forecast: what the plan is predicted to take, where that was asked.
+    """
+
+    candidate: Candidate
+    plan: Plan | None = None
+    error: PlanError | None = None
+    seconds: float = math.inf
+    forecast: Forecast | None = None
+
+    def require(self) -> Plan:
+        """The plan. Raises PlanError where there is none."""
+        if self.plan is None:
+            raise self.error or PlanError("nothing was planned")
+        return self.plan
+
+
+Proposals = Generator[Candidate, Outcome, Outcome]
+"""Proposes candidates, is told what became of each, and returns the best (see [Note: candidates])."""
+
+
+def best(proposals: Generator[P, A, R], judge: Callable[[P], A]) -> R:
+    """What a generator chooses among its proposals, each of which is judged before the next is made."""
+    judged: Any = None  # what starts a generator
+    while True:
+        try:
+            proposal = proposals.send(judged)
+        except StopIteration as end:
+            return end.value
+        judged = judge(proposal)
+
+
+__all__ = ["Candidate", "Cut", "Outcome", "Proposals", "best"]

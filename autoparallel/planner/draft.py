@@ -1,0 +1,87 @@
+"""Plans that are made without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoparallel.decisions.prediction import Prediction
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.plan import Plan
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.programs import prepare, stage_programs
+from autoparallel.planner.request import Request
+from autoparallel.predict.stages import predict_stages
+from autoparallel.program import LocalProgram, find_owners
+
+Told = Callable[[str], None]
+"""Is told the phase that begins, in a word or two."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan that was made without ranks.
+
+    Attributes:
+        plan: with its prediction.
+        program: what a rank would run; None for a pipeline, whose ranks run different ones.
+        predicted: of a pipeline's step.
+    """
+
+    plan: Plan
+    program: LocalProgram | None
+    predicted: Prediction | None = None
+
+    @property
+    def prediction(self) -> Prediction:
+        prediction = self.predicted or self.plan.prediction
+        assert prediction is not None
+        return prediction
+
+
+def draft(model: nn.Module, call: Call, request: Request, told: Told = lambda phase: None) -> Draft:
+    """Plans one call of a model in training, without ranks.
+
+    Args:
+        model: the plain model; meta tensors will do.
+        told: is told each phase as it begins.
+
+    Raises:
+        PlanError, CaptureError: when the model cannot be planned so.
+    """
+    planner = Planner(model, request)
+    told("trace")
+    return draft_captured(planner, planner.capture(call), call, told)
+
+
+def draft_captured(planner: Planner, captured: Captured, call: Call, told: Told = lambda phase: None) -> Draft:
+    """The draft for a graph that has been captured already; the graph is used up."""
+    request = planner.request
+    told("search")
+    plan = request.plan if isinstance(request.plan, Plan) else planner.search(captured, call)
+    prepare(request, captured, plan, call)
+    told("predict")
+    if not request.stages:
+        return Draft(*planner.finish(captured, plan, call, "mesh0"))
+    predicted = predict_stages(captured, plan, request.profile)
+    staged = stage_programs(request, captured, plan, call, "mesh0")
+    plan = planner.with_traffic(staged, plan, call, find_owners(staged, plan.parameters))
+    assert plan.pipeline is not None and plan.pipeline.traffic is not None
+    sent = plan.pipeline.traffic
+    busiest = max(range(request.stages), key=lambda rank: (sent.calls[rank] + sent.gradients[rank]).total_bytes)
+    return Draft(plan, None, replace(predicted, forward=sent.calls[busiest], gradients=sent.gradients[busiest]))
+
+
+def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_target: bool = False) -> Call:
+    """A call with plain global inputs; of their tensors only shapes and dtypes matter."""
+    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    specs, batch = describe_inputs(leaves)
+    return Call((), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
+
+
+__all__ = ["Draft", "call_of", "draft", "draft_captured"]

@@ -1,0 +1,198 @@
+"""What candidates are worth: the plan of each, by one search of layouts, and what a plan is predicted to take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cached_property
+
+from autoparallel.comm.world import PIPELINE_AXIS
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.pipeline import Pipeline
+from autoparallel.decisions.prediction import Prediction
+from autoparallel.graph.calls import Call, micro_specs, sizes_of
+from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.passes.cut_stages import staged_nodes
+from autoparallel.passes.pad_vocabulary import pad_vocabulary
+from autoparallel.passes.recompute_layers import find_layers
+from autoparallel.plan import Plan
+from autoparallel.planner.candidates import Candidate, Outcome
+from autoparallel.planner.interleaving import why_whole
+from autoparallel.planner.layouts import cheapest
+from autoparallel.planner.problem import Schedule
+from autoparallel.planner.programs import local_program, outputs_of
+from autoparallel.planner.request import Request, Settled
+from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.stages import StagePlanner
+from autoparallel.predict.forecast import Forecast, extrapolated
+from autoparallel.predict.predict import predict
+from autoparallel.predict.stages import parameter_seconds
+from autoparallel.program import input_layouts, leave_only_loss
+
+
+class Evaluator:
+    """Plans candidates for one graph on one mesh, and forecasts plans; each once.
+
+    Args:
+        captured: the graph, which stays as it is.
+
+    Attributes:
+        request, call: what is planned for.
+        settled: what an earlier plan of the model has settled.
+    """
+
+    def __init__(self, request: Request, captured: Captured, call: Call, settled: Settled = Settled()) -> None:  # noqa: B008 - frozen
+        self.request, self.call, self.settled = request, call, settled
+        self.captured = captured
+        if request.stages:
+            self.captured = captured.copy()
+            leave_only_loss(self.captured)
+        self._outcomes: dict[Candidate, Outcome] = {}
+        self._graphs: dict[Hashable, Captured] = {}
+        self._forecasts: dict[Hashable, tuple[Plan, Forecast]] = {}
+        self._short: dict[Hashable, Forecast] = {}  # of short models
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that can run again in the backward."""
+        return () if self.request.hoist_all else tuple(find_layers(self.captured.graph))
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """What is fixed of the pipeline, by the request or by an earlier plan."""
+        known = self.settled.pipeline
+        if known is None:
+            return self.request.pipeline or Pipeline()
+        keys = {node.meta["key"] for node in staged_nodes(self.captured)}
+        cuts = known.cuts if keys.issuperset(known.cuts) else None
+        return Pipeline(known.schedule, known.microbatches, known.count // known.ranks, cuts)
+
+    # -- plans ------------------------------------------------------------------------------------------------------
+
+    def plan(self, candidate: Candidate) -> Outcome:
+        """What becomes of a candidate; one with a cut must have been planned without it before."""
+        if candidate not in self._outcomes:
+            try:
+                if candidate.cut is not None:
+                    outcome = self._cut(candidate)
+                else:
+                    space = self._space(candidate)
+                    plan = cheapest(space, candidate.preset, candidate.limit, candidate.room)
+                    assert plan.cost is not None
+                    outcome = Outcome(candidate, self._completed(plan, space, candidate), seconds=plan.cost)
+            except PlanError as error:
+                outcome = Outcome(candidate, error=error)
+            self._outcomes[candidate] = outcome
+        return self._outcomes[candidate]
+
+    def _space(self, candidate: Candidate) -> SearchSpace:
+        """The choices that a candidate leaves."""
+        request, call, graph = self.request, self.call, self._graph(candidate)
+        constraints = request.constraints(candidate.preset)
+        if constraints.data and not graph.actual and any(isinstance(s, InputSpec) for s in call.specs):
+            raise PlanError(
+                f"the plan {candidate.preset!r} shards the batch, but the model fixes the batch size at {call.batch}: "
+                "use x.shape[0] instead of a number, or plan='tensor_parallel'"
+            )
+        return SearchSpace(
+            graph,
+            request.axes,
+            request.profile,
+            constraints,
+            request.redistributor,
+            outputs_of(request, graph),
+            pinned=self.settled.at_rest,
+            input_layouts=input_layouts(graph, call.specs, call.layouts),
+            pins=request.pins.resolve(graph, request.axes),
+            recompute=candidate.recompute,
+            schedule=Schedule(candidate.microbatches, max(1, request.stages)),
+        )
+
+    def _completed(self, plan: Plan, space: SearchSpace, candidate: Candidate) -> Plan:
+        """The plan with what the space does not choose, and with notes."""
+        request, padding = self.request, dict(candidate.padding)
+        cutting = space.constraints.tensor or {*range(len(request.axes))} - space.constraints.data
+        axes = [request.axes[a] for a in sorted(cutting) if request.sizes[a] > 1]
+        if space.pins.freed:
+            warnings.warn(
+                f"{len(space.pins.freed)} decisions of the pinned plan are not possible any more and were searched "
+                f"again: {', '.join(space.pins.freed[:5])}",
+                stacklevel=2,
+            )
+        return replace(
+            plan,
+            parameters={name: replace(p, rows=padding.get(name)) for name, p in plan.parameters.items()},
+            recompute=candidate.recompute,
+            notes=why_whole(space.captured.graph, axes, space.size.shape),
+        )
+
+    def _graph(self, candidate: Candidate) -> Captured:
+        """The graph that a candidate is about: with padded vocabularies and, for a pipeline, a microbatch's sizes."""
+        key = candidate.padding, candidate.microbatches
+        if key not in self._graphs:
+            graph = self.captured.copy() if candidate.padding else self.captured
+            pad_vocabulary(graph.module, graph.parameters, dict(candidate.padding))
+            if self.request.stages:
+                graph = replace(graph, actual=sizes_of(graph, micro_specs(self.call.specs, candidate.microbatches)))
+            self._graphs[key] = graph
+        return self._graphs[key]
+
+    def _cut(self, candidate: Candidate) -> Outcome:
+        """The layouts of a candidate, cut into stages."""
+        assert candidate.cut is not None
+        graph, request, settled = self._graph(candidate), self.request, self.settled
+        plan = of_a_step(self._outcomes[replace(candidate, cut=None)].require(), candidate.microbatches)
+        planner = StagePlanner(
+            graph,
+            plan,
+            request.profile,
+            request.redistributor,
+            PIPELINE_AXIS,
+            request.stages,
+            request.memory_limit,
+            may_split=not request.hoist_all,
+            may_recompute=candidate.cut.may_recompute and not request.hoist_all,
+        )
+        pipeline = planner.choose(candidate.cut.microbatches, self.pipeline, checked=settled.pipeline is None)
+        again = planner.recompute
+        if settled.pipeline is not None:
+            layers = {*find_layers(graph.graph)} if settled.recompute else set()
+            again = tuple(layer for layer in settled.recompute if layer in layers)
+        plan = replace(plan, pipeline=pipeline, recompute=again)
+        return Outcome(candidate, plan, seconds=pipeline.seconds + max(parameter_seconds(graph, plan)))
+
+    # -- forecasts --------------------------------------------------------------------------------------------------
+
+    def forecast(self, plan: Plan, *, exactly: bool = False) -> Forecast:
+        """What a plan takes; unless exactly, from short models, where layers repeat."""
+        # Plans that differ in what they recompute share their operators, which the table keeps alive.
+        key = id(plan.operators), plan.recompute, exactly
+        if key not in self._forecasts:
+            if not exactly:
+                forecast = extrapolated(self.captured, plan, self.predict, self._short)
+            elif not (forecast := self.forecast(plan)).whole:
+                forecast = Forecast.of(self.predict(self.captured.copy(), plan))
+            self._forecasts[key] = plan, forecast
+        return self._forecasts[key][1]
+
+    def predict(self, graph: Captured, plan: Plan) -> Prediction:
+        """What the program that a plan makes of a graph, which is used up, is predicted to cost."""
+        pad_vocabulary(graph.module, graph.parameters, plan.padded)
+        program = local_program(self.request, graph, plan, self.call, "mesh0")
+        return predict(program, plan, self.request.profile)
+
+
+def of_a_step(plan: Plan, microbatches: int) -> Plan:
+    """The plan with what the search added up for one microbatch, and its share of a step, as that of the step."""
+    assert plan.cost is not None and plan.lower_bound is not None and plan.estimate is not None
+    parameters = {name: seconds * microbatches for name, seconds in plan.estimate.parameters.items()}
+    return replace(
+        plan,
+        cost=plan.cost * microbatches,
+        lower_bound=plan.lower_bound * microbatches,
+        estimate=replace(plan.estimate, parameters=parameters),
+    )
+
+
+__all__ = ["Evaluator", "of_a_step"]

@@ -1,0 +1,95 @@
+"""The planner of one model: from a call to a graph, a plan, and a rank's program with its prediction.
+
+Nothing here needs a process group, a device, or a parameter's memory, so it plans for any number of devices on a
+laptop.  ``compile()`` uses it on every rank, and ``python -m autoparallel plan`` on none (see ``draft``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from autoparallel.capture.capture import capture
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured
+from autoparallel.plan import Plan
+from autoparallel.planner.candidates import best
+from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.programs import local_program
+from autoparallel.planner.proposals import proposals
+from autoparallel.planner.request import Request, Settled
+from autoparallel.predict.pipeline_traffic import pipeline_traffic
+from autoparallel.predict.predict import predict
+from autoparallel.predict.reductions import choose_reductions, with_reductions
+from autoparallel.program import LocalProgram, StagedProgram
+
+
+class Planner:
+    """Captures, searches and finishes for one model; keeps what must be the same for all of its calls.
+
+    Args:
+        reductions: when the gradient of each parameter is reduced; None leaves it to the request. With a limit, it is
+            chosen on the first program that trains then, for all kinds of calls.
+    """
+
+    def __init__(self, model: nn.Module, request: Request, reductions: Mapping[str, str] | None = None) -> None:
+        self.model, self.request, self._reductions = model, request, reductions
+        if isinstance(request.plan, Plan):
+            self._reductions = {name: p.reduce for name, p in request.plan.parameters.items()}
+        elif request.memory_limit is None or request.stages:
+            self._reductions = {}
+
+    def capture(self, call: Call, training: bool | None = None) -> Captured:
+        """The forward graph of a call."""
+        request = self.request
+        return capture(
+            self.model,
+            call.specs,
+            call.in_spec,
+            loss_fn=request.loss_fn if call.with_target else None,
+            least_batch=2 * math.prod(request.sizes),
+            batch=call.batch,
+            training=training,
+            detach_beside_loss=request.outputs == "auto",
+            precision=request.precision,
+            ranks=math.prod(request.sizes),
+            gradients=call.gradients or training is True,
+        )
+
+    def search(self, captured: Captured, call: Call, settled: Settled = Settled()) -> Plan:  # noqa: B008 - frozen
+        """The best plan; the graph stays as it is.
+
+        Args:
+            settled: what an earlier plan of the model has settled.
+
+        Raises:
+            PlanError: when no plan satisfies the constraints, the pins or the limit.
+        """
+        evaluator = Evaluator(self.request, captured, call, settled)
+        return best(proposals(evaluator), evaluator.plan).require()
+
+    def finish(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> tuple[Plan, LocalProgram]:
+        """The plan with its prediction and with the times of reducing that fit the limit, and a rank's program."""
+        request = self.request
+        plan = with_reductions(plan, self._reductions or {})
+        program = local_program(request, captured, plan, call, prefix)
+        prediction = predict(program, plan, request.profile)
+        if self._reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
+            assert request.memory_limit is not None
+            left = request.memory_limit - prediction.total_memory
+            self._reductions = choose_reductions(program.buckets, request.sizes, request.profile, left)
+            plan = with_reductions(plan, self._reductions)
+            program.reducing(plan)
+            prediction = predict(program, plan, request.profile)
+        return plan.with_prediction(prediction), program
+
+    def with_traffic(self, staged: StagedProgram, plan: Plan, call: Call, owners: Mapping[str, int]) -> Plan:
+        """The plan of a pipeline with what its stages send in a call that is differentiated."""
+        traffic = pipeline_traffic(staged, plan, call, self.request.profile, owners, self.request.redistributor)
+        return replace(plan, pipeline=replace(staged.plan, traffic=traffic))
+
+
+__all__ = ["Planner"]

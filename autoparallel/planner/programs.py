@@ -1,0 +1,100 @@
+"""The programs that a request makes of a captured graph and a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.pipeline import PipelinePlan
+from autoparallel.graph.calls import Call, micro_specs, sizes_of
+from autoparallel.graph.captured import Captured
+from autoparallel.passes.pad_vocabulary import pad_vocabulary
+from autoparallel.pipeline.schedules import SPLIT
+from autoparallel.plan import Plan
+from autoparallel.planner.fits import require_fits
+from autoparallel.planner.request import Request
+from autoparallel.program import (
+    LocalProgram,
+    StagedProgram,
+    build_program,
+    build_stages,
+    input_layouts,
+    leave_only_loss,
+    wanted_outputs,
+)
+
+
+def outputs_of(request: Request, captured: Captured) -> Sequence[Any]:
+    """The layout that each output must have; None where it may stay as it is made."""
+    return wanted_outputs(captured, request.outputs, len(request.axes))
+
+
+def local_program(request: Request, captured: Captured, plan: Plan, call: Call, prefix: str) -> LocalProgram:
+    """A rank's program; the captured graph becomes its body."""
+    return build_program(
+        captured,
+        plan,
+        prefix=prefix,
+        redistributor=request.redistributor,
+        outputs=outputs_of(request, captured),
+        inputs=input_layouts(captured, call.specs, call.layouts),
+        device=torch.device(request.device),
+        hoist_all=request.hoist_all,
+        reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
+    )
+
+
+def stage_programs(request: Request, captured: Captured, plan: Plan, call: Call, prefix: str) -> StagedProgram:
+    """The local program of every stage of a pipeline, the same on all ranks.
+
+    Raises:
+        PlanError: where the model cannot be run so.
+    """
+    assert plan.pipeline is not None
+    if plan.pipeline.schedule in SPLIT and request.hoist_all:
+        raise PlanError(
+            f"the schedule {plan.pipeline.schedule!r} parts the backward of a stage, which backend='inductor' does "
+            "not: use '1f1b' or 'interleaved_1f1b', or backend='eager'"
+        )
+    return build_stages(
+        captured,
+        plan,
+        prefix=prefix,
+        redistributor=request.redistributor,
+        outputs=request.outputs,
+        device=torch.device(request.device),
+        hoist_all=request.hoist_all,
+        reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
+        node=request.profile.node,
+        training=call.training[0] if call.training else True,
+    )
+
+
+def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> None:
+    """Rewrites a captured graph into the one that a plan is about, once, and checks that it is.
+
+    A pipeline's graph has the sizes of a microbatch, and differentiates its loss only.
+
+    Raises:
+        PlanError: when the plan does not fit it.
+    """
+    if request.stages:
+        leave_only_loss(captured)
+    pad_vocabulary(captured.module, captured.parameters, plan.padded)
+    require_fits(plan, captured.graph, request.axes, captured.parameters)
+    if request.stages:
+        if plan.pipeline is None or plan.pipeline.ranks != request.stages:
+            raise PlanError(f"the plan is not for a pipeline over {request.stages} ranks: plan again")
+        captured.actual = sizes_of(captured, micro_specs(call.specs, microbatches_of(plan.pipeline, captured, call)))
+
+
+def microbatches_of(pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
+    """How many microbatches a call has, or at least may have."""
+    return pipeline.microbatches if captured.objective is not None else math.gcd(pipeline.microbatches, call.batch)
+
+
+__all__ = ["local_program", "microbatches_of", "outputs_of", "prepare", "stage_programs"]

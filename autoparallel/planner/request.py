@@ -1,0 +1,109 @@
+"""What is asked of the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.comm.world import Axes
+from autoparallel.decisions.parameters import ParameterPlan
+from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
+from autoparallel.hardware import Profile
+from autoparallel.placements.redistribution import Redistributor
+from autoparallel.plan import Plan
+from autoparallel.planner.pins import Pins
+from autoparallel.planner.presets import PRESETS, Constraints, constraints_for
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the planner, for all calls of a model.
+
+    Attributes:
+        axes: the mesh axes by name and size, but for a pipeline's.
+        profile: the hardware that is planned for.
+        plan: "auto", a preset, or a plan to carry out as it is.
+        pins: what some parameters, modules and operators must be, whatever else is chosen.
+        loss_fn, memory_limit, outputs, precision: as ``compile()`` takes them; the limit in bytes.
+        device: the kind of device that programs run on.
+        hoist_all: gathers every parameter before the body.
+        stages: the ranks of a pipeline's axis; 0 where there is none.
+        pipeline: what is fixed of the pipeline; None leaves all of it open.
+    """
+
+    axes: Axes
+    profile: Profile
+    plan: str | Plan = "auto"
+    pins: Pins = field(default_factory=Pins)
+    loss_fn: Callable[..., Any] | None = None
+    memory_limit: float | None = None
+    outputs: str = "auto"
+    precision: MixedPrecisionPolicy | None = None
+    device: str = "cpu"
+    hoist_all: bool = False
+    stages: int = 0
+    pipeline: Pipeline | None = None
+
+    @property
+    def origin(self) -> str:
+        """The preset's name, that of a plan's preset, or "auto"."""
+        return self.plan.origin if isinstance(self.plan, Plan) else self.plan
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @cached_property
+    def redistributor(self) -> Redistributor:
+        """The ways between layouts on these axes, at the profile's prices."""
+        return Redistributor(self.sizes, partial(self.profile.step_seconds, self.sizes))
+
+    def constraints(self, preset: str | None = None) -> Constraints:
+        """What a preset asks of each mesh axis; the request's, unless told another.
+
+        Raises:
+            PlanError: for a preset that the mesh has no axis for.
+        """
+        preset = preset or self.origin
+        return constraints_for(preset if preset in PRESETS else "auto", [name for name, _ in self.axes])
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the plan of the first kind of call has settled for all others.
+
+    Attributes:
+        at_rest: how every parameter lies; None where that is open.
+        pipeline: the schedule and the cuts; None where there are none, or they are open.
+        recompute: the layers that run again in the pipeline's backward.
+    """
+
+    at_rest: Mapping[str, ParameterPlan] | None = None
+    pipeline: PipelinePlan | None = None
+    recompute: tuple[str, ...] = ()
+
+
+def limit_in_bytes(limit: float | None, profile: Profile) -> float | None:
+    """A limit on memory in bytes; one that is at most 1 is a part of what the profile's device has.
+
+    Raises:
+        ValueError: for a part of a memory that is not known.
+    """
+    if limit is None or limit > 1:
+        return limit
+    if limit <= 0:
+        raise ValueError(f"memory_limit must be positive, got {limit}")
+    if profile.memory is None:
+        raise ValueError(
+            f"memory_limit={limit} is a part of the device's memory, which the profile {profile.name!r} does not know: "
+            "give bytes"
+        )
+    return limit * profile.memory
+
+
+__all__ = ["Request", "Settled", "limit_in_bytes"]

@@ -1,0 +1,40 @@
+"""The numbers that bound the planner's work, or say when one plan is worth another look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Where the planner stops to look.
+
+    Attributes:
+        nearly_equal: Plans whose prices add up to at most so many times that of another are compared by predicting
+            both, on hardware where nothing hides behind anything.
+        rooms: How often a search within a limit is told to leave more room, or less.
+        corrections: How often a plan is looked for again because a short model told too little of its memory.
+        bubble: The part of a schedule in which ranks wait from which on more microbatches are tried, beyond the usual.
+        far: How many times a known step's work the ranks of a pipeline may have, in the largest number of
+            microbatches, for a preset's layouts to be cut into stages.
+        hopeless: How many times the limit a search without one may add up, for its layouts to be cut all the same.
+        cut_places: Places for a cut between stages that are looked at; of longer models, those where least crosses.
+        two_axes, three_axes, pipelines: How many meshes of two and of three axes, and how many pipelines, are searched
+            at most where the mesh is open.
+    """
+
+    nearly_equal: float = 1.25
+    rooms: int = 7
+    corrections: int = 3
+    bubble: float = 0.1
+    far: float = 1.25
+    hopeless: float = 2.0
+    cut_places: int = 400
+    two_axes: int = 6
+    three_axes: int = 2
+    pipelines: int = 8
+
+
+THRESHOLDS = Thresholds()
+
+__all__ = ["THRESHOLDS"]
