@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoparallel
 from autoparallel.backend import Options
-from tests.distributed import WorkerError, run_distributed
+from autoparallel.tools.processes import ProcessError
+from tests.distributed import failures_of, run_distributed
 from tests.models import build
 from tests.parity.harness import AXES, difference
 
@@ -273,9 +274,9 @@ def _call(kind: type[nn.Module], seed_by_rank: bool = False, **options: Any) -> 
 
 def _errors(function: Callable[..., Any], *args: Any, **options: Any) -> dict[int, str]:
     """What each of two ranks raised."""
-    with pytest.raises(WorkerError) as caught:
+    with pytest.raises(ProcessError) as caught:
         run_distributed(function, *args, world_size=2, keep_after_error=True, **options)
-    errors = {rank: f"{e.type}: {e.message}" for rank, e in caught.value.errors.items()}
+    errors = {rank: f"{e.type}: {e.message}" for rank, e in failures_of(caught.value).items()}
     assert errors.keys() == {0, 1}
     return errors
 

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel.decisions.parameters import GATHERS, REDUCTIONS
 from autoparallel.plan import Plan
-from tests.distributed import WorkerError
+from autoparallel.tools.processes import ProcessError
+from tests.distributed import failures_of
 from tests.runtime.support import compiled_pair, gradients_off, parameters_off, run_on_ranks
 
 Batch = tuple[Tensor, Tensor]
@@ -354,10 +355,11 @@ def _misuse(case: str) -> None:
     ],
 )
 def test_misuse_is_an_error_on_every_rank(case: str, message: str) -> None:
-    with pytest.raises(WorkerError) as raised:
+    with pytest.raises(ProcessError) as raised:
         run_on_ranks(_misuse, case, world_size=2, keep_after_error=True)
-    assert set(raised.value.errors) == {0, 1}
-    assert all(message in error.message for error in raised.value.errors.values())
+    failures = failures_of(raised.value)
+    assert failures.keys() == {0, 1}
+    assert all(message in failure.message for failure in failures.values())
 
 
 def _unfinished() -> tuple[float, list[str]]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.distributed import WorkerPool, run_distributed
+from tests.distributed import open_pool, run_distributed, run_in
 from tests.runtime.support import (
     Net,
     batch,
@@ -379,8 +379,7 @@ def _without_a_launcher() -> tuple[float, Any]:
     import autoparallel
 
     dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
+    assert not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
     model, plain = make(Net), make(Net)
     model = autoparallel.compile(model, loss_fn=F.mse_loss)
     x, y = batch()
@@ -395,9 +394,6 @@ def _without_a_launcher() -> tuple[float, Any]:
 
 
 def test_without_a_mesh_and_without_a_launcher() -> None:
-    pool = WorkerPool(1)  # of its own, as it leaves its process group
-    try:
-        ((worst, mesh),) = pool.run(_without_a_launcher)
-    finally:
-        pool.close()
+    with open_pool(1) as pool:  # of its own, as it leaves its process group
+        ((worst, mesh),) = run_in(pool, _without_a_launcher)
     assert worst < 1e-12 and mesh == (("dp", 1),)

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed import WorkerError, WorkerPool
+from autoparallel.tools.processes import ProcessError
+from tests.distributed import failures_of, open_pool, run_in
 from tests.runtime.support import off, raised, run_on_ranks
 
 
@@ -234,13 +235,9 @@ def _die_in_the_middle(rank: int) -> None:
 
 
 def test_a_rank_killed_in_a_schedule_stops_the_others_with_an_error_that_names_the_stage() -> None:
-    pool = WorkerPool(2)
-    try:
-        with pytest.raises(WorkerError) as caught:
-            pool.run(_die_in_the_middle, 1, timeout=60)
-    finally:
-        pool.close()
-    errors = caught.value.errors
+    with open_pool(2) as pool, pytest.raises(ProcessError) as caught:
+        run_in(pool, _die_in_the_middle, 1, timeout=60)
+    errors = failures_of(caught.value)
     assert errors[1].type == "Died"
     assert errors[0].type == "PipelineError"
     assert "stage 0 (layers.0 to " in errors[0].message
