@@ -120,14 +120,12 @@ def _check(
             assert torch.equal(value, rank[key]), f"{key} differs between ranks"
 
 
+@pytest.mark.wide_where(lambda plan: plan != "tensor_parallel")
+@pytest.mark.slow_where(lambda name, shape: name == "gpt" or shape == (2, 2))
 @pytest.mark.parametrize(
     ("name", "shape", "plan"),
     [
-        *itertools.product(("mlp", "gpt"), ((2,),), ("data_parallel", "tensor_parallel", "auto")),
-        *itertools.product(("mlp",), ((2, 2),), ("data_parallel", "tensor_parallel", "auto")),
-        ("gpt", (2, 2), "auto"),
-        pytest.param("gpt", (2, 2), "data_parallel", marks=pytest.mark.slow),
-        pytest.param("gpt", (2, 2), "tensor_parallel", marks=pytest.mark.slow),
+        *itertools.product(("mlp", "gpt"), ((2,), (2, 2)), ("data_parallel", "tensor_parallel", "auto")),
     ],
     ids=str,
 )
@@ -136,13 +134,14 @@ def test_training_equals_the_plain_model(name: str, shape: tuple[int, ...], plan
     _check(name, shape, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "plan"),
     [
         ((2,), "data_parallel"),
         ((2,), "tensor_parallel"),
         ((2, 2), "tensor_parallel"),
-        pytest.param((2, 2), "data_parallel", marks=pytest.mark.slow),
+        ((2, 2), "data_parallel"),
     ],
     ids=str,
 )
@@ -150,6 +149,7 @@ def test_batch_norm_takes_the_global_batch_and_its_buffers_are_written_back(shap
     _check("resnet", shape, plan, rows=(8, 8))
 
 
+@pytest.mark.wide
 def test_dictionaries_and_keyword_inputs() -> None:
     _check("gpt2", (2,), "data_parallel", rows=(4, 4))
 
@@ -389,6 +389,7 @@ print("found", model.weight.grad.sum().item())
 """
 
 
+@pytest.mark.wide
 def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     entry = declared["torch_dynamo_backends"]["autoparallel"]

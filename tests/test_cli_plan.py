@@ -94,6 +94,7 @@ def test_more_devices_than_anyone_has(capsys: pytest.CaptureFixture[str]) -> Non
     assert status == 0 and "Net on (dp=512, tp=16), h100: 8,192 rows" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_config_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = tmp_path / "config.json", tmp_path / "plan.json"
     config.write_text(json.dumps(LLAMA))
@@ -171,6 +172,7 @@ def _pinned(saved: str | None) -> list[tuple[dict[str, Any], str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_pins_beside_a_preset(tmp_path: Path) -> None:
     """Parameters lie as they are pinned, in ``placements``' own words, whatever the preset; and the loss stays."""
     out = tmp_path / "plan.json"

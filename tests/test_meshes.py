@@ -192,6 +192,7 @@ def _train(kind: str, path: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.wide_where(lambda kind: kind == "pipeline")
 @pytest.mark.parametrize(
     "kind", ["open", "pipeline", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eval", "unnamed"))]
 )

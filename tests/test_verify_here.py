@@ -48,6 +48,7 @@ def line_of(function: Callable[..., Any]) -> str:
 # ------------------------------------------------------------------------------------------------ what a trace drops
 
 
+@pytest.mark.wide_where(lambda dropout: dropout > 0)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_the_trace_drops_is_found_and_named(fault: str, dropout: float) -> None:

@@ -307,6 +307,7 @@ def test_is_refused(make: Callable[[], nn.Module], says: str) -> None:
 # ----------------------------------------------------------------------------------------------------- on two ranks
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel"])
 @pytest.mark.parametrize("make", [Clipping, SeveralResults])
 def test_trains_as_eager_on_two_ranks(make: Callable[[], nn.Module], plan: str) -> None:

@@ -253,6 +253,7 @@ def test_what_torch_func_traces_trains_as_eager() -> None:
     require_as_eager(Vectorized)
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 @pytest.mark.parametrize("make", [NestedModes, Codebook])
 def test_trains_as_eager_on_two_ranks(make: Callable[[], nn.Module], plan: str) -> None:

@@ -257,6 +257,7 @@ def test_a_hook_of_the_old_kind_is_refused() -> None:
     assert "down has a hook of register_backward_hook" in refusal(make)
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 @pytest.mark.parametrize("make", [InOrder, _hooked])

@@ -219,6 +219,7 @@ class _Head(nn.Module):
         return {"logits": logits, "loss": F.mse_loss(logits, y)}
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 def test_two_ranks(plan: str) -> None:
     for results in run_distributed(_on_two_ranks, plan, world_size=2):

@@ -131,6 +131,7 @@ class TestTheExample:
             "return [relu_default]",
         ]
 
+    @pytest.mark.slow
     def test_mixtral_has_the_same_experts_in_both_implementations(self) -> None:
         for name in ("mixtral", "mixtral_grouped"):
             case = build(name)

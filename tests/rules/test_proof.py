@@ -26,6 +26,8 @@ def test_every_rule_has_an_example() -> None:
     assert _names([t for t in shown if t not in ruled_targets()]) == []
 
 
+@pytest.mark.wide_where(lambda family: family not in ("complexes", "indexing", "random"))
+@pytest.mark.slow_where(lambda family: family == "elementwise")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rules_of_a_family_are_proved(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     proof = Proof()

@@ -127,6 +127,7 @@ def _batches(plan: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide_where(lambda plan: plan != "tensor_parallel")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel"])
 def test_a_new_batch_size_needs_no_new_trace(plan: str) -> None:
     for results in run_distributed(_batches, plan, world_size=2):
@@ -308,6 +309,7 @@ def _without_gradients(how: str) -> dict[str, float]:
     return results
 
 
+@pytest.mark.wide_where(lambda how: how != "no_grad")
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
 def test_a_first_call_without_gradients(how: str) -> None:
     for results in run_distributed(_without_gradients, how, world_size=2):
@@ -334,6 +336,7 @@ def _rows_of_each_rank(plan: str) -> dict[str, float]:
     return results
 
 
+@pytest.mark.slow_where(lambda plan: plan != "auto")
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel", "auto"])
 def test_rows_of_each_rank_equal_the_global_batch(plan: str) -> None:
     for results in run_on_ranks(_rows_of_each_rank, plan, world_size=4):

@@ -101,6 +101,7 @@ def test_one_rank_draws_what_the_plain_model_does() -> None:
         require_close(log, reference(12))
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel", "auto"])
 def test_two_ranks_draw_what_the_plain_model_does(plan: str) -> None:
     for log in run_distributed(on_mesh, plan, (2,), {}, world_size=2):

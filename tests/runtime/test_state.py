@@ -209,6 +209,7 @@ def _buffers(plan: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "auto"])
 def test_buffers_equal_one_process_and_each_other(plan: str) -> None:
     ranks = run_on_ranks(_buffers, plan, world_size=4)
