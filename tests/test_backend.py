@@ -189,6 +189,7 @@ def test_gradients_are_reduced_in_one_collective_and_the_plan_shards() -> None:
     assert seen["backward"] == {("all_gather", "dp"): 1, ("all_reduce", "dp"): 1}
 
 
+@pytest.mark.wide
 def test_dropout_is_the_same_on_every_mesh() -> None:
     one = run_distributed(_one_backward, (1,), "auto", world_size=1)[0]
     for shape, plan in [((2,), "data_parallel"), ((2,), "tensor_parallel")]:
@@ -356,6 +357,7 @@ def test_ranks_that_call_with_other_shapes_or_values() -> None:
         assert "the ranks pass different values as inputs" in message
 
 
+@pytest.mark.wide
 def test_a_batch_that_does_not_divide() -> None:
     for message in _errors(_call_apart, {0: (5, 1.0), 1: (5, 1.0)}).values():
         assert "does not divide" in message or "must divide by 2" in message

@@ -229,6 +229,7 @@ def _refused() -> list[str]:
     return said
 
 
+@pytest.mark.wide
 def test_what_is_named_keeps_its_meaning() -> None:
     preset, pinned, plan, unnamed = run_distributed(_refused, world_size=2)[0]
     assert preset == pinned == "(('dp', 2),)"

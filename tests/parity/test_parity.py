@@ -56,6 +56,7 @@ def test_parity_on_the_rest_of_the_grid(recipe: Recipe) -> None:
     check(recipe)
 
 
+@pytest.mark.wide
 @pytest.mark.slow_where(lambda recipe: recipe.model != "regressor")
 @pytest.mark.parametrize(
     "recipe",

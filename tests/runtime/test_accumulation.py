@@ -129,6 +129,7 @@ def test_a_window_equals_one_batch(shape: tuple[int, ...], plan: str, loss: str)
         assert max(found["worst"].values()) < 1e-9, found["worst"]
 
 
+@pytest.mark.wide
 def test_microbatches_of_different_sizes() -> None:
     for found in run_on_ranks(_train, "fsdp", (2,), "squared", (4, 2, 6, 4, 8, 4, 2), world_size=2):
         assert max(found["worst"].values()) < 1e-9, found["worst"]
@@ -239,6 +240,7 @@ def test_sharded_parameters_reduce_and_gather_as_planned() -> None:
                 assert gathers == pytest.approx(1 if gather == "per_step" else 3), (reduce, gather)
 
 
+@pytest.mark.wide
 def test_hybrid_sharding_scatters_within_and_reduces_across_once() -> None:
     """HSDP: sharded over the second axis, replicated over the first."""
     whole = _parameters(trained=True)

@@ -280,6 +280,7 @@ def _odd_outputs() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide
 def test_odd_outputs() -> None:
     for results in run_distributed(_odd_outputs, world_size=2):
         assert all(v < 1e-12 for v in results.values()), results
@@ -309,7 +310,7 @@ def _without_gradients(how: str) -> dict[str, float]:
     return results
 
 
-@pytest.mark.wide_where(lambda how: how != "no_grad")
+@pytest.mark.wide
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
 def test_a_first_call_without_gradients(how: str) -> None:
     for results in run_distributed(_without_gradients, how, world_size=2):

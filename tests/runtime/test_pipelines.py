@@ -82,6 +82,7 @@ def _traffic(schedule: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.wide_where(lambda schedule: schedule != "1f1b")
 @pytest.mark.parametrize(("schedule", "borders"), [("1f1b", 1), ("zero_bubble_v", 2)])
 def test_each_border_is_crossed_once_a_microbatch_and_gradients_are_reduced_once_a_step(
     schedule: str, borders: int
@@ -206,6 +207,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.wide
 def test_what_cannot_be_run_is_refused_on_every_rank_before_anything_is_sent() -> None:
     import re
 
@@ -375,6 +377,7 @@ def _half_loss(x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(x.float(), y.float())
 
 
+@pytest.mark.wide
 def test_a_scaler_decides_alike_on_all_stages() -> None:
     for found in run_on_ranks(_scaled, world_size=2):
         assert found.pop("off") < 1e-6

@@ -210,6 +210,7 @@ def interrupted(path: str, shape: tuple[int, ...], plan: str, resume: bool) -> l
     return train(model, None, steps=2)
 
 
+@pytest.mark.wide
 def test_a_run_that_is_resumed_on_another_mesh_draws_on(tmp_path: Any) -> None:
     path = str(tmp_path / "checkpoint")
     for log in run_distributed(interrupted, path, (2,), "fsdp", False, world_size=2):
@@ -289,6 +290,7 @@ def pipelined() -> list[dict[str, Any]]:
     return log
 
 
+@pytest.mark.wide
 def test_microbatches_draw_what_the_whole_batch_does() -> None:
     expected = []
     for position in range(2):

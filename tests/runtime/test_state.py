@@ -128,6 +128,7 @@ def _state(mix: str, directory: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide_where(lambda mix: mix not in ("rows", "columns"))
 @pytest.mark.parametrize("mix", MIXES)
 def test_state_of_every_layout(mix: str, tmp_path) -> None:
     shape, _ = MIXES[mix]
@@ -289,6 +290,7 @@ def _meta(plan: str, kind: type[nn.Module], inputs: Any, loss: Any, late: bool) 
     return results
 
 
+@pytest.mark.wide_where(lambda kind, late: (kind, late) != (Tied, True))
 @pytest.mark.parametrize("late", [False, True], ids=["example inputs", "first call"])
 @pytest.mark.parametrize("kind", [NormedNet, Tied], ids=lambda k: k.__name__)
 def test_a_meta_model_is_materialised_shard_by_shard(kind: type[nn.Module], late: bool) -> None:
