@@ -54,16 +54,16 @@ class Worker:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def start_workers(function: Callable[..., None], arguments: list[tuple[Any, ...]]) -> list[Worker]:
-    """Run `function` in one process for each tuple of arguments, which must be picklable."""
-    for rank in range(len(_templates), len(arguments)):
+def start_from_template(number: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Worker:
+    """Run a function in a process of this number, forked from the template of the number."""
+    for rank in range(len(_templates), number + 1):
         ours, theirs = _context.Pipe()
         process = _context.Process(target=_serve, args=(theirs,), name=f"template{rank}", daemon=True)
         with _without_main_module():
             process.start()
         theirs.close()
         _templates.append(ours)
-    return [Worker(template, function, *args) for template, args in zip(_templates, arguments, strict=False)]
+    return Worker(_templates[number], function, *arguments)
 
 
 _context = multiprocessing.get_context("spawn")
@@ -90,6 +90,7 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
             connection.close()
             function(*args)
             os._exit(0)
+        del asked, args  # with the worker's end of its pipe, which must be held by the worker alone
         connection.send(pid)
 
 

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoparallel
 from autoparallel.backend import Options
-from tests.distributed import WorkerError, run_distributed
+from autoparallel.tools.processes import ProcessError
+from tests.distributed import failures_of, run_distributed
 from tests.models import build
 from tests.parity.harness import AXES, difference
 
@@ -119,14 +120,12 @@ def _check(
             assert torch.equal(value, rank[key]), f"{key} differs between ranks"
 
 
+@pytest.mark.wide_where(lambda plan: plan != "tensor_parallel")
+@pytest.mark.slow_where(lambda name, shape: name == "gpt" or shape == (2, 2))
 @pytest.mark.parametrize(
     ("name", "shape", "plan"),
     [
-        *itertools.product(("mlp", "gpt"), ((2,),), ("data_parallel", "tensor_parallel", "auto")),
-        *itertools.product(("mlp",), ((2, 2),), ("data_parallel", "tensor_parallel", "auto")),
-        ("gpt", (2, 2), "auto"),
-        pytest.param("gpt", (2, 2), "data_parallel", marks=pytest.mark.slow),
-        pytest.param("gpt", (2, 2), "tensor_parallel", marks=pytest.mark.slow),
+        *itertools.product(("mlp", "gpt"), ((2,), (2, 2)), ("data_parallel", "tensor_parallel", "auto")),
     ],
     ids=str,
 )
@@ -135,13 +134,14 @@ def test_training_equals_the_plain_model(name: str, shape: tuple[int, ...], plan
     _check(name, shape, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "plan"),
     [
         ((2,), "data_parallel"),
         ((2,), "tensor_parallel"),
         ((2, 2), "tensor_parallel"),
-        pytest.param((2, 2), "data_parallel", marks=pytest.mark.slow),
+        ((2, 2), "data_parallel"),
     ],
     ids=str,
 )
@@ -149,6 +149,7 @@ def test_batch_norm_takes_the_global_batch_and_its_buffers_are_written_back(shap
     _check("resnet", shape, plan, rows=(8, 8))
 
 
+@pytest.mark.wide
 def test_dictionaries_and_keyword_inputs() -> None:
     _check("gpt2", (2,), "data_parallel", rows=(4, 4))
 
@@ -188,6 +189,7 @@ def test_gradients_are_reduced_in_one_collective_and_the_plan_shards() -> None:
     assert seen["backward"] == {("all_gather", "dp"): 1, ("all_reduce", "dp"): 1}
 
 
+@pytest.mark.wide
 def test_dropout_is_the_same_on_every_mesh() -> None:
     one = run_distributed(_one_backward, (1,), "auto", world_size=1)[0]
     for shape, plan in [((2,), "data_parallel"), ((2,), "tensor_parallel")]:
@@ -273,9 +275,9 @@ def _call(kind: type[nn.Module], seed_by_rank: bool = False, **options: Any) -> 
 
 def _errors(function: Callable[..., Any], *args: Any, **options: Any) -> dict[int, str]:
     """What each of two ranks raised."""
-    with pytest.raises(WorkerError) as caught:
+    with pytest.raises(ProcessError) as caught:
         run_distributed(function, *args, world_size=2, keep_after_error=True, **options)
-    errors = {rank: f"{e.type}: {e.message}" for rank, e in caught.value.errors.items()}
+    errors = {rank: f"{e.type}: {e.message}" for rank, e in failures_of(caught.value).items()}
     assert errors.keys() == {0, 1}
     return errors
 
@@ -355,6 +357,7 @@ def test_ranks_that_call_with_other_shapes_or_values() -> None:
         assert "the ranks pass different values as inputs" in message
 
 
+@pytest.mark.wide
 def test_a_batch_that_does_not_divide() -> None:
     for message in _errors(_call_apart, {0: (5, 1.0), 1: (5, 1.0)}).values():
         assert "does not divide" in message or "must divide by 2" in message
@@ -388,6 +391,7 @@ print("found", model.weight.grad.sum().item())
 """
 
 
+@pytest.mark.wide
 def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     entry = declared["torch_dynamo_backends"]["autoparallel"]

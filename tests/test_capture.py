@@ -286,6 +286,7 @@ def test_a_shared_module_called_twice_has_two_keys() -> None:
     assert len(keys) == len(set(keys)), keys
 
 
+@pytest.mark.wide
 def test_the_same_model_gives_the_same_graph() -> None:
     from autoparallel.graph.fingerprint import fingerprint
 

@@ -62,6 +62,7 @@ def test_explain_of_a_module_as_a_command(factories: Path) -> None:
     assert any(row[:2] == ["2", "weight"] for row in rows), done.stdout
 
 
+@pytest.mark.wide
 def test_failures_exit_with_one(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # A tolerance below any rounding: what passed above fails, so the status follows the report.
     state = torch.get_rng_state()

@@ -60,6 +60,7 @@ class _Page(HTMLParser):
         self.text += data
 
 
+@pytest.mark.wide
 def test_planned_here_and_run_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, page = tmp_path / "plan.json", tmp_path / "report.html"
     status = main(
@@ -94,6 +95,7 @@ def test_more_devices_than_anyone_has(capsys: pytest.CaptureFixture[str]) -> Non
     assert status == 0 and "Net on (dp=512, tp=16), h100: 8,192 rows" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_a_config_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = tmp_path / "config.json", tmp_path / "plan.json"
     config.write_text(json.dumps(LLAMA))
@@ -171,6 +173,7 @@ def _pinned(saved: str | None) -> list[tuple[dict[str, Any], str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_pins_beside_a_preset(tmp_path: Path) -> None:
     """Parameters lie as they are pinned, in ``placements``' own words, whatever the preset; and the loss stays."""
     out = tmp_path / "plan.json"
@@ -190,6 +193,7 @@ def test_pins_beside_a_preset(tmp_path: Path) -> None:
     assert all(rank[0][0] == first for rank in ranks)
 
 
+@pytest.mark.wide
 def test_a_preset_rules_the_axes_that_pins_leave_open() -> None:
     """FSDP over one axis and the preset's tensor parallelism over the other: what is sharded there is used so."""
 
@@ -210,6 +214,7 @@ def test_a_preset_rules_the_axes_that_pins_leave_open() -> None:
     assert linears == {key: plain.operators[key] for key in linears}
 
 
+@pytest.mark.wide
 def test_an_edit_elsewhere_keeps_a_pinned_plan() -> None:
     def planned(model: nn.Module, **options: Any) -> Plan:
         request = planning.Request(axes=(("dp", 2), ("tp", 2)), profile=CPU, loss_fn=net()[2], **options)

@@ -1,4 +1,4 @@
-"""The pool that other tests stand on: results, errors, deaths, time-outs, retirement."""
+"""The pools that other tests stand on: results, errors, deaths, time-outs, retirement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed import WorkerError, WorkerPool, run_distributed
+from autoparallel.tools.processes import ProcessError
+from tests import distributed
+from tests.distributed import failures_of, open_pool, run_distributed, run_in
 
 
 def sum_of_ranks(offset: int, scale: int = 1) -> torch.Tensor:
@@ -54,8 +56,8 @@ def not_picklable() -> object:
     return lambda: None
 
 
-def environment() -> tuple[int, int, str, int]:
-    return os.getpid(), torch.get_num_threads(), os.environ["RANK"], torch.initial_seed()
+def environment() -> tuple[int, int, int, int]:
+    return os.getpid(), torch.get_num_threads(), dist.get_rank(), torch.initial_seed()
 
 
 def loaded_modules() -> set[str]:
@@ -75,67 +77,71 @@ class TestResults:
         second = run_distributed(environment, world_size=2)
         assert first == second
         assert [threads for _, threads, _, _ in first] == [1, 1]
-        assert [rank for _, _, rank, _ in first] == ["0", "1"]
+        assert [rank for _, _, rank, _ in first] == [0, 1]
 
     def test_heavy_modules_are_not_imported(self) -> None:
-        pool = WorkerPool(1)
-        assert pool.run(loaded_modules) == [set()]
-        pool.close()
+        with open_pool(1) as pool:
+            assert run_in(pool, loaded_modules) == [set()]
 
 
 class TestErrors:
-    def test_message_names_every_rank_that_raised(self) -> None:
-        with pytest.raises(WorkerError) as caught:
+    def test_every_rank_that_raised_is_named(self) -> None:
+        with pytest.raises(ProcessError, match=r"rank 0 failed: ValueError: wrong on 0") as caught:
             run_distributed(raise_on, None, world_size=2, keep_after_error=True)
-        assert set(caught.value.errors) == {0, 1}
-        text = str(caught.value)
-        assert "rank 0: ValueError: wrong on 0" in text
-        assert "rank 1: ValueError: wrong on 1" in text
-        assert "in raise_on" in text
+        assert {rank: failure.message for rank, failure in failures_of(caught.value).items()} == {
+            0: "wrong on 0",
+            1: "wrong on 1",
+        }
+        assert "(so did rank 1)" in str(caught.value) and "in raise_on" in str(caught.value)
 
     def test_pool_survives_when_asked(self) -> None:
         before = run_distributed(environment, world_size=2)
-        with pytest.raises(WorkerError):
+        with pytest.raises(ProcessError):
             run_distributed(raise_on, None, world_size=2, keep_after_error=True)
         assert run_distributed(environment, world_size=2) == before
 
     def test_one_rank_raises_while_the_others_wait(self) -> None:
         start = time.monotonic()
-        with pytest.raises(WorkerError, match="rank 0 never arrives"):
+        with pytest.raises(ProcessError, match="rank 0 never arrives"):
             run_distributed(wait_for_rank_zero, world_size=2)
         assert time.monotonic() - start < 40
         assert run_distributed(sum_of_ranks, 0, world_size=2)[0].item() == 1.0
 
     def test_abort_is_reported_and_the_next_call_works(self) -> None:
-        with pytest.raises(WorkerError, match="SIGABRT"):
+        with pytest.raises(ProcessError, match="SIGABRT"):
             run_distributed(abort_on, 1, world_size=2)
         assert run_distributed(sum_of_ranks, 0, world_size=2)[0].item() == 1.0
 
     def test_time_out_tells_where_it_hangs(self) -> None:
-        with pytest.raises(WorkerError, match="no answer within 2 s") as caught:
+        with pytest.raises(ProcessError, match="no answer within 2 s") as caught:
             run_distributed(hang_on, 1, world_size=2, timeout=2)
-        assert set(caught.value.errors) == {1}
-        assert "hang_on" in caught.value.errors[1].traceback
+        (failure,) = caught.value.failures
+        assert failure.label == "rank 1" and "hang_on" in failure.traceback
         assert run_distributed(sum_of_ranks, 0, world_size=2)[0].item() == 1.0
 
     def test_a_result_that_cannot_travel_is_an_error(self) -> None:
-        with pytest.raises(WorkerError, match="pickle"):
+        with pytest.raises(ProcessError, match="pickle"):
             run_distributed(not_picklable, world_size=2, keep_after_error=True)
 
 
 class TestRetirement:
-    def test_pool_ends_after_its_calls(self) -> None:
-        pool = WorkerPool(1, calls_per_pool=2)
-        pool.run(sum_of_ranks, 0)
+    def test_a_pool_is_replaced_after_its_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        run_distributed(sum_of_ranks, 0, world_size=1)
+        before = run_distributed(environment, world_size=1)
+        monkeypatch.setattr(distributed, "CALLS", distributed._calls[1] + 1)
+        assert run_distributed(environment, world_size=1) == before
+        assert run_distributed(environment, world_size=1) != before
+
+    def test_a_pool_that_has_ended_says_so(self) -> None:
+        pool = open_pool(1)
         assert pool.usable
-        pool.run(sum_of_ranks, 0)
+        pool.close()
         assert not pool.usable
         with pytest.raises(RuntimeError, match="has ended"):
-            pool.run(sum_of_ranks, 0)
-        pool.close()
+            run_in(pool, sum_of_ranks, 0)
 
     def test_close_leaves_no_process(self) -> None:
-        pool = WorkerPool(2)
+        pool = open_pool(2)
         pids = pool.pids
         pool.close()
         for pid in pids:

@@ -49,6 +49,7 @@ def load(name: str) -> ModuleType:
 
 
 class TestTrainGPT:
+    @pytest.mark.wide
     def test_four_processes_follow_the_curve_of_one(self, tmp_path: Path) -> None:
         one, four = tmp_path / "one.png", tmp_path / "four.png"
         run("train_gpt.py", "--steps", "3", "--out", str(one))
@@ -69,6 +70,7 @@ class TestTrainGPT:
 
 
 class TestTrainMoE:
+    @pytest.mark.slow
     def test_experts_on_other_processes_follow_the_curve_of_one(self, tmp_path: Path) -> None:
         one, four = tmp_path / "one.png", tmp_path / "four.png"
         run("train_moe.py", "--steps", "3", "--out", str(one))
@@ -93,6 +95,7 @@ class TestTrainResNet:
         example = load("train_resnet")
         assert (example.TRAINING_IMAGES // example.ROWS) % example.ACCUMULATION == 2
 
+    @pytest.mark.slow
     def test_two_processes_train(self, tmp_path: Path) -> None:
         text = run("train_resnet.py", "--epochs", "1", "--out", str(tmp_path / "curve.png"), processes=2)
         assert "accuracy" in text and (tmp_path / "curve.png").exists()

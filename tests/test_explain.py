@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -70,6 +71,7 @@ def _row(text: str, *starts: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_explains_plans_of_real_models() -> None:
     cases = [
         ("gpt", (2, 2), "tensor_parallel"), ("mlp", (4,), "data_parallel"), ("mlp", (4,), "fsdp"),

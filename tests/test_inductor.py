@@ -7,6 +7,7 @@ by default, on all of them with ``-m slow``.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from typing import Any
 from unittest import mock
@@ -97,13 +98,10 @@ def _check(name: str, shape: tuple[int, ...], plan: str, compiler: str) -> None:
             assert "dropout" in text
 
 
+@pytest.mark.slow_where(lambda name, plan: (name, plan) != ("mlp", "fsdp"))
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
-        *(("mlp", plan) for plan in PLANS),
-        ("gpt", "tensor_parallel"),
-        *(pytest.param("gpt", plan, marks=pytest.mark.slow) for plan in PLANS if plan != "tensor_parallel"),
-    ],
+    list(itertools.product(("mlp", "gpt"), PLANS)),
 )
 def test_a_traced_body_equals_the_eager_one(name: str, plan: str) -> None:
     _check(name, (2,), plan, "aot_eager")
@@ -114,6 +112,7 @@ def test_a_traced_body_equals_the_eager_one_on_two_axes() -> None:
     _check("gpt", (2, 2), "tensor_parallel", "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_inductor_equals_the_eager_body() -> None:
     _check("mlp", (2,), "tensor_parallel", "inductor")

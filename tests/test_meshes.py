@@ -196,6 +196,7 @@ def _train(kind: str, path: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.wide_where(lambda kind: kind == "pipeline")
 @pytest.mark.parametrize(
     "kind", ["open", "pipeline", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eval", "unnamed"))]
 )
@@ -232,6 +233,7 @@ def _refused() -> list[str]:
     return said
 
 
+@pytest.mark.wide
 def test_what_is_named_keeps_its_meaning() -> None:
     preset, pinned, plan, unnamed = run_distributed(_refused, world_size=2)[0]
     assert preset == pinned == "(('dp', 2),)"

@@ -49,6 +49,7 @@ def test_the_ranks_alone_notice_a_dropped_collective(program: Program, monkeypat
     assert dropped and all(program.outcome(m) in ("parity", "raises") for m in dropped)
 
 
+@pytest.mark.wide
 def test_what_nobody_objects_to_survives_unless_it_is_equivalent(program: Program) -> None:
     untouched = Mutant("nothing", "up", "nothing is changed", on_graph=lambda graph: None)
     assert program.outcome(untouched) == "survives"

@@ -81,6 +81,7 @@ class TestFiles:
     def test_every_plan_fits_its_own_graph(self, preset: str, graph: Captured) -> None:
         require_fits(planned(graph, preset=preset), graph.graph, MESH, graph.parameters)
 
+    @pytest.mark.wide_where(lambda name: name != "gpt")
     @pytest.mark.parametrize("name", ["gpt", "resnet"])
     def test_plans_of_larger_models_fit(self, name: str) -> None:
         case = build(name)
@@ -191,6 +192,7 @@ class TestFingerprints:
         second = self.of(build("gpt", seed=5).model, *case.make_batch(3, 24)[0], loss_fn=case.loss_fn)
         assert first == second, "other weights, other data and another batch size are the same graph"
 
+    @pytest.mark.slow
     def test_they_are_the_same_in_another_process(self, tmp_path) -> None:
         """Hashes of strings differ from process to process; a fingerprint must not."""
         import os

@@ -24,6 +24,11 @@ def test_checks_run_the_second_command_of_the_readme() -> None:
     assert f"{{ {second}; }}" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_checks_run_the_wider_tier_of_the_readme() -> None:
+    (command,) = re.findall(r"`pytest (-m \"wide and not slow\")`", (ROOT / "README.md").read_text())
+    assert f".venv/bin/python -m pytest {command}" in (ROOT / ".ci" / "run").read_text()
+
+
 def test_commands_install_the_same_torch_first() -> None:
     for command in commands_of_readme()[:2]:
         assert "\n" not in command

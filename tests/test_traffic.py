@@ -273,6 +273,8 @@ def _check_not_vacuous(case: tuple[str, tuple[int, ...], str], counted: dict[str
         assert regathered == 2 if name == "wide" else regathered > 0, f"{case}: {regathered} buckets gathered again"
 
 
+@pytest.mark.wide_where(lambda shape: shape == (2, 2))
+@pytest.mark.slow_where(lambda shape: len(shape) == 1)
 @pytest.mark.parametrize("shape", QUICK, ids=str)
 def test_predicted_equals_counted(shape: tuple[int, ...]) -> None:
     _check(shape, QUICK[shape])

@@ -71,6 +71,7 @@ def test_unpicklable_model_and_loss_are_verified_and_left_alone() -> None:
     assert text == repr(report)
 
 
+@pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize("dtype", [torch.float64, None], ids=["float64", "bfloat16"])
 def test_gpt_with_dropout_is_compared_with_eager(dtype: torch.dtype | None) -> None:
@@ -277,6 +278,7 @@ def test_a_process_that_dies_is_noticed() -> None:
     assert time.monotonic() - started < 150
 
 
+@pytest.mark.wide
 def test_a_process_that_hangs_is_stopped_and_shown() -> None:
     with pytest.raises(ProcessError, match="no answer within 8 s") as caught:
         run_processes(PAIR, "hang", timeout=8)

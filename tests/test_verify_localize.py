@@ -40,6 +40,7 @@ def deviation(plan: str, mesh: tuple[int, ...]) -> Deviation | None:
     return program_deviation(task, drafted, batch, RandomState(3, 1), 1e-9)
 
 
+@pytest.mark.wide_where(lambda plan: plan != "tensor_parallel")
 @pytest.mark.parametrize("plan", ["tensor_parallel", "fsdp"])
 def test_right_programs_have_no_deviation(plan: str) -> None:
     assert deviation(plan, (2, 2)) is None
@@ -73,6 +74,7 @@ def test_a_local_call_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert "gpt.py" in found.line and "shard:n" in found.rule and found.layouts.endswith("-> S0,S2")
 
 
+@pytest.mark.wide
 def test_an_argument_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rule_of = RULES[aten.layer_norm.default]
 
@@ -93,6 +95,7 @@ def test_a_gradient_that_is_not_reduced_is_named(monkeypatch: pytest.MonkeyPatch
     assert "gpt.py" in found.line
 
 
+@pytest.mark.wide
 def test_a_sum_that_is_not_reduced_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     apply = collectives._apply
 

@@ -1,12 +1,13 @@
-"""A few processes of this machine, started for one job: they join gloo groups, answer once, and are gone.
+"""Processes of this machine: they join gloo groups, run one function after another, and are gone when that is over.
 
-Processes are forked where that is safe, as ``DataLoader`` does, because then a model, a loss function and inputs may be
-lambdas, or live in ``__main__`` or in a notebook.  Elsewhere they are spawned, and all of it must be picklable.
+``verify()`` and the command line start them for one job, the tests keep them for many.  They are forked where that is
+safe, as ``DataLoader`` does, because then a model, a loss function and inputs may be lambdas, or live in ``__main__``
+or in a notebook.  Elsewhere they are spawned, and all of it must be picklable.
 
-[Note: no hang, no zombie] A process that raises reports its traceback; one that dies is noticed by its pipe; one that
-does neither is asked for its stack when the time is over.  After the first failure the others get ``GRACE`` seconds to
-report theirs, since they may be waiting for the one that failed.  In the end every process is killed and joined,
-whatever happened.  A process leaves by ``os._exit``: gloo's threads may hang the interpreter's own exit.
+[Note: no hang, no zombie] A process that raises reports its traceback and ends; one that dies is noticed by its pipe;
+one that does neither is asked for its stack when the time is over.  After the first failure the others get ``GRACE``
+seconds to report theirs, since they may be waiting for the one that failed.  In the end every process is killed and
+joined, whatever happened.  A process leaves by ``os._exit``: gloo's threads may hang the interpreter's own exit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
 import logging
 import multiprocessing
 import os
@@ -44,26 +46,35 @@ _LOST_BY_FORKING = ("Unable to handle autograd's threading", "Cannot re-initiali
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one process does.
+class Place:
+    """Where one process stands.
 
     Attributes:
         label: what messages call it.
         group: processes of one group name form one process group.
         rank, size: its place in the group.
-        function: called with the :class:`Process` and ``task``; defined in a module.
     """
 
     label: str
     group: str
     rank: int
     size: int
-    function: Callable[[Process, Any], Any]
+
+
+@dataclass(frozen=True)
+class Job(Place):
+    """What one process does, once.
+
+    Attributes:
+        function: called with the :class:`Process` and the task; defined in a module.
+    """
+
+    function: Function
 
 
 @dataclass(frozen=True)
 class Process:
-    """What a job's function is told about where it runs.
+    """What a function is told about where it runs.
 
     Attributes:
         directory: a folder that all processes and the parent share; large results are written there.
@@ -74,6 +85,12 @@ class Process:
     size: int
     directory: Path
     shared: Any
+
+
+Function = Callable[[Process, Any], Any]
+Start = Callable[[int, Callable[..., None], tuple[Any, ...]], Any]
+"""Starts a process, given its number, what it runs and the arguments of that.  The result is one of multiprocessing's
+own processes, or has their ``pid``, ``exitcode``, ``is_alive``, ``join`` and ``kill``."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +108,11 @@ class Failure:
     type: str
     message: str
     traceback: str
+
+    @property
+    def reported(self) -> bool:
+        """Whether the process itself said what went wrong, so that it can go on."""
+        return self.type not in ("Died", "TimedOut", "Waited")
 
     @property
     def blame(self) -> int:
@@ -157,67 +179,15 @@ def run_processes(jobs: Sequence[Job], task: Any, timeout: float) -> list[Any]:
         return _run(jobs, task, deadline, timeout, method)
     except ProcessError as error:
         text = error.failures[0].message
-        if method != "fork" or not any(known in text for known in _LOST_BY_FORKING):
+        if method != "fork" or not any(words in text for words in _LOST_BY_FORKING):
             raise
     return _run(jobs, task, deadline, timeout, "spawn")
 
 
-def _start_method() -> str:
-    if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
-        return "spawn"
-    return "spawn" if torch.cuda.is_initialized() else "fork"  # a forked process cannot use CUDA, not even leave it
-
-
 def _run(jobs: Sequence[Job], task: Any, deadline: float, timeout: float, method: str) -> list[Any]:
-    context: Any = multiprocessing.get_context(method)
-    directory = Path(tempfile.mkdtemp(prefix="autoparallel-"))
-    processes: list[Any] = []
-    connections: list[Connection] = []
-    try:
-        if method == "spawn":
-            _write(task, directory)
-            task = None
-        for number, job in enumerate(jobs):
-            ours, theirs = context.Pipe()
-            inherited = [*connections, ours] if method == "fork" else []
-            arguments = (number, job, task, directory, theirs, inherited, timeout, os.getpid())
-            process = context.Process(target=_serve, args=arguments, name=job.label, daemon=True)
-            with warnings.catch_warnings():  # Python warns of forking where there are threads; the child starts none
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            theirs.close()
-            processes.append(process)
-            connections.append(ours)
-        results = _collect(jobs, processes, connections, directory, deadline, timeout)
-        for connection in connections:  # all have answered: nobody needs anybody any more
-            with contextlib.suppress(OSError):
-                connection.send_bytes(b"")
-        for process in processes:
-            process.join(GRACE)
-        return [_load(value, directory) for value in results]
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-        for process in processes:
-            process.join(GRACE)
-            if process.exitcode is not None:
-                process.close()
-        for connection in connections:
-            connection.close()
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _write(task: Any, directory: Path) -> None:
-    try:
-        with open(directory / "task", "wb") as file:
-            pickle.dump(task, file)
-    except Exception as error:
-        raise RuntimeError(
-            "the processes cannot be forked from this one (it uses CUDA, or the platform cannot fork), so the model, "
-            f"the inputs and loss_fn must be picklable, and they are not: {error}. Define them in "
-            "an importable module, without lambdas, or use `python -m autoparallel verify module:factory`"
-        ) from error
+    with Pool(jobs, task, method, timeout, group_timeout=timeout, deadline=deadline) as pool:
+        results = pool.run([job.function for job in jobs], None, timeout, deadline=deadline)
+        return [_load(value, pool.directory) for value in results]
 
 
 def _load(value: Any, directory: Path) -> Any:
@@ -227,74 +197,219 @@ def _load(value: Any, directory: Path) -> Any:
     return value
 
 
-def _collect(
-    jobs: Sequence[Job],
-    processes: Sequence[Any],
-    connections: Sequence[Connection],
-    directory: Path,
-    deadline: float,
-    timeout: float,
-) -> list[Any]:
-    results: dict[int, Any] = {}
-    failures: dict[int, Failure] = {}
-    silent: dict[int, Failure] = {}
-    late = f"no answer within {timeout:g} s"
-    pending: dict[Any, int] = {connection: i for i, connection in enumerate(connections)}
-    while pending:
-        ready = wait(list(pending), max(deadline - time.monotonic(), 0.0))
-        if not ready:
-            for i in pending.values():
-                kind, text = ("Waited", "still waiting for the others") if failures else ("TimedOut", late)
-                silent[i] = Failure(jobs[i].label, kind, text, _stack_of(processes[i], directory / f"stack{i}"))
-            break
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            i = pending.pop(connection)
-            try:
-                ok, value = pickle.loads(connection.recv_bytes())
-            except (EOFError, OSError):
-                ok, value = False, _death(jobs[i].label, processes[i])
-            (results if ok else failures)[i] = value
-        if failures and pending:
-            deadline = min(deadline, time.monotonic() + GRACE)
-    failures |= silent
-    if failures:
-        raise ProcessError([f for _, f in sorted(failures.items(), key=lambda f: (f[1].blame, f[0]))])
-    return [results[i] for i in range(len(jobs))]
+def _start_method() -> str:
+    if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
+        return "spawn"
+    return "spawn" if torch.cuda.is_initialized() else "fork"  # a forked process cannot use CUDA, not even leave it
 
 
-def _stack_of(process: Any, path: Path) -> str:
-    """Where a silent process is stuck, as faulthandler prints it."""
-    if not hasattr(signal, "SIGUSR1"):
-        return ""
-    with contextlib.suppress(OSError):
-        os.kill(process.pid, signal.SIGUSR1)
-        for _ in range(20):
-            time.sleep(0.05)
-            if path.exists() and path.stat().st_size:
+class Pool:
+    """Processes that run one function after another, until the pool is closed or one of them fails.
+
+    Args:
+        places: one for each process.
+        given: the task of a function that is given none; need not be picklable where processes are forked.
+        start: how processes are started: "fork", "spawn", or a function that does it.
+        timeout: seconds until all have joined their groups.
+        group_timeout: seconds that a process group waits for a rank; None for torch's own.
+        deadline: when ``timeout`` is over, where it runs already.
+
+    Attributes:
+        directory: the folder that the processes share with this one.
+
+    Raises:
+        ProcessError: when a process does not join its group.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        given: Any,
+        start: str | Start,
+        timeout: float,
+        *,
+        group_timeout: float | None,
+        deadline: float | None = None,
+    ) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="autoparallel-"))
+        self._places = tuple(places)
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._ended = False
+        try:
+            if start != "fork" and given is not None:
+                self._write(given)
+                given = None
+            for number, place in enumerate(self._places):
+                ours, theirs = multiprocessing.Pipe()
+                self._connections.append(ours)
+                inherited = tuple(self._connections) if start == "fork" else ()
+                arguments = (number, place, given, self.directory, theirs, inherited, group_timeout)
+                self._processes.append(_start(start, number, arguments))
+                theirs.close()
+            self._collect(timeout, deadline)
+        except BaseException:
+            self._end()
+            raise
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the pool can run a function: it has not ended, and all its processes live."""
+        return not self._ended and all(process.is_alive() for process in self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes."""
+        return [process.pid for process in self._processes]
+
+    def run(
+        self,
+        function: Function | Sequence[Function],
+        task: Any,
+        timeout: float,
+        *,
+        deadline: float | None = None,
+        keep_after_error: bool = False,
+    ) -> list[Any]:
+        """Runs a function in all processes at once, or in each its own, and returns their results.
+
+        Args:
+            task: handed to the functions, picklable; None for what the processes were given at their start.
+            timeout: seconds for all of it.
+            deadline: when ``timeout`` is over, where it runs already.
+            keep_after_error: keeps the processes where functions raise, which must be all of them and in step: else
+                collectives may be half done.
+
+        Raises:
+            ProcessError: when any process fails or the time is over; no process is left, unless they are kept.
+        """
+        if self._ended:
+            raise RuntimeError("the pool has ended: its processes were closed, or one of them failed")
+        functions = [function] * len(self._places) if callable(function) else list(function)
+        for connection, call in zip(self._connections, functions, strict=True):
+            with contextlib.suppress(OSError):  # the process has died, and its pipe will tell
+                connection.send_bytes(pickle.dumps((pickle.dumps((call, task)), keep_after_error)))
+        try:
+            return self._collect(timeout, deadline)
+        except ProcessError as error:
+            if not keep_after_error or not all(f.reported for f in error.failures):
+                self._end()
+            raise
+
+    def close(self) -> None:
+        """Ends the processes: politely, because groups should be destroyed, then for certain."""
+        if self._ended:
+            return
+        for connection in self._connections:  # all have answered: nobody needs anybody any more
+            with contextlib.suppress(OSError):
+                connection.send_bytes(b"")
+        deadline = time.monotonic() + GRACE
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join(GRACE)
+        for connection in self._connections:
+            connection.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _write(self, given: Any) -> None:
+        try:
+            with open(self.directory / "given", "wb") as file:
+                pickle.dump(given, file)
+        except Exception as error:
+            raise RuntimeError(
+                "the processes cannot be forked from this one (it uses CUDA, or the platform cannot fork), so the "
+                f"model, the inputs and loss_fn must be picklable, and they are not: {error}. Define them in an "
+                "importable module, without lambdas, or use `python -m autoparallel verify module:factory`"
+            ) from error
+
+    def _collect(self, timeout: float, deadline: float | None) -> list[Any]:
+        """The answers of all processes to what they were sent last."""
+        deadline = time.monotonic() + timeout if deadline is None else deadline
+        results: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        silent: dict[int, Failure] = {}
+        late = f"no answer within {timeout:g} s"
+        pending: dict[Any, int] = {connection: i for i, connection in enumerate(self._connections)}
+        while pending:
+            ready = wait(list(pending), max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                for i in pending.values():
+                    kind, text = ("Waited", "still waiting for the others") if failures else ("TimedOut", late)
+                    silent[i] = Failure(self._places[i].label, kind, text, self._stack_of(i))
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                i = pending.pop(connection)
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    ok, value = False, self._death_of(i)
+                (results if ok else failures)[i] = value
+            if failures and pending:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        failures |= silent
+        if failures:
+            raise ProcessError([f for _, f in sorted(failures.items(), key=lambda f: (f[1].blame, f[0]))])
+        return [results[i] for i in range(len(self._places))]
+
+    def _stack_of(self, number: int) -> str:
+        """Where a silent process is stuck, as faulthandler prints it."""
+        path = self.directory / f"stack{number}"
+        if not hasattr(signal, "SIGUSR1"):
+            return ""
+        with contextlib.suppress(OSError):
+            os.kill(self._processes[number].pid, signal.SIGUSR1)
+            for _ in range(20):
                 time.sleep(0.05)
-                return path.read_text()
-    return ""
+                if path.exists() and path.stat().st_size:
+                    time.sleep(0.05)
+                    return path.read_text()
+        return ""
+
+    def _death_of(self, number: int) -> Failure:
+        process = self._processes[number]
+        process.join(GRACE)
+        code = process.exitcode
+        cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        return Failure(self._places[number].label, "Died", f"the process ended without a report ({cause})", "")
 
 
-def _death(label: str, process: Any) -> Failure:
-    process.join(GRACE)
-    code = process.exitcode
-    cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-    return Failure(label, "Died", f"the process ended without a report ({cause})", "")
+def _start(start: str | Start, number: int, arguments: tuple[Any, ...]) -> Any:
+    if not isinstance(start, str):
+        return start(number, _serve, arguments)
+    context: Any = multiprocessing.get_context(start)
+    process = context.Process(target=_serve, args=arguments, daemon=True)
+    with warnings.catch_warnings():  # Python warns of forking where there are threads; the child starts none
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    return process
 
 
 def _serve(
     number: int,
-    job: Job,
-    task: Any,
+    place: Place,
+    given: Any,
     directory: Path,
     connection: Connection,
     inherited: Sequence[Connection],
-    timeout: float,
-    parent: int,
+    group_timeout: float | None,
 ) -> None:
-    """A process's life."""
+    """A process's life: it joins its group, runs what it is sent, answers, and leaves the group."""
+    parent = os.getppid()
     torch.set_num_threads(1)  # before anything else: a forked process has lost the threads of its parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     for other in inherited:
@@ -307,31 +422,52 @@ def _serve(
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=stack)
     _kept = _leave_groups()
-    limit = datetime.timedelta(seconds=timeout)
+    limit = None if group_timeout is None else datetime.timedelta(seconds=group_timeout)
+    shared = FileStore(str(directory / "shared"))
+    if limit is not None:
+        shared.set_timeout(limit)
+
+    def join() -> None:
+        nonlocal given
+        if (directory / "given").exists():
+            given = pickle.loads((directory / "given").read_bytes())
+        group = FileStore(str(directory / f"group_{place.group}"), place.size)
+        dist.init_process_group("gloo", store=group, rank=place.rank, world_size=place.size, timeout=limit)
+
+    def work(call: bytes) -> Any:
+        function, task = pickle.loads(call)
+        return function(Process(place.rank, place.size, directory, shared), given if task is None else task)
+
+    with contextlib.suppress(BaseException):
+        _answer(connection, place.label, join, keep=False)
+        while sent := _receive(connection, parent):
+            call, keep = pickle.loads(sent)
+            _answer(connection, place.label, functools.partial(work, call), keep)
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def _receive(connection: Connection, parent: int) -> bytes:
+    while not connection.poll(1.0):
+        if os.getppid() != parent:
+            os._exit(1)
+    return connection.recv_bytes()
+
+
+def _answer(connection: Connection, label: str, action: Callable[[], Any], keep: bool) -> None:
+    """Sends what an action gives; after one that raises the process ends, unless it is kept."""
     failed = False
     try:
-        if task is None:
-            with open(directory / "task", "rb") as file:
-                task = pickle.load(file)
-        shared = FileStore(str(directory / "shared"))
-        shared.set_timeout(limit)
-        group = FileStore(str(directory / f"group_{job.group}"), job.size)
-        dist.init_process_group("gloo", store=group, rank=job.rank, world_size=job.size, timeout=limit)
-        answer = pickle.dumps((True, job.function(Process(job.rank, job.size, directory, shared), task)))
+        answer = pickle.dumps((True, action()))
     except BaseException as error:
         failed = True
         text = "".join(traceback.format_exception(error))
-        answer = pickle.dumps((False, Failure(job.label, type(error).__name__, str(error), text)))
-    with contextlib.suppress(BaseException):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        connection.send_bytes(answer)
-        while not failed and not connection.poll(1.0):
-            if os.getppid() != parent:
-                os._exit(1)
-        if not failed:
-            dist.destroy_process_group()
-    os._exit(0)
+        answer = pickle.dumps((False, Failure(label, type(error).__name__, str(error), text)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(answer)
+    if failed and not keep:
+        os._exit(0)
 
 
 def _leave_groups() -> list[Any]:
@@ -348,4 +484,7 @@ def _leave_groups() -> list[Any]:
     return kept
 
 
-__all__ = ["Failure", "Job", "PlainModelError", "Process", "ProcessError", "require_plain_process", "run_processes"]
+__all__ = [
+    "Failure", "Job", "Place", "PlainModelError", "Pool", "Process", "ProcessError", "Start", "require_plain_process",
+    "run_processes",
+]  # fmt: skip

@@ -1,15 +1,19 @@
-"""Programs on two ranks: many in one call, so that processes are started once."""
+"""Programs on one rank and on two: many in one call."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 
+import torch
+
 import autoparallel
+from autoparallel.tools.processes import Place, Pool, Process
 from tests.capture.registry import programs
 from tests.capture.runner import Program, verdict
 from tests.distributed import run_distributed
 from tests.runtime.support import mesh_of
+from tests.templates import start_from_template
 
 PLANS = ("fsdp", "tensor_parallel")
 
@@ -28,6 +32,23 @@ def verdicts(names: list[str], plan: str) -> dict[str, list[str]]:
 def verdict_of(name: str) -> str:
     """The verdict of one program on one rank."""
     return verdict(next(p for p in programs() if p.name == name))
+
+
+def verdicts_on_one_rank(names: list[str]) -> dict[str, str]:
+    """For each program its verdict on one rank, two programs at a time: each process takes the next that is left."""
+    places = [Place(f"process {number}", f"group {number}", 0, 1) for number in range(2)]
+    timeout = 60.0 + 10.0 * len(names)
+    with Pool(places, None, start_from_template, timeout, group_timeout=timeout) as pool:
+        taken = pool.run(_take_programs, names, timeout)
+    return {name: words for verdicts in taken for name, words in verdicts.items()}
+
+
+def _take_programs(process: Process, names: list[str]) -> dict[str, str]:
+    verdicts: dict[str, str] = {}
+    while (number := process.shared.add("taken", 1)) <= len(names):
+        torch.manual_seed(0)
+        verdicts[names[number - 1]] = verdict_of(names[number - 1])
+    return verdicts
 
 
 def _verdicts(names: list[str], plan: str) -> dict[str, str]:

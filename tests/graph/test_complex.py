@@ -57,6 +57,7 @@ def _doubled_real(z: Tensor) -> Tensor:
     return z
 
 
+@pytest.mark.wide_where(lambda name: name not in list(REAL)[::4])
 @pytest.mark.parametrize("name", REAL)
 def test_complex_numbers_inside(name: str) -> None:
     assert difference(REAL[name], lambda out: out.sin().sum()) < TOLERANCE
@@ -139,6 +140,7 @@ def _filters(plan: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("plan", ["auto", "fsdp", "tensor_parallel"])
 def test_two_ranks_with_complex_parameters(plan: str) -> None:
     for results in run_distributed(_filters, plan, world_size=2):

@@ -145,6 +145,7 @@ EQUAL = [
 ]  # fmt: skip
 
 
+@pytest.mark.wide_where(lambda make: make not in EQUAL[::3])
 @pytest.mark.parametrize("make", EQUAL)
 def test_trains_as_eager(make: Callable[[], nn.Module]) -> None:
     require_as_eager(make)
@@ -253,6 +254,7 @@ def test_what_torch_func_traces_trains_as_eager() -> None:
     require_as_eager(Vectorized)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 @pytest.mark.parametrize("make", [NestedModes, Codebook])
 def test_trains_as_eager_on_two_ranks(make: Callable[[], nn.Module], plan: str) -> None:

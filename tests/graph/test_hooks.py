@@ -82,6 +82,7 @@ class OfAPart(Base):
         return self.down(h).sum() + (left * right).square().sum()
 
 
+@pytest.mark.wide_where(lambda make: make not in (InOrder, ReadByAll))
 @pytest.mark.parametrize("make", [InOrder, ReadByAll, OfTheModule, ChangedLater, OfAPart])
 def test_a_tensors_hooks_run_as_in_eager(make: Callable[[], nn.Module]) -> None:
     LOG.clear()
@@ -257,6 +258,7 @@ def test_a_hook_of_the_old_kind_is_refused() -> None:
     assert "down has a hook of register_backward_hook" in refusal(make)
 
 
+@pytest.mark.wide_where(lambda make, plan: (make, plan) != (_hooked, "fsdp"))
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 @pytest.mark.parametrize("make", [InOrder, _hooked])

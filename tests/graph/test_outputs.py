@@ -67,6 +67,7 @@ OPEN: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.wide_where(lambda name: name not in list(OPEN)[::3])
 @pytest.mark.parametrize("name", OPEN)
 def test_outputs_are_differentiated_as_in_eager(name: str) -> None:
     assert difference(*OPEN[name], steps=1) < TOLERANCE
@@ -219,6 +220,7 @@ class _Head(nn.Module):
         return {"logits": logits, "loss": F.mse_loss(logits, y)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel"])
 def test_two_ranks(plan: str) -> None:
     for results in run_distributed(_on_two_ranks, plan, world_size=2):

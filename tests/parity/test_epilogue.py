@@ -110,9 +110,7 @@ def compiled(axes: tuple[str, ...], variant: str) -> tuple[Any, nn.Module, dict[
     plain = Model(variant).double()
     mesh = init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes)
     example = batch(0, plain.embedding.num_embeddings)
-    model = autoparallel.compile(
-        copy.deepcopy(plain), mesh, loss_fn=loss_fn, plan=MESHES[axes], example_inputs=example
-    )
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=loss_fn, plan=MESHES[axes], example_inputs=example)
     return model, plain, copy.deepcopy(plain.state_dict())
 
 
@@ -234,6 +232,12 @@ def _run(axes: tuple[str, ...], variant: str, cases: list[Case]) -> list[dict[st
     return [run_case(axes, variant, case) for case in cases]
 
 
+@pytest.mark.parametrize("variant", ["tied", "nan on one rank"])
+def test_cases_of_the_grid(variant: str) -> None:
+    check(("ep",), variant, [Case(2.0, True, 3), Case(math.inf, False, 1)])
+
+
+@pytest.mark.wide
 @settings(max_examples=4, deadline=None, derandomize=True, database=None)
 @given(
     axes=st.sampled_from([axes for axes in MESHES if len(axes) < 3]),

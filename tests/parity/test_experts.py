@@ -40,27 +40,24 @@ def _check_experts_are_sharded(recipe: Recipe, ranks: list[RankTrace]) -> None:
     assert len(set(digests)) == len({rank.layouts["blocks.0.moe.experts.up"].shard for rank in ranks}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
         Recipe("moe", plan="expert_parallel", steps=3, **EP),
         Recipe("moe", plan="expert_parallel", accumulation=3, steps=3, **DP_EP),
         Recipe("moe_switch", plan="fsdp", steps=3, **DP_EP),
-        pytest.param(Recipe("moe", plan="fsdp", accumulation=2, steps=3, norm_type=1.0, **EP), marks=pytest.mark.slow),
+        Recipe("moe", plan="fsdp", accumulation=2, steps=3, norm_type=1.0, **EP),
         pytest.param(
             Recipe("moe_switch", plan="expert_parallel", steps=3, norm_type=float("inf"), max_norm=0.02, **DP_EP),
             marks=pytest.mark.slow,
         ),
-        pytest.param(Recipe("moe", plan="expert_parallel", steps=3, **EP_TP), marks=pytest.mark.slow),
-        pytest.param(Recipe("moe", plan="tensor_parallel", steps=3, **EP_TP), marks=pytest.mark.slow),
-        pytest.param(Recipe("moe_switch", plan="expert_parallel", mesh=(4,), axes=("ep",)), marks=pytest.mark.slow),
-        pytest.param(
-            Recipe("moe_switch", plan="expert_parallel", mesh=(2, 2), axes=("ep", "dp")), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            Recipe("moe", plan="expert_parallel", accumulation=2, steps=3, rows=16, **DP_EP_TP), marks=pytest.mark.slow
-        ),
-        pytest.param(Recipe("moe_switch", plan="fsdp", mesh=(2, 4), axes=("dp", "ep")), marks=pytest.mark.slow),
+        Recipe("moe", plan="expert_parallel", steps=3, **EP_TP),
+        Recipe("moe", plan="tensor_parallel", steps=3, **EP_TP),
+        Recipe("moe_switch", plan="expert_parallel", mesh=(4,), axes=("ep",)),
+        Recipe("moe_switch", plan="expert_parallel", mesh=(2, 2), axes=("ep", "dp")),
+        Recipe("moe", plan="expert_parallel", accumulation=2, steps=3, rows=16, **DP_EP_TP),
+        Recipe("moe_switch", plan="fsdp", mesh=(2, 4), axes=("dp", "ep")),
     ],
     ids=str,
 )
@@ -68,13 +65,14 @@ def test_experts_sharded_over_an_axis(recipe: Recipe) -> None:
     _check_experts_are_sharded(recipe, check(recipe, timeout=TIMEOUT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
         Recipe("moe", (2,), "data_parallel", steps=3),
-        pytest.param(Recipe("moe", (2, 2), "auto", steps=3, axes=("dp", "ep")), marks=pytest.mark.slow),
-        pytest.param(Recipe("moe_switch", (4,), "fsdp", steps=3), marks=pytest.mark.slow),
-        pytest.param(Recipe("moe", (2, 2), "tensor_parallel", steps=3), marks=pytest.mark.slow),
+        Recipe("moe", (2, 2), "auto", steps=3, axes=("dp", "ep")),
+        Recipe("moe_switch", (4,), "fsdp", steps=3),
+        Recipe("moe", (2, 2), "tensor_parallel", steps=3),
     ],
     ids=str,
 )
@@ -82,25 +80,22 @@ def test_experts_on_other_axes(recipe: Recipe) -> None:
     check(recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "model"),
     [
         (Recipe("moe_dropless", plan="expert_parallel", steps=3, **DP_EP), ""),
         (Recipe("moe_dropless", plan="data_parallel", mesh=(2,), steps=3), ""),
-        pytest.param(Recipe("moe_dropless", plan="auto", steps=3, **DP_EP), "", marks=pytest.mark.slow),
+        (Recipe("moe_dropless", plan="auto", steps=3, **DP_EP), ""),
         (Recipe("mixtral_grouped", plan="expert_parallel", steps=3, **EP), "mixtral"),
-        pytest.param(
-            Recipe("mixtral_grouped", plan="expert_parallel", steps=3, **DP_EP), "mixtral", marks=pytest.mark.slow
-        ),
-        pytest.param(Recipe("mixtral", plan="expert_parallel", steps=3, **EP), "", marks=pytest.mark.slow),
+        (Recipe("mixtral_grouped", plan="expert_parallel", steps=3, **DP_EP), "mixtral"),
+        (Recipe("mixtral", plan="expert_parallel", steps=3, **EP), ""),
         (Recipe("mixtral", plan="data_parallel", mesh=(2,), steps=3), ""),
-        pytest.param(Recipe("mixtral", plan="fsdp", steps=3, **DP_EP), "", marks=pytest.mark.slow),
-        pytest.param(Recipe("mixtral_grouped", plan="auto", steps=3, **EP), "mixtral", marks=pytest.mark.slow),
-        pytest.param(Recipe("moe_dropless", plan="fsdp", mesh=(4,), axes=("ep",)), "", marks=pytest.mark.slow),
-        pytest.param(Recipe("moe_dropless", plan="expert_parallel", steps=3, **EP_TP), "", marks=pytest.mark.slow),
-        pytest.param(
-            Recipe("moe_dropless", plan="expert_parallel", steps=3, rows=16, **DP_EP_TP), "", marks=pytest.mark.slow
-        ),
+        (Recipe("mixtral", plan="fsdp", steps=3, **DP_EP), ""),
+        (Recipe("mixtral_grouped", plan="auto", steps=3, **EP), "mixtral"),
+        (Recipe("moe_dropless", plan="fsdp", mesh=(4,), axes=("ep",)), ""),
+        (Recipe("moe_dropless", plan="expert_parallel", steps=3, **EP_TP), ""),
+        (Recipe("moe_dropless", plan="expert_parallel", steps=3, rows=16, **DP_EP_TP), ""),
     ],
     ids=str,
 )
@@ -166,6 +161,7 @@ def _count(name: str, shape: tuple[int, ...], axes: tuple[str, ...], plan: str) 
     }
 
 
+@pytest.mark.wide
 def test_tokens_go_to_their_experts_and_back_by_all_to_all() -> None:
     found = run_distributed(_count, "moe", (2, 2), ("dp", "ep"), "expert_parallel", world_size=4)
     config: Any = build("moe").model.config

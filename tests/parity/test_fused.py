@@ -104,6 +104,7 @@ def test_tensor_parallelism_needs_one_all_reduce_each_way_for_each_half_of_a_blo
         assert found.exact
 
 
+@pytest.mark.wide
 def test_beside_data_parallelism_it_is_the_same() -> None:
     for found in run_distributed(_train, (2, 2), "tensor_parallel", CPU, FusedConfig(), ("groups",), world_size=4):
         assert found.worst < 1e-9

@@ -43,15 +43,9 @@ def test_the_sample_covers_every_pair() -> None:
         assert pairs == set(itertools.product(firsts, seconds)), (first, second)
 
 
-# The longest of the sample, which transformers' and ResNet's traces make: with -m slow.
-LONG = {("llama", "data_parallel"), ("resnet", "tensor_parallel"), ("resnet", "auto"), ("gpt2", "auto")}
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, marks=[pytest.mark.slow] * ((r.model, r.plan) in LONG)) for r in SAMPLE],
-    ids=str,
-)
+@pytest.mark.slow_where(lambda recipe: recipe.model != "mlp" and (recipe.model, recipe.plan) != ("gpt", "fsdp"))
+@pytest.mark.wide_where(lambda recipe: recipe.model == "mlp" and recipe.plan != "auto")
+@pytest.mark.parametrize("recipe", SAMPLE, ids=str)
 def test_parity(recipe: Recipe) -> None:
     check(recipe)
 
@@ -62,6 +56,8 @@ def test_parity_on_the_rest_of_the_grid(recipe: Recipe) -> None:
     check(recipe)
 
 
+@pytest.mark.wide
+@pytest.mark.slow_where(lambda recipe: recipe.model != "regressor")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -76,11 +72,14 @@ def test_parity_in_float32(recipe: Recipe) -> None:
     check(recipe, tolerance=1e-5)
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
+@pytest.mark.slow_where(lambda plan: plan == "tensor_parallel")
 @pytest.mark.parametrize("plan", PLANS)
 def test_mean_squared_error(plan: str) -> None:
     check(Recipe("regressor", (2, 2), plan, accumulation=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [float("inf"), 1.0, 3.0])
 def test_other_norms(norm_type: float) -> None:
     check(Recipe("gpt", (2, 2), "fsdp", norm_type=norm_type, max_norm=0.02, steps=2))
@@ -96,17 +95,16 @@ def one_rank() -> Trace:
 class TestDropout:
     """Masks follow the global element index, so a plan cannot change them."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("mesh", "plan"),
-        [
-            pytest.param(mesh, plan, marks=[pytest.mark.slow] * (mesh == (2, 2) and plan in ("data_parallel", "auto")))
-            for mesh, plan in itertools.product([(2,), (2, 2)], PLANS)
-        ],
+        list(itertools.product([(2,), (2, 2)], PLANS)),
         ids=str,
     )
     def test_every_plan_equals_one_rank(self, mesh, plan, one_rank) -> None:
         check(Recipe("gpt_dropout", mesh, plan), expected=one_rank)
 
+    @pytest.mark.wide
     def test_dropout_is_really_on(self, one_rank) -> None:
         """In training, but not in evaluation; and masks differ between calls and between elements."""
         plain = reference(Recipe("gpt"))

@@ -85,9 +85,9 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "recipe", [*SAMPLE, *(pytest.param(r, marks=pytest.mark.slow) for r in MORE)], ids=str
-)
+@pytest.mark.wide_where(lambda recipe: recipe.model not in ("mlp", "unet"))
+@pytest.mark.slow_where(lambda recipe: (recipe.model, recipe.schedule) == ("gpt", "zero_bubble_v"))
+@pytest.mark.parametrize("recipe", [*SAMPLE, *(pytest.param(r, marks=pytest.mark.slow) for r in MORE)], ids=str)
 def test_pipelines_compute_what_one_device_computes(recipe: Recipe) -> None:
     check(recipe)
 
@@ -98,6 +98,7 @@ def test_the_whole_grid(recipe: Recipe) -> None:
     check(recipe)
 
 
+@pytest.mark.wide
 def test_dropout_does_not_depend_on_the_cut_or_the_microbatches() -> None:
     one = parallel(Recipe("gpt_dropout", (1,), steps=2, rows=8, max_norm=0.02))[0].trace
     check(recipe("gpt_dropout", PP2, INTERLEAVED, 2), expected=one)

@@ -116,10 +116,10 @@ CASES = [
 ]
 
 
+@pytest.mark.wide_where(lambda vocabulary: vocabulary == 50257)
+@pytest.mark.slow_where(lambda vocabulary, tied: vocabulary == 20011 and tied)
 @pytest.mark.parametrize(("vocabulary", "tied", "shape", "p", "plan"), CASES, ids=str)
-def test_parity(
-    vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, plan: str, tmp_path: Path
-) -> None:
+def test_parity(vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, plan: str, tmp_path: Path) -> None:
     ranks = run_distributed(
         _train, vocabulary, tied, shape, p, plan, str(tmp_path), world_size=torch.Size(shape).numel(), timeout=250
     )

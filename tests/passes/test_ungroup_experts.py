@@ -90,6 +90,7 @@ def operators(lines: list[str]) -> list[str]:
     return [line.split(" = ")[1].split("(")[0] for line in lines if " = " in line]
 
 
+@pytest.mark.wide_where(lambda way: way != "by_argsort")
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_sorted_any_more_and_the_numbers_stay(way: str) -> None:
     model = Layer(WAYS[way])
@@ -131,6 +132,7 @@ class TestTheExample:
             "return [relu_default]",
         ]
 
+    @pytest.mark.slow
     def test_mixtral_has_the_same_experts_in_both_implementations(self) -> None:
         for name in ("mixtral", "mixtral_grouped"):
             case = build(name)

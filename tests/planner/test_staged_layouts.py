@@ -61,6 +61,7 @@ def test_a_limit_changes_the_layouts_of_stages() -> None:
     assert tight.pipeline.seconds >= free.pipeline.seconds or tight.parameters != free.parameters
 
 
+@pytest.mark.wide
 def test_more_microbatches_are_taken_where_memory_asks_for_it() -> None:
     free = _plan(8192, Pipeline("gpipe"))
     assert free.pipeline is not None and free.pipeline.microbatches <= 8

@@ -179,6 +179,7 @@ class Wide(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+@pytest.mark.wide
 def test_where_no_cut_fits_as_few_layers_as_needed_run_again() -> None:
     def choose(limit: float | None, schedule: str | None = "1f1b") -> tuple[PipelinePlan, tuple[str, ...]]:
         found = planner(nn.Sequential(*(Wide() for _ in range(6))), 16, 2, limit, rows=1024)

@@ -39,6 +39,12 @@ def _without_rule(captured: Captured) -> list[str]:
     return list(names)
 
 
+LARGE = {True: ("mixtral", "moe_switch", "moe_dropless"), False: ("mixtral", "moe_switch", "moe", "llama", "gpt2")}
+"""Models whose traces take longest, by whether they are traced in training."""
+
+
+@pytest.mark.wide_where(lambda name, training: not training or name not in ("mlp", "gpt", "resnet"))
+@pytest.mark.slow_where(lambda name, training: name in LARGE[training])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_operator_of_the_models_has_a_rule(name: str, training: bool) -> None:
@@ -139,6 +145,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rotary": lambda x, y, b: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, 2)))).flatten(2),
 }  # fmt: skip
 
+
+@pytest.mark.wide_where(lambda name: name not in list(FUNCTIONS)[::5])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_captured_functions_have_rules_and_the_same_numbers(name: str) -> None:
     model = _Case(FUNCTIONS[name])

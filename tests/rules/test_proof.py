@@ -103,6 +103,8 @@ class TestTaggedOperators:
         assert rule is not None and rule.linear == (frozenset({0, 1}),)
 
 
+@pytest.mark.wide_where(lambda family: family not in ("complexes", "indexing", "random"))
+@pytest.mark.slow_where(lambda family: family == "elementwise")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rules_of_a_family_are_proved(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     proof = Proof()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.distributed import WorkerPool, run_distributed
+from tests.distributed import open_pool, run_distributed, run_in
 from tests.runtime.support import (
     Net,
     batch,
@@ -127,6 +127,7 @@ def _batches(plan: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide_where(lambda plan: plan != "tensor_parallel")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel"])
 def test_a_new_batch_size_needs_no_new_trace(plan: str) -> None:
     for results in run_distributed(_batches, plan, world_size=2):
@@ -279,6 +280,7 @@ def _odd_outputs() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide
 def test_odd_outputs() -> None:
     for results in run_distributed(_odd_outputs, world_size=2):
         assert all(v < 1e-12 for v in results.values()), results
@@ -308,6 +310,7 @@ def _without_gradients(how: str) -> dict[str, float]:
     return results
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
 def test_a_first_call_without_gradients(how: str) -> None:
     for results in run_distributed(_without_gradients, how, world_size=2):
@@ -334,6 +337,7 @@ def _rows_of_each_rank(plan: str) -> dict[str, float]:
     return results
 
 
+@pytest.mark.slow_where(lambda plan: plan != "auto")
 @pytest.mark.parametrize("plan", ["fsdp", "tensor_parallel", "auto"])
 def test_rows_of_each_rank_equal_the_global_batch(plan: str) -> None:
     for results in run_on_ranks(_rows_of_each_rank, plan, world_size=4):
@@ -379,8 +383,7 @@ def _without_a_launcher() -> tuple[float, Any]:
     import autoparallel
 
     dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
+    assert not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
     model, plain = make(Net), make(Net)
     model = autoparallel.compile(model, loss_fn=F.mse_loss)
     x, y = batch()
@@ -395,9 +398,6 @@ def _without_a_launcher() -> tuple[float, Any]:
 
 
 def test_without_a_mesh_and_without_a_launcher() -> None:
-    pool = WorkerPool(1)  # of its own, as it leaves its process group
-    try:
-        ((worst, mesh),) = pool.run(_without_a_launcher)
-    finally:
-        pool.close()
+    with open_pool(1) as pool:  # of its own, as it leaves its process group
+        ((worst, mesh),) = run_in(pool, _without_a_launcher)
     assert worst < 1e-12 and mesh == (("dp", 1),)

@@ -77,6 +77,7 @@ def _groups(shape: tuple[int, ...], plan: str) -> dict[str, float]:
     return results
 
 
+@pytest.mark.wide_where(lambda shape: shape != (2, 2))
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_norms_of_groups_are_those_of_one_process(shape: tuple[int, ...]) -> None:
     for results in run_on_ranks(_groups, shape, MESHES[shape], world_size=math.prod(shape)):
@@ -133,6 +134,7 @@ def _limits(shape: tuple[int, ...], plan: str) -> dict[str, float]:
     return results
 
 
+@pytest.mark.wide_where(lambda shape: shape != (2, 2))
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_limits_of_groups_are_kept_as_in_one_process(shape: tuple[int, ...]) -> None:
     for results in run_on_ranks(_limits, shape, MESHES[shape], world_size=math.prod(shape)):
@@ -183,6 +185,7 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [whole(t) for t in tensors]
 
 
+@pytest.mark.slow_where(lambda name: name != "AdamW fused")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_skipped_step_changes_nothing(name: str) -> None:
     """Neither weight decay nor momentum nor the count of steps: the run goes on as if the step had not been."""

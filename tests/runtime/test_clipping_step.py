@@ -59,6 +59,7 @@ def _step(shape: tuple[int, ...], plan: str, dtype: torch.dtype) -> dict[str, An
     return results
 
 
+@pytest.mark.slow_where(lambda shape: shape != (2,))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_a_step_clips_as_one_process_does(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -235,6 +236,7 @@ def _not_finite(policy: str, fused: bool) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow_where(lambda policy, fused: fused == (policy == "skip"))
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 @pytest.mark.parametrize("policy", ["skip", "raise"])
 def test_a_step_on_what_is_not_finite_changes_nothing(policy: str, fused: bool) -> None:

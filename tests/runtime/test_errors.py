@@ -277,6 +277,7 @@ def test_a_first_call_refuses(name: str, first_calls: list[Results]) -> None:
     check(first_calls, name, *CALL[name])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CALL)
 def test_a_later_call_refuses(name: str, later_calls: list[Results]) -> None:
     check(later_calls, name, *CALL[name])
@@ -287,6 +288,7 @@ def test_a_known_call_refuses(name: str, known_calls: list[Results]) -> None:
     check(known_calls, name, *CALL[name])
 
 
+@pytest.mark.wide
 def test_a_refused_call_is_not_counted(later_calls: list[Results], known_calls: list[Results]) -> None:
     """Dropout depends on the number of calls, which must stay the same on all ranks."""
     for ranks, before in ((later_calls, 1), (known_calls, CHECKED_CALLS + 1 + 4)):

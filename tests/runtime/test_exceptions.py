@@ -159,6 +159,7 @@ def _all_failures(model: Any, plain: nn.Module, clear: dict[str, bool], rows: in
     return results
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("clear", [NONE, ZERO], ids=["none", "zero"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_zero_grad_gives_a_clean_state(plan: str, clear: dict[str, bool]) -> None:
@@ -170,6 +171,7 @@ def _on_ranks(plan: str) -> dict[str, float]:
     return _all_failures(*compiled_pair(plan=plan), NONE)
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_zero_grad_gives_a_clean_state_on_two_ranks(plan: str) -> None:
     for results in run_on_ranks(_on_ranks, plan, world_size=2):
@@ -189,6 +191,7 @@ def _change(parameter: nn.Parameter, how: str) -> None:
             parameter.mul_(2)
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("how", ["optimizer", "in place"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_change_between_forward_and_backward_is_refused(plan: str, how: str) -> None:
@@ -225,6 +228,7 @@ def test_writing_through_data_is_seen_inside_no_sync() -> None:
         assert difference < 1e-12
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["plain", "DTensor"])
 def test_assigning_data_is_refused(plan: str, kind: str) -> None:
@@ -269,6 +273,7 @@ def _targets(valid: int) -> Tensor:
     return torch.where(torch.arange(8) < valid, torch.arange(8) % 5, -100)
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("loss_fn", [F.cross_entropy, _sum_and_count], ids=["mean", "sum and count"])
 @pytest.mark.parametrize("valid", [(0, 0, 0), (3, 0, 5), (0, 4, 0)], ids=str)
 @pytest.mark.parametrize("plan", PLANS)

@@ -144,6 +144,7 @@ def played(request) -> list[dict[str, dict[str, float]]]:
     return run_on_ranks(_all_scenarios, plan, shape, world_size=torch.Size(shape).numel())
 
 
+@pytest.mark.wide_where(lambda played: played != ("fsdp", (2,)))
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_gradients_equal_one_process(scenario: str, played) -> None:
     for rank, results in enumerate(played):
@@ -151,6 +152,7 @@ def test_gradients_equal_one_process(scenario: str, played) -> None:
         assert not wrong, f"rank {rank}, {SCENARIOS[scenario]}: {wrong}"
 
 
+@pytest.mark.wide_where(lambda played: played != ("fsdp", (2,)))
 def test_replicated_parameters_are_bit_equal(played) -> None:
     assert all(results["replicas"]["bits"] == 0.0 for results in played)
 
@@ -229,6 +231,7 @@ def _left_out(plan: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow_where(lambda plan: plan != "tensor_parallel")
 @pytest.mark.parametrize("plan", PLANS)
 def test_parameters_that_are_left_out(plan: str) -> None:
     for results in run_on_ranks(_left_out, plan, world_size=2):
@@ -256,6 +259,7 @@ def _inside(plan: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp"])
 def test_inside_of_a_window_grad_is_the_true_sum(plan: str) -> None:
     for found in run_on_ranks(_inside, plan, world_size=2):
@@ -363,6 +367,7 @@ def _searched_for_tied() -> tuple[str, dict[str, str]]:
     return searched.plan.to_json(), modes
 
 
+@pytest.mark.wide_where(lambda edit, at_rest: (edit, at_rest) != ("head", "S0"))
 @pytest.mark.parametrize("at_rest", ["S0", "S1", "I"])
 @pytest.mark.parametrize("edit", ["embedding", "head"])
 def test_a_tied_weight_used_in_two_layouts(edit: str, at_rest: str) -> None:
@@ -440,6 +445,7 @@ def _one_output() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide
 def test_an_output_that_is_not_differentiated() -> None:
     for results in run_on_ranks(_one_output, world_size=4):
         assert len(results.pop("buckets")) == 3
@@ -500,6 +506,7 @@ def _ways(per_use: bool) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide_where(lambda per_use: not per_use)
 @pytest.mark.parametrize("per_use", [False, True], ids=["per microbatch", "per use"])
 def test_other_ways_of_backward(per_use: bool) -> None:
     for results in run_on_ranks(_ways, per_use, world_size=2):

@@ -167,6 +167,7 @@ def _nan(model: Any, plain: nn.Module, name: str) -> list[bool]:
     return [*seen, refused]
 
 
+@pytest.mark.slow_where(lambda plan: plan in ("data_parallel", "tensor_parallel"))
 @pytest.mark.parametrize("plan", LAYOUTS)
 def test_parameters_sharded_over_different_axes(plan: str) -> None:
     for rank, results in enumerate(run_on_ranks(_train, plan, world_size=4, timeout=240)):

@@ -252,6 +252,7 @@ def _tied_and_odd() -> dict[str, float]:
     return results
 
 
+@pytest.mark.wide
 def test_a_tied_weight_counts_once() -> None:
     for results in run_on_ranks(_tied_and_odd, world_size=4):
         assert all(far < 1e-9 for far in results.values()), results

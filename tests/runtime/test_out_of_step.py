@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.distributed import WorkerPool
+from autoparallel.tools.processes import Pool
+from tests.distributed import open_pool, run_in
 from tests.runtime.faults import BACKWARD, BEFORE, STEP, Fault, Loop, look_up_badly
 from tests.runtime.support import run_on_ranks
 
@@ -49,16 +51,16 @@ def test_a_skipped_batch_is_seen_at_the_next_comparison() -> None:
 
 
 @pytest.fixture
-def impatient() -> Any:
+def impatient() -> Iterator[Pool]:
     """Two ranks whose process group waits for four seconds."""
-    pool = WorkerPool(2, group_timeout=4.0)
-    yield pool
-    pool.close()
+    with open_pool(2, group_timeout=4.0) as pool:
+        yield pool
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("at", [BEFORE, BACKWARD])
-def test_a_missing_rank_is_named_within_the_time_out_of_the_process_group(at: str, impatient: WorkerPool) -> None:
-    results = impatient.run(_run, Fault(at, 12.0), "fsdp", {}, keep_after_error=True)
+def test_a_missing_rank_is_named_within_the_time_out_of_the_process_group(at: str, impatient: Pool) -> None:
+    results = run_in(impatient, _run, Fault(at, 12.0), "fsdp", {}, keep_after_error=True)
     caught, seconds = results[0]
     (message,) = caught
     assert "rank 1" in message and "of model 1 (Net)" in message and "did not come" in message, message
@@ -67,18 +69,15 @@ def test_a_missing_rank_is_named_within_the_time_out_of_the_process_group(at: st
 
 
 def test_an_index_out_of_range_on_one_rank_reaches_the_others() -> None:
-    pool = WorkerPool(2, group_timeout=60.0)
-    try:
+    with open_pool(2, group_timeout=60.0) as pool:
         started = time.monotonic()
-        first, second = pool.run(look_up_badly, 100)
+        first, second = run_in(pool, look_up_badly, 100)
         assert "IndexError" in second.split("---")[0], second
         assert "RankMismatchError: rank 1 raised in call 2 of model 1 (Rows): IndexError" in first.split("---")[0], (
             first
         )
         assert "raised in call 2" in first.split("---")[1] and "raised in call 2" in second.split("---")[1]
         assert time.monotonic() - started < 40
-    finally:
-        pool.close()
 
 
 def test_rows_in_range_raise_nothing() -> None:
@@ -87,11 +86,8 @@ def test_rows_in_range_raise_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_busy_for_130_seconds_is_waited_for() -> None:
-    pool = WorkerPool(2, group_timeout=None)
-    try:
+    with open_pool(2, group_timeout=None) as pool:
         started = time.monotonic()
-        results = pool.run(_run, Fault(BEFORE, 130.0), "fsdp", {}, timeout=300)
+        results = run_in(pool, _run, Fault(BEFORE, 130.0), "fsdp", {}, timeout=300)
         assert [caught for caught, _ in results] == [[], []]
         assert time.monotonic() - started > 130
-    finally:
-        pool.close()

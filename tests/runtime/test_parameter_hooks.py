@@ -72,6 +72,7 @@ def _clamp(parameters: nn.Module, seen: list[float] | None = None) -> None:
             p.register_hook(lambda g: seen.append(float(whole(g).sum())))
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("build", [Net, Tied])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("plan", PLANS)
@@ -85,6 +86,7 @@ def test_hooks_see_and_replace_the_gradient(plan: str, when: str, build: Any) ->
     assert gradients_off(unhooked, plain) > 1e-3
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_hook_between_forward_and_backward_and_one_removed(plan: str) -> None:
     handles: list[Any] = []
@@ -101,6 +103,7 @@ def test_a_hook_between_forward_and_backward_and_one_removed(plan: str) -> None:
     assert gradients_off(model, plain) < 1e-12
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_backward_of_two_calls_is_one_gradient(plan: str) -> None:
     seen: tuple[list[float], list[float]] = ([], [])
@@ -113,6 +116,7 @@ def test_one_backward_of_two_calls_is_one_gradient(plan: str) -> None:
     assert len(seen[0]) == len(seen[1]) == 1
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_under_no_sync_the_last_backward_shows_the_sum(plan: str) -> None:
     model, plain = _alone(plan, _clamp, "after")
@@ -126,6 +130,7 @@ def test_under_no_sync_the_last_backward_shows_the_sum(plan: str) -> None:
     assert gradients_off(model, plain) < 1e-12
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_in_a_window_hooks_come_after_the_division(plan: str) -> None:
     steps: list[Tensor] = []
@@ -155,6 +160,7 @@ def _step_in_backward(parameters: nn.Module) -> None:
         p.register_post_accumulate_grad_hook(step)
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("build", [Net, Tied])
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_optimizer_steps_in_the_backward(plan: str, build: Any) -> None:
@@ -226,6 +232,7 @@ def _on_ranks(plan: str) -> tuple[float, float, float]:
     return gradients, accumulated, parameters_off(model, plain)
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_hooks_on_two_ranks(plan: str) -> None:
     for differences in run_on_ranks(_on_ranks, plan, world_size=2):

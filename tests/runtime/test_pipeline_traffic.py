@@ -46,7 +46,7 @@ def _count(name: str, schedule: str, per_rank: int, plan: str) -> dict[str, Any]
 
 CASES = [
     ("gpt", "1f1b", 1, "fsdp"),
-    ("gpt", "zero_bubble_v", 2, "data_parallel"),
+    pytest.param("gpt", "zero_bubble_v", 2, "data_parallel", marks=pytest.mark.slow),
     pytest.param("unet", "interleaved_1f1b", 2, "data_parallel", marks=pytest.mark.slow),
     pytest.param("t5", "interleaved_1f1b", 2, "data_parallel", marks=pytest.mark.slow),
     pytest.param("llama", "1f1b", 1, "tensor_parallel", marks=pytest.mark.slow),

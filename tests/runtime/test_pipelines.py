@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed import WorkerError, WorkerPool
+from autoparallel.tools.processes import ProcessError
+from tests.distributed import failures_of, open_pool, run_in
 from tests.runtime.support import off, raised, run_on_ranks
 
 
@@ -81,6 +82,7 @@ def _traffic(schedule: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.wide_where(lambda schedule: schedule != "1f1b")
 @pytest.mark.parametrize(("schedule", "borders"), [("1f1b", 1), ("zero_bubble_v", 2)])
 def test_each_border_is_crossed_once_a_microbatch_and_gradients_are_reduced_once_a_step(
     schedule: str, borders: int
@@ -205,6 +207,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.wide
 def test_what_cannot_be_run_is_refused_on_every_rank_before_anything_is_sent() -> None:
     import re
 
@@ -234,13 +237,9 @@ def _die_in_the_middle(rank: int) -> None:
 
 
 def test_a_rank_killed_in_a_schedule_stops_the_others_with_an_error_that_names_the_stage() -> None:
-    pool = WorkerPool(2)
-    try:
-        with pytest.raises(WorkerError) as caught:
-            pool.run(_die_in_the_middle, 1, timeout=60)
-    finally:
-        pool.close()
-    errors = caught.value.errors
+    with open_pool(2) as pool, pytest.raises(ProcessError) as caught:
+        run_in(pool, _die_in_the_middle, 1, timeout=60)
+    errors = failures_of(caught.value)
     assert errors[1].type == "Died"
     assert errors[0].type == "PipelineError"
     assert "stage 0 (layers.0 to " in errors[0].message
@@ -378,6 +377,7 @@ def _half_loss(x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(x.float(), y.float())
 
 
+@pytest.mark.wide
 def test_a_scaler_decides_alike_on_all_stages() -> None:
     for found in run_on_ranks(_scaled, world_size=2):
         assert found.pop("off") < 1e-6

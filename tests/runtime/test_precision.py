@@ -73,6 +73,8 @@ def _train(rest: torch.dtype, policy: MixedPrecisionPolicy, plan: str, shape: tu
     return {"worst": worst, "output": out.dtype}
 
 
+@pytest.mark.wide
+@pytest.mark.slow_where(lambda shape, plan: shape == (2, 2) and plan != "data_parallel")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel"])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 def test_float32_compute_with_float64_parameters(shape: tuple[int, ...], plan: str) -> None:
@@ -83,6 +85,7 @@ def test_float32_compute_with_float64_parameters(shape: tuple[int, ...], plan: s
         assert found["output"] == torch.float32
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp"])
 def test_bfloat16_compute_with_float32_parameters(plan: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)

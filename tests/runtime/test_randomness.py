@@ -101,6 +101,7 @@ def test_one_rank_draws_what_the_plain_model_does() -> None:
         require_close(log, reference(12))
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel", "auto"])
 def test_two_ranks_draw_what_the_plain_model_does(plan: str) -> None:
     for log in run_distributed(on_mesh, plan, (2,), {}, world_size=2):
@@ -209,6 +210,7 @@ def interrupted(path: str, shape: tuple[int, ...], plan: str, resume: bool) -> l
     return train(model, None, steps=2)
 
 
+@pytest.mark.wide
 def test_a_run_that_is_resumed_on_another_mesh_draws_on(tmp_path: Any) -> None:
     path = str(tmp_path / "checkpoint")
     for log in run_distributed(interrupted, path, (2,), "fsdp", False, world_size=2):
@@ -288,6 +290,7 @@ def pipelined() -> list[dict[str, Any]]:
     return log
 
 
+@pytest.mark.wide
 def test_microbatches_draw_what_the_whole_batch_does() -> None:
     expected = []
     for position in range(2):

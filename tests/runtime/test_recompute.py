@@ -138,6 +138,7 @@ def _refusals() -> list[str]:
     return found
 
 
+@pytest.mark.wide
 def test_what_cannot_be_recomputed_is_refused() -> None:
     for unknown, compiled in run_on_ranks(_refusals, world_size=2):
         assert "'blocks.9'" in unknown and "blocks.0, blocks.1" in unknown

@@ -128,6 +128,7 @@ def _state(mix: str, directory: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide_where(lambda mix: mix not in ("rows", "columns"))
 @pytest.mark.parametrize("mix", MIXES)
 def test_state_of_every_layout(mix: str, tmp_path) -> None:
     shape, _ = MIXES[mix]
@@ -209,6 +210,7 @@ def _buffers(plan: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.wide_where(lambda plan: plan != "fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "auto"])
 def test_buffers_equal_one_process_and_each_other(plan: str) -> None:
     ranks = run_on_ranks(_buffers, plan, world_size=4)
@@ -288,6 +290,7 @@ def _meta(plan: str, kind: type[nn.Module], inputs: Any, loss: Any, late: bool) 
     return results
 
 
+@pytest.mark.wide_where(lambda kind, late: (kind, late) != (Tied, True))
 @pytest.mark.parametrize("late", [False, True], ids=["example inputs", "first call"])
 @pytest.mark.parametrize("kind", [NormedNet, Tied], ids=lambda k: k.__name__)
 def test_a_meta_model_is_materialised_shard_by_shard(kind: type[nn.Module], late: bool) -> None:

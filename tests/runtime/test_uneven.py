@@ -192,15 +192,13 @@ def _everything(*shape: int) -> dict[str, Any]:
     return results
 
 
-LONG = pytest.param((4,), marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module", params=[LONG if shape == (4,) else shape for shape in SHAPES], ids=str)
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
 def trained(request) -> tuple[tuple[int, ...], list[dict[str, Any]]]:
     shape = request.param
     return shape, run_on_ranks(_everything, *shape, world_size=math.prod(shape), timeout=240)
 
 
+@pytest.mark.slow_where(lambda trained: trained != (2,))
 class TestFullySharded:
     def test_gradients_norms_and_steps_equal_one_process(self, trained) -> None:
         for rank, results in enumerate(trained[1]):
@@ -330,6 +328,7 @@ def _both(model: nn.Module, plain: nn.Module) -> Any:
     return zip(model.named_parameters(), plain.named_parameters(), strict=True)
 
 
+@pytest.mark.slow_where(lambda name: name != "rows")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_state_of_every_uneven_layout(name: str, tmp_path) -> None:
     shape, layouts = LAYOUTS[name]
@@ -361,6 +360,8 @@ def _local_gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
 
 
+@pytest.mark.wide
+@pytest.mark.slow_where(lambda reduce: reduce != "per_microbatch")
 @pytest.mark.parametrize("reduce", ["per_step", "per_microbatch", "across_replicas_per_step"])
 def test_uneven_gradients_reduced_at_any_time(reduce: str) -> None:
     """Fused optimizers read a gradient's memory with its parameter's strides, so these must agree."""
