@@ -40,7 +40,7 @@ from autoparallel.planner.space import SearchSpace
 from autoparallel.predict.forecast import Forecast, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.reductions import choose_reductions, with_reductions
-from autoparallel.program import LocalProgram, build_program, input_layouts, wanted_outputs
+from autoparallel.program import LocalProgram, build_program, input_layouts, pad, wanted_outputs
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -209,7 +209,7 @@ class Planner:
 
     def rewrite(self, captured: Captured, plan: Plan) -> None:
         """Rewrites a captured graph into the one that the plan, which was made of it, is about; once."""
-        pad_vocabulary(captured.module, captured.parameters, plan.padded)
+        pad(captured, plan)
 
     def prepare(self, captured: Captured, plan: Plan) -> None:
         """Rewrites a captured graph into the one that any plan is about, and checks that it is.
