@@ -16,17 +16,20 @@ from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import batch_dim, require_divisible, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity, is_loss
 from autoparallel.graph.sizes import Sizes
-from autoparallel.passes.bucket_collectives import Bucket, bucket_collectives
+from autoparallel.passes.bucket_collectives import Bucket, Buckets, bucket_collectives
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
-from autoparallel.passes.hoist_parameter_chains import ParameterChain, hoist_parameter_chains
+from autoparallel.passes.hoist_parameter_chains import Chains, ParameterChain, hoist_parameter_chains
 from autoparallel.passes.insert_collectives import insert_collectives
-from autoparallel.passes.mark_gradients import detach_outputs, mark_backward
+from autoparallel.passes.mark_gradients import Detached, detach_outputs, mark_backward
 from autoparallel.passes.name_nodes import layer_of
-from autoparallel.passes.recompute_layers import Region, recompute_layers
+from autoparallel.passes.pad_vocabulary import pad_vocabulary
+from autoparallel.passes.recompute_layers import Region, Regions, recompute_layers
+from autoparallel.passes.runner import CAPTURED, Fact, Findings, Pass, PassList, Watch, ignore, run_passes
 from autoparallel.passes.set_device import set_device
 from autoparallel.passes.settle_interleaving import settle_interleaving
+from autoparallel.passes.specification import Specification, specify_program
 from autoparallel.passes.split_weight_gradients import split_weight_gradients
-from autoparallel.passes.verify_placements import Asked, verify_placements
+from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.pipeline.schedules import SPLIT, Passing
 from autoparallel.placements import Invariant, Layout, parse_layout, shards_of
 from autoparallel.placements.redistribution import Redistributor
@@ -108,6 +111,226 @@ def input_layouts(captured: Captured, specs: Sequence[object], given: Sequence[L
     }
 
 
+# ------------------------------------------------------------------------------------------- the passes in their order
+
+
+def padding_passes(parameters: Mapping[str, str], rows: Mapping[str, int]) -> PassList:
+    """What makes of a captured graph the one that a plan is about; it is a captured graph still.
+
+    Args:
+        parameters: placeholder name to parameter name.
+        rows: parameter name to the rows that it is used with.
+    """
+    pad = Pass(
+        "pad_vocabulary",
+        lambda module, findings: pad_vocabulary(module, parameters, rows),
+        requires={Fact.CANONICAL, Fact.DIFFERENTIABLE, Fact.NAMED, Fact.BACKWARD, Fact.GLOBAL},
+    )
+    return PassList([pad], given=CAPTURED, promised=CAPTURED)
+
+
+def leaving_passes(buffers: int, loss: int) -> PassList:
+    """What leaves a captured graph nothing but its loss to be differentiated.
+
+    Args:
+        buffers: the number of outputs that are new values of buffers.
+        loss: the index of the loss.
+    """
+    passes = [
+        Pass(
+            "detach_outputs",
+            lambda module, findings: detach_outputs(module.graph, buffers, loss),
+            requires={Fact.NAMED, Fact.DIFFERENTIABLE, Fact.GLOBAL},
+            provides={Fact.DETACHED},
+            removes={Fact.BACKWARD},
+        ),
+        Pass(
+            "mark_backward",
+            lambda module, findings: mark_backward(module.graph),
+            requires={Fact.DIFFERENTIABLE, Fact.DETACHED},
+            provides={Fact.BACKWARD},
+        ),
+    ]
+    return PassList(passes, given=CAPTURED, promised=CAPTURED)
+
+
+def placing_passes(
+    captured: Captured,
+    plan: Plan,
+    *,
+    parameters: Mapping[str, Layout],
+    inputs: Mapping[str, Layout],
+    outputs: Sequence[Layout | None],
+    prefix: str,
+    redistributor: Redistributor,
+) -> list[Pass]:
+    """What makes of a graph on whole tensors one rank's, in which parameters are gathered where they are used.
+
+    Args:
+        parameters, inputs: placeholder name to its layout.
+        outputs: the layouts in which outputs leave.
+        prefix: the name under which the mesh is bound.
+    """
+    modes = {key: plan.modes(key) for key in plan.operators}
+    sizes, placeholders = Sizes(captured.actual), {**parameters, **inputs}
+    return [
+        # Counts the blocks of fused projections by how the plan shards them, so it comes before anything is cut.
+        Pass(
+            "settle_interleaving",
+            lambda module, findings: settle_interleaving(module, modes, plan.axis_sizes),
+            requires={Fact.NAMED, Fact.GLOBAL},
+            provides={Fact.SETTLED},
+        ),
+        # Rewrites nothing: keeps the global graph, from which the verifier derives what all that follows must make.
+        Pass(
+            "specify_program",
+            lambda module, findings: specify_program(
+                module,
+                modes=modes,
+                placeholders=placeholders,
+                outputs=outputs,
+                axes=plan.mesh,
+                prefix=prefix,
+                sizes=sizes,
+                parameters=captured.parameters,
+            ),
+            requires={Fact.CANONICAL, Fact.NAMED, Fact.GLOBAL, Fact.SETTLED},
+            provides={Fact.SPECIFIED},
+        ),
+        Pass(
+            "insert_collectives",
+            lambda module, findings: insert_collectives(
+                module,
+                modes=modes,
+                placeholders=placeholders,
+                shared={key: parse_layout(text) for key, text in plan.shared.items()},
+                outputs=outputs,
+                axis_names=plan.axis_names,
+                prefix=prefix,
+                redistributor=redistributor,
+                sizes=sizes,
+                uneven=parameters,
+            ),
+            requires={Fact.DIFFERENTIABLE, Fact.BACKWARD, Fact.GLOBAL, Fact.SPECIFIED},
+            provides={Fact.PLACED},
+            removes={Fact.GLOBAL},
+            places=True,
+        ),
+    ]
+
+
+def program_passes(
+    captured: Captured,
+    plan: Plan,
+    *,
+    prefix: str,
+    redistributor: Redistributor,
+    outputs: Sequence[Layout | None],
+    inputs: Mapping[str, Layout],
+    device: torch.device,
+    hoist_all: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+) -> PassList:
+    """What makes of a captured graph the program of one rank; the arguments are those of :func:`build_program`."""
+    sizes = Sizes(captured.actual)
+    gather = {name: "per_step" if hoist_all else p.gather for name, p in plan.parameters.items()}
+    reduce = {name: p.reduce for name, p in plan.parameters.items()}
+    at_rest = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
+    passes = [
+        *placing_passes(
+            captured,
+            plan,
+            parameters=at_rest,
+            inputs=inputs,
+            outputs=outputs,
+            prefix=prefix,
+            redistributor=redistributor,
+        ),
+        Pass(
+            "hoist_parameter_chains",
+            lambda module, findings: hoist_parameter_chains(
+                module, captured.parameters, redistributor, sizes, captured.rest_dtypes, reduce_dtype, reduce
+            ),
+            requires={Fact.PLACED, Fact.FLAT},
+            provides={Fact.HOISTED},
+            places=True,
+        ),
+        # Calls of buckets stand before the first use of what they gather, so all uses must be there to be seen.
+        Pass(
+            "bucket_collectives",
+            lambda module, findings: bucket_collectives(
+                module, findings[Chains].chains, gather, layers=plan.recompute
+            ),
+            requires={Fact.HOISTED, Fact.FLAT},
+            provides={Fact.BUCKETED},
+            places=True,
+        ),
+        Pass("set_device", lambda module, findings: set_device(module, device), requires={Fact.FLAT}),
+        Pass(
+            "find_divisors",
+            lambda module, findings: find_divisors(module, plan.axis_sizes),
+            requires={Fact.PLACED, Fact.FLAT},
+        ),
+        # Takes the gathers of what only one layer reads into the layer, so they must be calls of their own before.
+        Pass(
+            "recompute_layers",
+            lambda module, findings: recompute_layers(module, plan.recompute),
+            requires={Fact.BUCKETED, Fact.FLAT},
+            provides={Fact.REGIONS},
+            removes={Fact.FLAT},
+        ),
+    ]
+    if plan.pipeline is not None and plan.pipeline.schedule in SPLIT:
+        # A layer that runs again is left whole, so it must be a call of its own before.
+        passes.append(
+            Pass(
+                "split_weight_gradients",
+                lambda module, findings: split_weight_gradients(
+                    module, [name for chain in findings[Chains].chains for name in chain.placeholders]
+                ),
+                requires={Fact.BUCKETED, Fact.REGIONS},
+            )
+        )
+    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS}, verify=_verify)
+
+
+def _verify(module: fx.GraphModule, findings: Findings) -> None:
+    chains, buckets = findings.get(Chains), findings.get(Buckets)
+    verify_placements(
+        module,
+        findings[Specification],
+        chains.chains if chains is not None else None,
+        buckets.buckets if buckets is not None else (),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ running them
+
+
+def pad(captured: Captured, rows: Mapping[str, int], watch: Watch = ignore) -> None:
+    """Makes a captured graph the one that a plan is about, in place; one that is so already is left as it is."""
+    if rows:
+        run_passes(padding_passes(captured.parameters, rows), captured.module, watch)
+
+
+def lay_out(
+    captured: Captured,
+    plan: Plan,
+    parameters: Mapping[str, Layout],
+    inputs: Mapping[str, Layout],
+    outputs: Sequence[Layout | None],
+    prefix: str,
+    redistributor: Redistributor,
+) -> Specification:
+    """Makes a captured graph a rank's, in place, in which parameters are gathered where they are used; gives what it
+    was to become. The arguments are those of :func:`placing_passes`."""
+    passes = placing_passes(
+        captured, plan, parameters=parameters, inputs=inputs, outputs=outputs, prefix=prefix,
+        redistributor=redistributor,
+    )  # fmt: skip
+    return run_passes(PassList(passes, CAPTURED, {Fact.PLACED}, _verify), captured.module)[Specification]
+
+
 def build_program(
     captured: Captured,
     plan: Plan,
@@ -119,6 +342,7 @@ def build_program(
     device: torch.device,
     hoist_all: bool = False,
     reduce_dtype: torch.dtype | None = None,
+    watch: Watch = ignore,
 ) -> LocalProgram:
     """Runs the passes on ``captured`` (whose graph becomes the body).
 
@@ -128,64 +352,35 @@ def build_program(
         device: where the program creates tensors.
         hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
         reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
+        watch: is told of each pass.
     """
-    module, sizes = captured.module, Sizes(captured.actual)
-    layouts = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
-    lay_out(captured, plan, layouts, inputs, outputs, prefix, redistributor)
-    output_layouts = [n.meta["placements"] for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
-    chains = hoist_parameter_chains(
-        module, captured.parameters, redistributor, sizes, captured.rest_dtypes, reduce_dtype
-    )
-    chains = [chain.reducing(plan.parameters[chain.name].reduce) for chain in chains]
-    gather = {name: "per_step" if hoist_all else p.gather for name, p in plan.parameters.items()}
     if hoist_all and plan.recompute:
         raise PlanError(
             "the plan recomputes layers in the backward, but backend='inductor' chooses itself what it recomputes: use "
             "backend='eager', or plan again"
         )
-    buckets = bucket_collectives(module, chains, gather, layers=plan.recompute)
-    set_device(module.graph, device)
-    divisors = _divisors(module, plan.axis_sizes)
-    regions = recompute_layers(module, plan.recompute)
-    return LocalProgram(captured, module, buckets, output_layouts, divisors, regions)
+    passes = program_passes(
+        captured, plan, prefix=prefix, redistributor=redistributor, outputs=outputs, inputs=inputs, device=device,
+        hoist_all=hoist_all, reduce_dtype=reduce_dtype,
+    )  # fmt: skip
+    module = captured.module
+    findings = run_passes(passes, module, watch)
+    layouts = [node.meta["placements"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+    buckets, regions = list(findings[Buckets].buckets), findings[Regions].regions
+    return LocalProgram(captured, module, buckets, layouts, list(findings[Divisors].pairs), regions)
 
 
-def lay_out(
-    captured: Captured,
-    plan: Plan,
-    parameters: Mapping[str, Layout],
-    inputs: Mapping[str, Layout],
-    outputs: Sequence[Layout | None],
-    prefix: str,
-    redistributor: Redistributor,
-) -> None:
-    """Turns a captured graph into a rank's, in which parameters are gathered where they are used.
+@dataclass(frozen=True)
+class Divisors:
+    """What must divide evenly for a program to run: for each symbolic size that is cut its expression, and into how
+    many pieces."""
 
-    Args:
-        parameters, inputs: placeholder name to its layout.
-        outputs: the layouts in which outputs leave.
-        prefix: the name under which the mesh is bound.
-    """
-    modes = {key: plan.modes(key) for key in plan.operators}
-    settle_interleaving(captured.module, modes, plan.axis_sizes)
-    insert_collectives(
-        captured.module,
-        modes=modes,
-        placeholders={**parameters, **inputs},
-        shared={key: parse_layout(text) for key, text in plan.shared.items()},
-        outputs=outputs,
-        axis_names=plan.axis_names,
-        prefix=prefix,
-        redistributor=redistributor,
-        sizes=Sizes(captured.actual),
-        uneven=parameters,
-    )
-    axes = tuple(zip(plan.axis_names, plan.axis_sizes, strict=True))
-    verify_placements(captured.module, Asked(modes, {**parameters, **inputs}, outputs, axes, prefix))
+    pairs: tuple[tuple[object, int], ...]
 
 
-def _divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> list[tuple[object, int]]:
-    found: dict[tuple[object, int], None] = {}
+def find_divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> Divisors:
+    """Finds the symbolic sizes that a program cuts; rewrites nothing."""
+    pairs: dict[tuple[object, int], None] = {}
     for node in module.graph.nodes:
         if not is_tensor(node) or "placements" not in node.meta:
             continue
@@ -193,12 +388,10 @@ def _divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> list[tuple[o
         for dim, size in enumerate(node.meta["val"].shape):
             if isinstance(size, int):
                 continue
-            count = 1
-            for axis in shards_of(layout, dim):
-                count *= axis_sizes[axis]
+            count = math.prod(axis_sizes[axis] for axis in shards_of(layout, dim))
             if count > 1:
-                found[size.node.expr, count] = None
-    return list(found)
+                pairs[size.node.expr, count] = None
+    return Divisors(tuple(pairs))
 
 
 @dataclass(frozen=True)
@@ -247,6 +440,7 @@ def build_stages(
     reduce_dtype: torch.dtype | None = None,
     node: int = 0,
     training: bool = False,
+    watch: Watch = ignore,
 ) -> StagedProgram:
     """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
 
@@ -256,6 +450,7 @@ def build_stages(
             than the pipeline's.
         node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
         training: whether the call is one that is differentiated.
+        watch: is told of each pass of each stage.
 
     Raises:
         PlanError: when the model cannot be run in such stages and microbatches.
@@ -295,10 +490,8 @@ def build_stages(
             device=device,
             hoist_all=hoist_all,
             reduce_dtype=reduce_dtype,
+            watch=watch,
         )
-        if pipeline.schedule in SPLIT:
-            chains = [chain for bucket in program.buckets for chain in bucket.chains]
-            split_weight_gradients(program.body, [name for chain in chains for name in chain.placeholders])
         programs.append(program)
     return StagedProgram(
         captured,
@@ -322,9 +515,9 @@ def leave_only_loss(captured: Captured) -> None:
     """Detaches what a pipeline does not differentiate: everything but its loss."""
     loss = captured.objective
     if loss is not None and captured.flowing != [loss]:
-        captured.detached = [*captured.detached, *detach_outputs(captured.graph, len(captured.mutated_buffers), loss)]
+        findings = run_passes(leaving_passes(len(captured.mutated_buffers), loss), captured.module)
+        captured.detached = [*captured.detached, *findings[Detached].outputs]
         captured.flowing = [loss]
-        mark_backward(captured.graph)
 
 
 def _require_loss(captured: Captured) -> None:

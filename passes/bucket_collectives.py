@@ -18,7 +18,7 @@ import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import fx, nn
 
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.name_nodes import layer_of
@@ -47,6 +47,17 @@ class Bucket:
     @property
     def per_use(self) -> bool:
         return self.gather == "per_use"
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """All buckets, in the order of their first uses."""
+
+    buckets: tuple[Bucket, ...]
+
+
+class Unattached(nn.Module):
+    """Stands for a bucket that is gathered in the body until the runtime puts the parameters themselves there."""
 
 
 def _kind(chain: ParameterChain, gather: str) -> Hashable:
@@ -79,8 +90,8 @@ def bucket_collectives(
     *,
     layers: Collection[str] = (),
     bucket_bytes: int = BUCKET_BYTES,
-) -> list[Bucket]:
-    """Rewrites ``module`` in place and returns the buckets in the order of their first uses.
+) -> Buckets:
+    """Rewrites ``module`` in place and returns the buckets.
 
     Args:
         chains: in the order of first uses.
@@ -112,8 +123,9 @@ def bucket_collectives(
     buckets = [Bucket(i, tuple(sorted(m, key=_replicated)), when(m[0])) for i, (_, m) in enumerate(groups)]
     for bucket in buckets:
         if bucket.per_use:
+            module.add_submodule(bucket.name, Unattached())
             _call_in_body(module.graph, bucket)
-    return buckets
+    return Buckets(tuple(buckets))
 
 
 def _call_in_body(graph: fx.Graph, bucket: Bucket) -> None:

@@ -33,8 +33,8 @@ from autoparallel.rules.calls import arguments, shape_of
 aten = torch.ops.aten
 
 
-def canonicalize_operators(module: fx.GraphModule) -> fx.GraphModule:
-    """Rewrites the graph of ``module`` in place, and returns it."""
+def canonicalize_operators(module: fx.GraphModule) -> None:
+    """Rewrites the graph of ``module`` in place."""
     graph = module.graph
     mode = next((v.fake_mode for n in graph.nodes for v in fake_tensors(n.meta.get("val"))), None)
     for node in list(graph.nodes):
@@ -55,7 +55,6 @@ def canonicalize_operators(module: fx.GraphModule) -> fx.GraphModule:
     if ungroup_experts(module):
         graph.eliminate_dead_code()
         _drop_dead(graph)
-    return module
 
 
 def _drop_dead(graph: fx.Graph) -> None:

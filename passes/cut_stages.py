@@ -273,7 +273,6 @@ class _Cutter:
         made = self.made.get(stage, [])
         outputs = [copies[self.results[i]] for i in made] + [copies[names[c.name]] for c in sent]
         graph.output(tuple(outputs)).meta = dict(self.captured.graph.output_node().meta)
-        graph.lint()
         buffers = [i for i in made if i < len(self.captured.mutated_buffers)]
         present = {node.name for node in copies if node.op == "placeholder"}
         whole = self.captured

@@ -105,9 +105,8 @@ class ParameterChain:
             return self
         ways = _ways(made, None, self.at_rest, self.shape, self.dtype, self.reduce_dtype, redistributor)
         chain = replace(self, made=made, each=(), accumulator=made, sync=ways["per_step"][1], ways=ways)
-        if self.trainable:
-            for when in chain.ways:
-                require_complete(chain.reducing(when))
+        for when in chain.ways:
+            require_complete(chain.reducing(when))
         return chain
 
     def __str__(self) -> str:
@@ -117,6 +116,13 @@ class ParameterChain:
         cast = f" as {self.dtype}" if self.dtype != self.rest_dtype else ""
         made += f" in {self.reduce_dtype}" if self.reduce_dtype != self.rest_dtype else ""
         return f"{self.name}: {format_layout(self.at_rest)} -> {uses}{cast}; gradient {gradient}"
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The chains of all parameters, in the order of the parameters' first uses."""
+
+    chains: tuple[ParameterChain, ...]
 
 
 def makes_tensor(path: Sequence[Step]) -> bool:
@@ -131,16 +137,15 @@ def hoist_parameter_chains(
     sizes: Sizes,
     rest_dtypes: Mapping[str, torch.dtype] | None = None,
     reduce_dtype: torch.dtype | None = None,
-) -> list[ParameterChain]:
-    """Rewrites ``module`` in place and returns the chains, in the order of the parameters' first uses.
+    reduce: Mapping[str, str] | None = None,
+) -> Chains:
+    """Rewrites ``module`` in place and returns the chains.
 
     Args:
         parameters: placeholder name to parameter name.
         rest_dtypes: parameter name to its dtype at rest, where that is not the placeholder's.
         reduce_dtype: the dtype in which gradients travel; None is that of their use.
-
-    Raises:
-        GradientError: when a trainable parameter's gradient would not be completed exactly once.
+        reduce: parameter name to when its gradient is reduced (see :meth:`ParameterChain.reducing`).
     """
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     chains: list[tuple[int, ParameterChain]] = []
@@ -154,10 +159,9 @@ def hoist_parameter_chains(
             chain, first = _hoist(module.graph, node, name, dtypes, redistributor, sizes, order)
             if chain is not None:
                 chains.append((first, chain))
-    module.graph.lint()
-    module.recompile()
     chains.sort(key=lambda pair: pair[0])
-    return [chain for _, chain in chains]
+    reduce = reduce or {}
+    return Chains(tuple(c.reducing(reduce[c.name]) if c.name in reduce else c for _, c in chains))
 
 
 def _hoist(
@@ -222,9 +226,6 @@ def _hoist(
         ways,
         trainable,
     )
-    if trainable:
-        for when in chain.ways:
-            require_complete(chain.reducing(when))
     return chain, first
 
 
@@ -264,13 +265,15 @@ def join_layouts(layouts: list[Layout]) -> Layout:
 
 def require_complete(chain: ParameterChain) -> None:
     """Following the steps, a parameter must reach each use as it is used there, and its gradient, made as the uses make
-    it, must end as the parameter lies at rest: whole where that is Invariant."""
+    it, must end as the parameter lies at rest: whole where that is Invariant.  One that is not trained has none."""
     for use, path in zip(chain.uses, chain.paths, strict=True):
         layout = _followed(chain.at_rest, path, f"{chain.name} lies as")
         if layout != use:
             raise GradientError(
                 f"{chain.name} reaches a use as {format_layout(layout)}, and is used as {format_layout(use)}"
             )
+    if not chain.trainable:
+        return
     layout = _followed(chain.made, (*chain.each, *chain.sync), f"the gradient of {chain.name} is")
     if layout != chain.at_rest or any(p.kind not in ("I", "S") for p in chain.at_rest):
         raise GradientError(

@@ -37,8 +37,8 @@ def inline_gradient_modes(
     enabled: bool = True,
     transparent: Callable[[fx.Node], bool] = lambda node: False,
     aliases: Callable[[fx.Node], bool] = lambda node: False,
-) -> fx.GraphModule:
-    """Rewrites ``module`` in place, and returns it.
+) -> None:
+    """Rewrites ``module`` in place.
 
     Args:
         differentiable: the placeholders that carry a gradient.
@@ -60,9 +60,6 @@ def inline_gradient_modes(
                 )
     elif modes:
         _Walk(module.graph, modes, differentiable, transparent, aliases).run()
-    module.graph.lint()
-    module.recompile()
-    return module
 
 
 def _flatten(module: fx.GraphModule, enabled: bool) -> Iterator[tuple[fx.Node, tuple[bool, int]]]:

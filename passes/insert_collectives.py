@@ -29,10 +29,8 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.placements import Invariant, Layout, divides, shards_of
 from autoparallel.placements.modes import Mode
 from autoparallel.placements.redistribution import Redistributor, Step
-from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
-from autoparallel.rules.localize import LocalCall
-from autoparallel.rules.ways import typed_call
+from autoparallel.rules.ways import local_call
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def insert_collectives(
     redistributor: Redistributor,
     sizes: Sizes,
     uneven: Collection[str] = (),
-) -> fx.GraphModule:
+) -> None:
     """Rewrites ``module`` in place.
 
     Args:
@@ -83,9 +81,6 @@ def insert_collectives(
             writer.keep_global(node)
         elif node.op == "output":
             writer.finish(node, outputs)
-    module.graph.lint()
-    module.recompile()
-    return module
 
 
 class _Writer:
@@ -108,32 +103,19 @@ class _Writer:
         self.versions: dict[tuple[fx.Node, Layout], fx.Node] = {}
 
     def localize(self, node: fx.Node, modes: Sequence[Mode]) -> None:
-        """Replaces the arguments of a call by local ones, in place."""
-        needs, result = typed_call(node, modes)
-        with self.graph.inserting_before(node):
-            args, kwargs = map_tensor_operands(node, lambda i, x: self.redistributed(x, needs[i]))
-            call = LocalCall(
-                self.graph, node, node.target, args, kwargs, modes, needs, result, self.axis_sizes, self.groups
-            )
-            rule = rule_for(node)
-            if rule is not None and rule.localize is not None:
-                rule.localize(call)
-        pieces = 1
-        if rule is not None:
-            for n, mode in zip(self.axis_sizes, modes, strict=True):
-                if mode.kind == "shard" and rule.reductions.get(mode.factor) == "mean":
-                    pieces *= n
-        node.meta["rule"], node.meta["modes"], node.meta["needs"] = rule, tuple(modes), tuple(needs)
+        """Makes a call of the global graph this rank's, in place."""
+        call = local_call(node, modes, self.redistributed, self.axis_sizes, self.groups)
         node.target, node.args, node.kwargs = call.target, call.args, call.kwargs
-        node.meta["placements"] = result
-        if pieces > 1:
-            self._divide(node, pieces)
+        node.meta["modes"], node.meta["needs"] = tuple(modes), tuple(call.operand_layouts)
+        node.meta["placements"] = call.result_layout
+        if call.divisor > 1:
+            self._divide(node, call.divisor)
 
     def _divide(self, node: fx.Node, pieces: int) -> None:
         """A mean over a sharded factor: the local mean is this rank's summand times the number of shards."""
         with self.graph.inserting_after(node):
             divided = self.graph.call_function(torch.ops.aten.div.Tensor, (node, pieces))
-        divided.meta = {k: v for k, v in node.meta.items() if k not in ("rule", "modes", "needs")}
+        divided.meta = {k: v for k, v in node.meta.items() if k not in ("modes", "needs")}
         divided.meta["scales"] = node
         node.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
 

@@ -80,14 +80,14 @@ class _OtherReader(Exception):
     """Something reads a result not piece by piece."""
 
 
-def interleave_projections(module: fx.GraphModule, parameters: Collection[str], ranks: int) -> fx.GraphModule:
-    """Rewrites the graph of ``module`` in place, and returns it.
+def interleave_projections(module: fx.GraphModule, parameters: Collection[str], ranks: int) -> None:
+    """Rewrites the graph of ``module`` in place.
 
     Args:
         parameters: the placeholders that are parameters.
         ranks: of the mesh; no dim is cut into more pieces.
     """
-    found = False
+    changed = False
     for node in list(module.graph.nodes) if ranks > 1 else ():
         product = _product(node, parameters)
         if product is None:
@@ -104,12 +104,9 @@ def interleave_projections(module: fx.GraphModule, parameters: Collection[str], 
         node.meta["pieces"] = tuple(end - start for start, end in itertools.pairwise(bounds))
         if blocks > 1:
             _rewrite(product, pieces, carried, bounds, blocks)
-            found = True
-    if found:
+            changed = True
+    if changed:
         module.graph.eliminate_dead_code()
-        module.graph.lint()
-        module.recompile()
-    return module
 
 
 def _product(node: fx.Node, parameters: Collection[str]) -> _Product | None:

@@ -8,6 +8,7 @@ After, with meta["differentiable"] and meta["backward"] on every node:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,9 +58,16 @@ def differentiable_outputs(results: Any, first: int) -> list[int]:
     return [i for i, n in enumerate(results) if i >= first and n.meta["differentiable"]]
 
 
-def detach_outputs(graph: fx.Graph, first: int, loss: int | None = None) -> list[int]:
+@dataclass(frozen=True)
+class Detached:
+    """The indices of the model's own outputs that were detached."""
+
+    outputs: tuple[int, ...]
+
+
+def detach_outputs(graph: fx.Graph, first: int, loss: int | None = None) -> Detached:
     """Detaches new values of buffers, the outputs before ``first``, and, where a ``loss`` is given, every output but
-    this one; returns the indices of the outputs from ``first`` on that were detached."""
+    this one."""
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     detached = []
@@ -72,7 +80,7 @@ def detach_outputs(graph: fx.Graph, first: int, loss: int | None = None) -> list
             if i >= first:
                 detached.append(i)
     output.args = (tuple(results),)
-    return detached
+    return Detached(tuple(detached))
 
 
 def mark_backward(graph: fx.Graph) -> None:
@@ -85,6 +93,7 @@ def mark_backward(graph: fx.Graph) -> None:
 
 
 __all__ = [
+    "Detached",
     "detach_outputs",
     "differentiable_outputs",
     "flows",

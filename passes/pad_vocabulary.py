@@ -78,8 +78,6 @@ def pad_vocabulary(module: fx.GraphModule, parameters: Mapping[str, str], padded
         graph.eliminate_dead_code()
         name_nodes(graph)
         mark_new(graph)
-        graph.lint()
-        module.recompile()
 
 
 def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -67,6 +68,13 @@ class Region(nn.Module):
         )
 
 
+@dataclass(frozen=True)
+class Regions:
+    """The regions of a program in its order, by the names of their submodules."""
+
+    regions: dict[str, Region]
+
+
 def find_layers(graph: fx.Graph) -> list[str]:
     """The layers of a model that can be recomputed: items of a list or a sequence of modules whose calls stand
     together, and which save something that only they read, in the order of the graph."""
@@ -78,8 +86,8 @@ def find_layers(graph: fx.Graph) -> list[str]:
     return found
 
 
-def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> dict[str, Region]:
-    """Rewrites ``module`` in place and returns the regions in its order, by the names of their submodules."""
+def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> Regions:
+    """Rewrites ``module`` in place and returns the regions."""
     graph = module.graph
     order = dict.fromkeys(layer for node in graph.nodes if (layer := layer_of(node)) in layers)
     regions = {}
@@ -89,11 +97,9 @@ def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> dict[str,
     for number, layer in enumerate(order):
         assert layer is not None
         name = f"recompute_{number}"
-        regions[name] = Region(layer, _outline(graph, _stretch(graph, layer), name))
+        regions[name] = Region(layer, _outline(module, _stretch(graph, layer), name))
         module.add_submodule(name, regions[name])
-    if regions:
-        module.recompile()
-    return regions
+    return Regions(regions)
 
 
 def _stretch(graph: fx.Graph, layer: str) -> list[fx.Node]:
@@ -115,8 +121,9 @@ def _stretch(graph: fx.Graph, layer: str) -> list[fx.Node]:
     return found
 
 
-def _outline(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
+def _outline(owner: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
     """Moves nodes into a graph of their own, which is called in their place."""
+    graph = owner.graph
     inside = set(nodes)
     entering = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside))
     leaving = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -140,8 +147,11 @@ def _outline(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> fx.GraphMo
     for node in reversed(nodes):
         graph.erase_node(node)
     program = fx.GraphModule(nn.Module(), fx.Graph())
+    for node in nodes:
+        if node.op == "call_module":
+            program.add_submodule(str(node.target), owner.get_submodule(str(node.target)))
     program.graph = inner
     return program
 
 
-__all__ = ["Region", "find_layers", "recompute_layers"]
+__all__ = ["Region", "Regions", "find_layers", "recompute_layers"]

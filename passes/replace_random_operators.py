@@ -14,6 +14,7 @@ After:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,14 @@ _TRANSPARENT = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 """Higher-order operators that run their graph once, where they stand."""
 
 
-def replace_random_operators(module: fx.GraphModule) -> int:
+@dataclass(frozen=True)
+class Draws:
+    """How many times a call of a model draws random numbers."""
+
+    count: int
+
+
+def replace_random_operators(module: fx.GraphModule) -> Draws:
     """Rewrites a trace in place, and returns how many draws it makes.
 
     Raises:
@@ -42,7 +50,7 @@ def replace_random_operators(module: fx.GraphModule) -> int:
     mode = next((v.fake_mode for n in module.graph.nodes for v in fake_tensors(n.meta.get("val"))), None)
     numbering = _Numbering(mode)
     numbering.rewrite(module)
-    return numbering.count
+    return Draws(numbering.count)
 
 
 class _Numbering:
@@ -56,7 +64,6 @@ class _Numbering:
 
     def rewrite(self, module: fx.GraphModule) -> None:
         """Rewrites the calls of one graph, and of those that it runs, in their order."""
-        before = self.count
         for node in list(module.graph.nodes):
             if node.op != "call_function" or node._erased:
                 continue
@@ -64,9 +71,6 @@ class _Numbering:
                 self._enter(module, node)
             elif is_random(node):
                 self._replace(node)
-        if self.count > before:
-            module.graph.lint()
-            module.recompile()
 
     def _enter(self, module: fx.GraphModule, node: fx.Node) -> None:
         inner = [module.get_submodule(str(x.target)) for x in node.all_input_nodes if x.op == "get_attr" and

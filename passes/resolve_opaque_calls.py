@@ -33,8 +33,8 @@ from autoparallel.passes.refusal import Refusal
 _MARKS = ("nn_module_stack", "stack_trace", "torch_fn")
 
 
-def resolve_opaque_calls(module: fx.GraphModule, calls: Mapping[str, Any], hooks: Mapping[str, Any]) -> fx.GraphModule:
-    """Rewrites ``module`` in place, and returns it.
+def resolve_opaque_calls(module: fx.GraphModule, calls: Mapping[str, Any], hooks: Mapping[str, Any]) -> None:
+    """Rewrites ``module`` in place.
 
     Args:
         calls, hooks: what stands behind the names (see ``capture.tracing.Trace``).
@@ -52,9 +52,6 @@ def resolve_opaque_calls(module: fx.GraphModule, calls: Mapping[str, Any], hooks
             registered.setdefault(node.args[0], []).append(node)
     for node, marks in registered.items():
         _insert_hooks(graph, node, marks, hooks)
-    graph.lint()
-    module.recompile()
-    return module
 
 
 def _marks(node: fx.Node) -> dict[str, Any]:

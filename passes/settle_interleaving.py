@@ -28,17 +28,15 @@ from autoparallel.rules.ways import typed_call
 
 def settle_interleaving(
     module: fx.GraphModule, modes: Mapping[str, Sequence[Mode]], axis_sizes: Sequence[int]
-) -> fx.GraphModule:
-    """Rewrites the graph of ``module`` in place, and returns it.
+) -> None:
+    """Rewrites the graph of ``module`` in place.
 
     Args:
         modes: node key to how the operator runs on each mesh axis.
         axis_sizes: of the mesh.
     """
-    changed = False
     for node in list(module.graph.nodes):
         if "interleaved" in node.meta and any(x.target is operators.interleave for x in node.all_input_nodes):
-            changed = True
             pieces, carriers = _readers(node)
             count = math.lcm(*(_shards(x, modes, axis_sizes) for x in (*pieces, *carriers)))
             for x in node.all_input_nodes:
@@ -49,10 +47,6 @@ def settle_interleaving(
                     x.args = (*x.args[:-1], count)
             for piece in pieces:
                 piece.args = (*piece.args[:-1], count)
-    if changed:
-        module.graph.lint()
-        module.recompile()
-    return module
 
 
 def _readers(product: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -142,20 +142,16 @@ class _Leaf(torch.autograd.Function):
         return None, None
 
 
-def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) -> int:
+def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) -> None:
     """Rewrites ``module`` in place.
 
     Args:
         parameters: the placeholders that are parameters as they are used.
-
-    Returns:
-        How many calls leave gradients for later.
     """
     graph = module.graph
     named = set(parameters)
     together = _read_by_regions(graph, named)
     alone: set[fx.Node] = set()  # what follows from trained parameters and nothing that is differentiated beside
-    count = 0
     for node in list(graph.nodes):
         if node.op == "placeholder":
             if node.name in named and node.meta.get("differentiable"):
@@ -183,9 +179,6 @@ def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) ->
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-        count += 1
-    module.recompile()
-    return count
 
 
 def _read_by_regions(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:

@@ -1,211 +1,326 @@
-"""Checks a rank's program against the typing of its operators; changes nothing.
+"""Checks a rank's program against what the rules, the plan and the global graph say it must be; changes nothing.
 
-What every call needs and gives is derived anew, from its rule and from how it runs on each mesh axis; what a
-redistribution does, from its arguments.  Nothing that the rewriting passes have noted is taken for granted.  That each
-gradient is completed exactly once follows, because a layout says what each rank's gradient is (see ``placements``).
+The layout of every tensor is followed through the program: from the placeholders, as the plan lays them out; through
+each redistribution, by its arguments; through each call, by the rule of the call of the global graph that it stands
+for.  A call must be that which its rule makes of the global one, and read what that one reads, in the layouts in which
+it runs.  What passes have noted beside (layouts, ways of running, steps, where gradients flow) is itself checked.  That
+each gradient is completed exactly once follows, because a layout says what each rank's gradient is (see
+``placements``), and because the way of each parameter's gradient is followed from its uses to where the parameter lies.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
-from autoparallel.operators.opaque import has_own_backward
+from autoparallel.passes.bucket_collectives import Bucket
+from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.passes.insert_collectives import Redistribution
-from autoparallel.passes.mark_gradients import flows
-from autoparallel.placements import ACTIONS, Invariant, Layout, format_layout, parse_placement, shards_of
-from autoparallel.placements.modes import Mode
+from autoparallel.passes.specification import ExpectedCall, Operand, Specification
+from autoparallel.placements import ACTIONS, Layout, dual_layout, format_layout, parse_placement, shards_of
 from autoparallel.placements.redistribution import Step
-from autoparallel.rules.calls import is_tensor, tensor_operands
-from autoparallel.rules.typing import Typed, typed_modes
+from autoparallel.rules.calls import is_tensor
 
 
 class PlacementError(AssertionError):
-    """A program whose layouts contradict the rules: a bug of ours, found before anything runs."""
+    """A program that contradicts the rules: a bug of ours, found before anything runs."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a program was to be, as ``insert_collectives`` was told.
-
-    Attributes:
-        modes: node key to how the operator runs on each mesh axis.
-        placeholders: placeholder name to its layout; others are Invariant.
-        outputs: the layout each output must have; None leaves it as it is, with sums completed.
-        axes: the mesh axes by name and size.
-        prefix: the name under which the mesh is bound.
-    """
-
-    modes: Mapping[str, Sequence[Mode]]
-    placeholders: Mapping[str, Layout]
-    outputs: Sequence[Layout | None]
-    axes: Sequence[tuple[str, int]]
-    prefix: str
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the mesh axes."""
-        return [name for name, _ in self.axes]
-
-    def ranks(self, axes: Sequence[int]) -> int:
-        """The number of ranks along some axes."""
-        return math.prod(self.axes[axis][1] for axis in axes)
-
-
-def verify_placements(module: fx.GraphModule, asked: Asked | None = None) -> fx.GraphModule:
-    """Raises ``PlacementError`` at the first node that contradicts its rule; returns the module.
+def verify_placements(
+    module: fx.GraphModule,
+    specification: Specification,
+    chains: Sequence[ParameterChain] | None = None,
+    buckets: Sequence[Bucket] = (),
+) -> None:
+    """Raises ``PlacementError`` at the first node that is not what it must be.
 
     Args:
         module: the program.
-        asked: what it was to be; None checks it by itself.
+        specification: what it must be.
+        chains: the ways of its parameters, where ``hoist_parameter_chains`` has taken them out; None before.
+        buckets: of these chains, where ``bucket_collectives`` has put calls of them into the program.
     """
+    verifier = _Verifier(specification)
+    for chain in chains or ():
+        verifier.follow(chain)
+    verifier.collect(chains, buckets)
     for node in module.graph.nodes:
-        if node.op == "placeholder":
-            if asked is not None and "placements" in node.meta:
-                invariant = (Invariant,) * len(asked.axes)
-                _require_layout(node, asked.placeholders.get(node.name, invariant), "enters as")
+        verifier.visit(node)
+
+
+class _Verifier:
+    """One walk through a program.
+
+    Attributes:
+        layouts: how each tensor lies.
+        origins: the node of the global graph whose value each node holds.
+        completions: what must stand between a call and all that read it.
+        uses: the placeholders of hoisted parameters: which parameter each is, and how it is used.
+        gathered: for each call of a bucket the placeholders that its results stand for.
+    """
+
+    def __init__(self, specification: Specification) -> None:
+        self.specification = specification
+        self.layouts: dict[fx.Node, Layout] = {}
+        self.origins: dict[fx.Node, fx.Node] = {}
+        self.completions: dict[fx.Node, tuple[Any, int]] = {}
+        self.uses: dict[str, tuple[fx.Node, Layout]] = {}
+        self.hoisted = False
+        self.gathered: dict[str, list[str]] = {}
+        self.global_nodes = {*specification.calls.values(), *specification.inputs.values()}
+
+    # ------------------------------------------------------------------------------------------ ways of parameters
+
+    def follow(self, chain: ParameterChain) -> None:
+        """Follows a parameter from rest to its uses, and its gradient back."""
+        names = [node for node, name in self.specification.parameters.items() if name == chain.name]
+        if not names:
+            raise PlacementError(f"{chain.name} is no parameter of the model")
+        origin = self.specification.inputs[names[0]]
+        at_rest = self.specification.layout_of(origin)
+        if chain.at_rest != at_rest:
+            raise PlacementError(
+                f"{chain.name} lies as {_text(at_rest)} at rest, not as {_text(chain.at_rest)}, where its way begins"
+            )
+        if chain.trainable != origin.meta["differentiable"]:
+            raise PlacementError(f"{chain.name} is{'' if origin.meta['differentiable'] else ' not'} trained")
+        made = join_layouts([dual_layout(use) for use in chain.uses])
+        if chain.made != made:
+            raise PlacementError(
+                f"the gradient of {chain.name} is made as {_text(made)}, and reduced as if it were {_text(chain.made)}"
+            )
+        for placeholder, use, path in zip(chain.placeholders, chain.uses, chain.paths, strict=True):
+            self._require_way(chain.name, chain.at_rest, path, use)
+            self.uses[placeholder] = origin, use
+        ways = {(*each, *sync) for each, sync in ((chain.each, chain.sync), *chain.ways.values())}
+        for way in ways if chain.trainable else ():
+            self._require_way(f"the gradient of {chain.name}", chain.made, way, chain.at_rest)
+
+    def _require_way(self, name: str, layout: Layout, steps: Sequence[Step], end: Layout) -> None:
+        begin = layout
+        for step in steps:
+            layout = self._require_step(name, layout, step)
+        if layout != end:
+            raise PlacementError(f"{name}: the way from {_text(begin)} ends as {_text(layout)}, not as {_text(end)}")
+
+    def _require_step(self, name: str, before: Layout, step: Step) -> Layout:
+        """The layout after a step; raises where there is no such step."""
+        after = step.apply(before)
+        ends = [(before, step.src), (after, step.dst)]
+        if (
+            (step.src.kind, step.dst.kind) not in ACTIONS
+            or any(before[axis] != step.src for axis in step.axes)
+            or any(p.kind == "S" and step.axes != shards_of(layout, p.dim)[-1:] for layout, p in ends)
+        ):
+            raise PlacementError(f"{name}: no step leads from {_text(before)} to {_text(after)}")
+        return after
+
+    def collect(self, chains: Sequence[ParameterChain] | None, buckets: Sequence[Bucket]) -> None:
+        """Notes what comes out of which bucket; every hoisted parameter is in one bucket."""
+        self.hoisted = chains is not None
+        members = [chain for bucket in buckets for chain in bucket.chains]
+        if buckets and sorted(c.name for c in members) != sorted(c.name for c in chains or ()):
+            raise PlacementError("the buckets do not hold every parameter once")
+        for bucket in buckets:
+            if bucket.per_use:
+                self.gathered[bucket.name] = [name for chain in bucket.chains for name in chain.placeholders]
+
+    # --------------------------------------------------------------------------------------------------- the program
+
+    def visit(self, node: fx.Node) -> None:
+        """Checks one node, those before it being right."""
+        unfinished = [x for x in node.all_input_nodes if x in self.completions]
+        if unfinished:
+            self._complete(node, unfinished[0])
+        elif node.op == "placeholder":
+            self._enter(node)
         elif node.op == "output":
-            if asked is not None:
-                _check_outputs(node, asked)
-        elif node.op == "call_function" and is_tensor(node):
-            _check_tensor(node, asked)
-        elif node.op == "call_function" and tensor_operands(node):
-            _check_global(node, asked)
-    return module
+            self._leave(node)
+        elif node.op == "call_module":
+            if node.target not in self.gathered:
+                raise PlacementError(f"{node.target} is no bucket that is gathered in the program")
+        elif node.target is operator.getitem and node.args[0].op == "call_module":  # type: ignore[union-attr]
+            self._take(node)
+        elif node.target is redistribute:
+            self._redistribute(node)
+        elif node.op == "call_function":
+            self._call(node)
 
+    def _enter(self, node: fx.Node) -> None:
+        if node.name in self.uses:
+            self._settle(node, *self.uses[node.name], "is used as")
+            return
+        origin = self.specification.inputs.get(node.name)
+        if origin is None or self.hoisted and node.name in self.specification.parameters:
+            raise PlacementError(f"{node.name} is no input of the model that enters so")
+        self._settle(node, origin, self.specification.layout_of(origin), "enters as")
 
-def _check_tensor(node: fx.Node, asked: Asked | None) -> None:
-    if "bucket" in node.meta:
-        return
-    if node.target is redistribute:
-        _check_redistribution(node, asked)
-    elif "modes" in node.meta:
-        _check_call(node, asked)
-    elif node.target is operator.getitem or node.target is torch.ops.aten.div.Tensor and "scales" in node.meta:
-        _require_layout(node, _layout(node.args[0]), "its operand lies as")
-    else:
-        raise PlacementError(f"{_name(node)} has no layouts")
-    if node.meta["differentiable"] != flows(node):
-        whether = "is" if flows(node) else "is not"
-        raise PlacementError(f"{_name(node)} {whether} differentiable, and was laid out as if it were otherwise")
+    def _take(self, node: fx.Node) -> None:
+        """A parameter that comes out of a bucket."""
+        call, index = node.args
+        assert isinstance(call, fx.Node) and isinstance(index, int)
+        names = self.gathered.get(str(call.target), [])
+        if index >= len(names):
+            raise PlacementError(f"{node.name} takes number {index} of {call.target}, which gathers {len(names)}")
+        self._settle(node, *self.uses[names[index]], "is used as")
 
+    def _complete(self, node: fx.Node, part: fx.Node) -> None:
+        target, count = self.completions[part]
+        if node.target is not target or node.args != (part, count) or node.kwargs:
+            raise PlacementError(
+                f"{_name(part)} is of one of {count} parts, and is read without taking that into account"
+            )
+        self._settle(node, self.origins[part], self.layouts.get(part), "completes what lies as")
 
-def _check_redistribution(node: fx.Node, asked: Asked | None) -> None:
-    source, src, dst, group = node.args
-    step: Step = node.meta["redistribution"].step
-    before: Layout = _layout(source)
-    done: Redistribution = node.meta["redistribution"]
-    if done.before != before or any(before[axis] != step.src for axis in step.axes):
-        raise PlacementError(
-            f"{_name(node)}: redistributes from {format_layout(done.before)}, "
-            f"its operand lies as {format_layout(before)}"
-        )
-    if (parse_placement(str(src)), parse_placement(str(dst))) != (step.src, step.dst):
-        raise PlacementError(f"{_name(node)}: redistributes from {src} to {dst}, not from {step.src} to {step.dst}")
-    if asked is not None and group != group_name(asked.prefix, asked.names, step.axes):
-        raise PlacementError(f"{_name(node)}: communicates over {group!r}, not over the axes {step.axes}")
-    after = step.apply(before)
-    _require_layout(node, after, "becomes")
-    ends = [(before, step.src), (after, step.dst)]
-    if (step.src.kind, step.dst.kind) not in ACTIONS or any(
-        p.kind == "S" and step.axes != shards_of(layout, p.dim)[-1:] for layout, p in ends
-    ):
-        raise PlacementError(f"{_name(node)}: no step leads from {format_layout(before)} to {format_layout(after)}")
+    def _redistribute(self, node: fx.Node) -> None:
+        source, src, dst, group = node.args
+        assert isinstance(source, fx.Node)
+        if source not in self.layouts:
+            raise PlacementError(f"{_name(node)} redistributes what has no layout")
+        before, noted = self.layouts[source], node.meta["redistribution"]
+        step = Step(self._axes_of(node, str(group)), parse_placement(str(src)), parse_placement(str(dst)))
+        if any(before[axis] != step.src for axis in step.axes):
+            raise PlacementError(f"{_name(node)}: redistributes from {step.src}, its operand lies as {_text(before)}")
+        after = self._require_step(_name(node), before, step)
+        assert isinstance(noted, Redistribution)
+        if (noted.before, noted.step.axes, noted.step.src, noted.step.dst) != (before, step.axes, step.src, step.dst):
+            raise PlacementError(
+                f"{_name(node)}: redistributes from {step.src} to {step.dst} over the axes {step.axes}, noted is "
+                f"{noted.step} from {_text(noted.before)}"
+            )
+        self._settle(node, self.origins[source], after, "becomes")
 
+    def _axes_of(self, node: fx.Node, group: str) -> tuple[int, ...]:
+        """The mesh axes over which a group communicates."""
+        names = self.specification.names
+        axes = tuple(names.index(name) for name in group.rpartition("/")[2].split("+") if name in names)
+        if group_name(self.specification.prefix, names, axes) != group:
+            raise PlacementError(f"{_name(node)}: communicates over {group!r}, which is no group of the mesh")
+        return axes
 
-def _check_call(node: fx.Node, asked: Asked | None) -> None:
-    modes: Sequence[Mode] = node.meta["modes"]
-    if asked is not None and tuple(modes) != tuple(asked.modes[node.meta["key"]]):
-        raise PlacementError(f"{_name(node)} runs as {_text(modes)}, not as {_text(asked.modes[node.meta['key']])}")
-    operands = tensor_operands(node)
-    rule = node.meta["rule"]
-    if rule is None or len(operands) == len(rule.operands):
-        typed = [_typed(node, operands, mode) for mode in modes]
-        for i, x in enumerate(operands):
-            need = tuple(t.operands[i] for t in typed)
-            if _layout(x) != need:
+    def _call(self, node: fx.Node) -> None:
+        origin = self.specification.calls.get(node.meta.get("key", ""))
+        if origin is None:
+            # A size that one call is given: it is checked where it is read.
+            if is_tensor(node):
+                raise PlacementError(f"{_name(node)} is no call of the model")
+            return
+        expected = self.specification.expected(origin)
+        if node.target is not expected.target:
+            raise PlacementError(f"{_name(node)} must be {expected.target} on a rank; it is {node.target}")
+        if "modes" in node.meta and tuple(node.meta["modes"]) != tuple(self._modes(origin)):
+            raise PlacementError(
+                f"{_name(node)} runs as {_ways(self._modes(origin))}, not as {_ways(node.meta['modes'])}"
+            )
+        self._match(node, node.args, expected.args, expected)
+        self._match(node, node.kwargs, expected.kwargs, expected)
+        self._settle(node, origin, expected.result, "gives")
+        if expected.completion is not None:
+            self.completions[node] = expected.completion
+
+    def _match(self, node: fx.Node, actual: Any, expected: Any, call: ExpectedCall) -> None:
+        """Checks an argument of a call."""
+        right = False
+        if isinstance(expected, Operand):
+            right = isinstance(actual, fx.Node) and self.origins.get(actual) is expected.node
+            if right and expected.layout is not None and self.layouts[actual] != expected.layout:
                 raise PlacementError(
-                    f"{_name(node)} runs as {_text(modes)} and needs operand {i} as {format_layout(need)}; it lies as "
-                    f"{format_layout(_layout(x))}"
+                    f"{_name(node)} {self._runs(self.specification.calls[node.meta['key']])} needs operand "
+                    f"{_position(call, expected)} as {_text(expected.layout)}; it lies as {_text(self.layouts[actual])}"
                 )
-        _require_layout(node, tuple(t.result for t in typed), f"runs as {_text(modes)} and gives")
-    if asked is not None:
-        means = rule.reductions if rule is not None else {}
-        axes = [i for i, mode in enumerate(modes) if mode.kind == "shard" and means.get(mode.factor) == "mean"]
-        _require_scaled(node, torch.ops.aten.div.Tensor, asked.ranks(axes))
+            expected = expected.node
+        elif isinstance(expected, fx.Node) and expected in self.global_nodes:
+            right = isinstance(actual, fx.Node) and self.origins.get(actual) is expected
+        elif isinstance(expected, fx.Node):  # what the rule inserts before the call
+            right = isinstance(actual, fx.Node) and actual.target is expected.target
+            if right:
+                self._match(node, actual.args, expected.args, call)
+                self._match(node, actual.kwargs, expected.kwargs, call)
+        elif isinstance(expected, Mapping):
+            right = isinstance(actual, Mapping) and actual.keys() == expected.keys()
+            for name in expected if right else ():
+                self._match(node, actual[name], expected[name], call)
+        elif isinstance(expected, list | tuple):
+            right = isinstance(actual, list | tuple) and len(actual) == len(expected)
+            for a, e in zip(actual, expected, strict=True) if right else ():
+                self._match(node, a, e, call)
+        else:
+            right = actual is expected or type(actual) is type(expected) and bool(actual == expected)
+        if not right:
+            raise PlacementError(f"{_name(node)} reads {actual!r} where its rule gives it {expected!r}")
 
-
-def _typed(node: fx.Node, operands: Sequence[fx.Node], mode: Mode) -> Typed:
-    """What a call needs and gives on one mesh axis, as its rule says."""
-    result = bool(node.meta["differentiable"])
-    differentiable = [result and bool(x.meta["differentiable"]) for x in operands]
-    ways = typed_modes(node.meta["rule"], len(operands), differentiable, result, has_own_backward(node.target))
-    for typed in ways:
-        if typed.mode == mode:
-            return typed
-    raise PlacementError(f"{_name(node)} cannot run as {mode}")
-
-
-def _check_global(node: fx.Node, asked: Asked | None) -> None:
-    """A call that gives sizes or several tensors reads whole ones; a size counts the rows of all ranks."""
-    if node.target is torch.ops.aten.sym_size.int:
-        source, dim = node.args
-        assert isinstance(source, fx.Node) and isinstance(dim, int)
-        if asked is not None:
-            cuts = shards_of(_layout(source), dim % source.meta["val"].ndim)
-            _require_scaled(node, operator.mul, asked.ranks(cuts))
-        return
-    for i, x in enumerate(tensor_operands(node)):
-        if any(p != Invariant for p in _layout(x)):
-            raise PlacementError(f"{_name(node)} needs operand {i} whole; it lies as {format_layout(_layout(x))}")
-
-
-def _require_scaled(node: fx.Node, target: Any, count: int) -> None:
-    """Between ``count`` ranks that have a part each, all that is read of a call is its result times or by the count."""
-    if count > 1 and any(user.target is not target or user.args != (node, count) for user in node.users):
-        raise PlacementError(f"{_name(node)} is of one of {count} parts, and is read without taking that into account")
-
-
-def _check_outputs(node: fx.Node, asked: Asked) -> None:
-    results: Any = node.args[0]
-    for i, (value, layout) in enumerate(zip(results, asked.outputs, strict=True)):
-        if isinstance(value, fx.Node) and is_tensor(value) and "placements" in value.meta:
-            lies = _layout(value)
-            if lies != layout if layout is not None else any(p.kind not in "IS" for p in lies):
+    def _leave(self, node: fx.Node) -> None:
+        results: Any = node.args[0]
+        for i, (value, origin) in enumerate(zip(results, self.specification.results, strict=True)):
+            if not isinstance(origin, fx.Node):
+                continue
+            if self.origins.get(value) is not origin:
+                raise PlacementError(f"output {i} is {value}, not {_name(origin)}")
+            layout = self.specification.output_layout(i)
+            if layout is not None and self.layouts[value] != layout:
                 raise PlacementError(
-                    f"output {i} leaves as {format_layout(lies)}, not as "
-                    f"{format_layout(layout) if layout is not None else 'shards or whole'}"
+                    f"output {i} leaves as {_text(self.layouts[value])}, not as {_text(layout)}"
                 )
 
+    def _settle(self, node: fx.Node, origin: fx.Node, layout: Layout | None, why: str) -> None:
+        """Takes a node for the value of a node of the global graph, once what is noted about it is right."""
+        self.origins[node] = origin
+        if layout is None:
+            return
+        self.layouts[node] = layout
+        noted = node.meta.get("placements")
+        if noted != layout:
+            why = f"{self._runs(origin)} {why}" if why == "gives" else why
+            raise PlacementError(
+                f"{_name(node)} {why} {_text(layout)}; it is said to lie as {_text(noted)}"
+                if noted is not None
+                else f"{_name(node)} has no layouts"
+            )
+        derived = self.specification.differentiable(origin)
+        if node.meta["differentiable"] != derived:
+            whether = "is" if derived else "is not"
+            raise PlacementError(f"{_name(node)} {whether} differentiable, and was laid out as if it were otherwise")
 
-def _require_layout(node: fx.Node, layout: Layout, why: str) -> None:
-    if _layout(node) != layout:
-        raise PlacementError(
-            f"{_name(node)} {why} {format_layout(layout)}; it is said to lie as {format_layout(_layout(node))}"
-        )
+    def _modes(self, origin: fx.Node) -> Sequence[Any]:
+        return self.specification.modes.get(origin.meta["key"], ())
+
+    def _runs(self, origin: fx.Node) -> str:
+        modes = self._modes(origin)
+        return f"runs as {_ways(modes)} and" if modes else "reads whole tensors and"
 
 
-def _layout(node: Any) -> Layout:
-    if "placements" not in node.meta:
-        raise PlacementError(f"{_name(node)} has no layouts")
-    layout: Layout = node.meta["placements"]
-    return layout
+def _position(call: ExpectedCall, operand: Operand) -> int:
+    """Where an operand stands among those that a call must read."""
+    operands: list[Operand] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Operand):
+            operands.append(value)
+        elif isinstance(value, Mapping):
+            visit(list(value.values()))
+        elif isinstance(value, list | tuple):
+            for part in value:
+                visit(part)
+
+    visit([call.args, call.kwargs])
+    return next(i for i, each in enumerate(operands) if each is operand)
+
+
+def _text(layout: Layout | None) -> str:
+    return format_layout(layout) if layout is not None else "no tensor"
 
 
 def _name(node: fx.Node) -> str:
     return str(node.meta.get("key", node.name))
 
 
-def _text(modes: Sequence[Mode]) -> str:
+def _ways(modes: Sequence[Any]) -> str:
     return ", ".join(map(str, modes))
 
 
-__all__ = ["Asked", "PlacementError", "verify_placements"]
+__all__ = ["PlacementError", "verify_placements"]

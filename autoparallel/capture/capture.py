@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch import make_fake_mode
 from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
-from autoparallel.capture.layers import NotAlike, Run, fill_up, find_runs, leave_out
-from autoparallel.capture.outputs import find_loss, set_apart, weigh_outputs
+from autoparallel.capture.layers import NotAlike, Run, find_runs, leave_out
+from autoparallel.capture.outputs import Objective, find_objective, set_apart
+from autoparallel.capture.passes import describing_passes, filling_passes, resolving_passes, tracing_passes
 from autoparallel.capture.recorder import IN_THE_MODEL, LOSS, Recorder, StateChangedError
 from autoparallel.capture.refusals import (
     explain_failure,
@@ -35,7 +36,7 @@ from autoparallel.capture.refusals import (
 )
 from autoparallel.capture.tracing import Trace, everything_seen
 from autoparallel.capture.training import Found, Training
-from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size, is_loss
+from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
 from autoparallel.graph.hooks import require_full_hooks
 from autoparallel.graph.lines import first_line, line_of
 from autoparallel.graph.plain_tensors import (
@@ -47,20 +48,10 @@ from autoparallel.graph.plain_tensors import (
     stand_in,
     trained_attributes,
 )
-from autoparallel.operators.opaque import CALL, HOOK
-from autoparallel.passes.canonicalize_operators import canonicalize_operators
-from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
-from autoparallel.passes.interleave_projections import interleave_projections
-from autoparallel.passes.mark_gradients import (
-    detach_outputs,
-    differentiable_outputs,
-    mark_backward,
-    mark_differentiable,
-)
-from autoparallel.passes.name_nodes import name_nodes
+from autoparallel.passes.mark_gradients import Detached
 from autoparallel.passes.refusal import Refusal
-from autoparallel.passes.replace_random_operators import replace_random_operators
-from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
+from autoparallel.passes.replace_random_operators import Draws
+from autoparallel.passes.runner import run_passes
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -169,7 +160,7 @@ def capture(
         leave_out(wrapper, runs)
         calls = _calls_of(wrapper)
         program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
-        resolve_opaque_calls(program.graph_module, calls.calls, calls.hooks)
+        run_passes(resolving_passes(calls), program.graph_module)
         _name_outputs(program)
         captured = _describe(
             program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
@@ -177,12 +168,8 @@ def capture(
         captured.state = wrapper.recorder.state()
         captured.draws = draws
         captured.rebound = frozenset(owners[name] for name in wrapper.recorder.rebound)
-        for run in runs:
-            inner = replace(run, path=run.path.removeprefix("model."))
-            fill_up(captured.graph, inner, captured.parameters, captured.buffers)
         if runs:
-            captured.graph.lint()
-            captured.module.recompile()
+            run_passes(filling_passes(runs, captured), captured.module)
         return captured
 
     def run(wrapper: nn.Module) -> Any:
@@ -261,32 +248,16 @@ def _export(
             warnings.simplefilter("ignore")
             program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
             require_same_memory(program.graph)
-            draws = replace_random_operators(program.graph_module)
             with calls.silent():
-                _inline_gradient_modes(program, calls)
-                return program.run_decompositions({}), draws
+                findings = run_passes(tracing_passes(program.graph, calls), program.graph_module)
+                _name_outputs(program)
+                return program.run_decompositions({}), findings[Draws].count
     except CaptureError:
         raise
     except Refusal as error:
         raise CaptureError(f"{error} at {line_of(error.node)}\nWhat to change: {error.cure}.") from None
     except Exception as error:
         raise CaptureError(explain_failure(error, model)) from error
-
-
-def _inline_gradient_modes(program: ExportedProgram, calls: Trace) -> None:
-    """Takes the regions of other gradient modes out of a program, which decomposing would lose."""
-    module, graph = program.graph_module, program.graph
-    differentiable = {
-        n.name for n in graph.nodes if n.op == "placeholder" and getattr(n.meta.get("val"), "requires_grad", False)
-    }
-    inline_gradient_modes(
-        module,
-        differentiable,
-        enabled=torch.is_grad_enabled(),
-        transparent=lambda node: node.target is HOOK,
-        aliases=lambda node: node.target is CALL and calls.calls[node.args[2]].aliases,  # type: ignore[index]
-    )
-    _name_outputs(program)
 
 
 def _name_outputs(program: ExportedProgram) -> None:
@@ -367,29 +338,34 @@ def _describe(
     require_positions(graph)
     output = graph.output_node()
     output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)
-    canonicalize_operators(module)
-    interleave_projections(module, parameters, ranks)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     differentiable = {node for node, name in parameters.items() if name in trainable}
     differentiable |= {
         n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
     }
-    mark_differentiable(graph, differentiable)
     assert found.spec is not None
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
     for name, nesting in reversed(found.attributes.items()):
         attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
         del outputs[len(outputs) - nesting.num_leaves :]
-    flowing = differentiable_outputs(output.args[0], len(mutated))
-    scalars = [i for i in flowing if is_loss(output.args[0][i])]
-    loss = find_loss(outputs, found.spec, scalars, has_loss_fn)
-    alone = loss is not None and detach_beside_loss
-    weight = weigh_outputs(module, [loss] if alone else flowing, loss, found.counted)  # type: ignore[list-item]
-    name_nodes(graph)
-    detached = detach_outputs(graph, len(mutated), loss if alone else None)
-    flowing = [i for i in flowing if i not in detached]
-    mark_backward(graph)
-    graph.lint()
+    passes = describing_passes(
+        parameters=parameters,
+        differentiable=differentiable,
+        ranks=ranks,
+        buffers=len(mutated),
+        objective=partial(
+            find_objective,
+            outputs=outputs,
+            spec=found.spec,
+            buffers=len(mutated),
+            of_loss_fn=has_loss_fn,
+            detach_beside_loss=detach_beside_loss,
+            counted=found.counted,
+        ),
+    )
+    findings = run_passes(passes, module)
+    objective, detached = findings[Objective], list(findings[Detached].outputs)
+    flowing = [i for i in objective.flowing if i not in detached]
     actual: dict[sympy.Symbol, int] = {}
     for placeholder, spec in zip(inputs, specs, strict=True):
         if placeholder is None or not isinstance(spec, InputSpec):
@@ -397,8 +373,7 @@ def _describe(
         for size, real in zip(nodes[placeholder].meta["val"].shape, spec.shape, strict=True):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 actual[size.node.expr] = real
-    module.recompile()
     return Captured(
-        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, loss, flowing, detached, actual,
-        weight, attributes=attributes,
+        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, objective.loss, flowing,
+        detached, actual, objective.weight, attributes=attributes,
     )  # fmt: skip

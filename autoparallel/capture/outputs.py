@@ -7,6 +7,7 @@ the field of a named tuple or a dataclass.  What a user differentiates elsewhere
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,52 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.captured import NAME, Leaf, LossWeight, explain_ambiguity, is_loss
+from autoparallel.passes.mark_gradients import differentiable_outputs
 from autoparallel.passes.weigh_loss import weigh_loss
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What of a graph can be differentiated.
+
+    Attributes:
+        flowing: the indices of the outputs that can be, before any is detached.
+        loss: the index of the loss, where it is known.
+        alone: the same, where everything beside the loss is to be detached.
+        weight: what the loss weighs among microbatches.
+    """
+
+    flowing: tuple[int, ...]
+    loss: int | None
+    alone: int | None
+    weight: LossWeight | None
+
+
+def find_objective(
+    module: fx.GraphModule,
+    outputs: Sequence[Leaf],
+    spec: pytree.TreeSpec,
+    *,
+    buffers: int,
+    of_loss_fn: bool,
+    detach_beside_loss: bool,
+    counted: bool,
+) -> Objective:
+    """Finds the loss, and makes what it weighs an output of ``module`` where that depends on the data.
+
+    Args:
+        outputs, spec: as ``Captured`` holds them.
+        buffers: the number of outputs that are new values of buffers: the first ones.
+        of_loss_fn: whether ``loss_fn`` computed the outputs.
+        detach_beside_loss: whether only a known loss is to be differentiated.
+        counted: whether the loss function returned its sum and its count.
+    """
+    results: Any = module.graph.output_node().args[0]
+    flowing = differentiable_outputs(results, buffers)
+    loss = find_loss(outputs, spec, [i for i in flowing if is_loss(results[i])], of_loss_fn)
+    alone = loss if detach_beside_loss else None
+    weight = weigh_outputs(module, flowing if alone is None else [alone], loss, counted)
+    return Objective(tuple(flowing), loss, alone, weight)
 
 
 def find_loss(
@@ -58,4 +104,4 @@ def _named(output: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-__all__ = ["find_loss", "set_apart", "weigh_outputs"]
+__all__ = ["Objective", "find_objective", "set_apart"]

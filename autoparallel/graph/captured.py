@@ -125,11 +125,15 @@ class Captured:
 
     def copy(self) -> Captured:
         """The same graph once more, for another program to be made of."""
-        graph = fx.Graph()
-        known: dict[fx.Node, fx.Node] = {}
-        graph.output(graph.graph_copy(self.graph, known))
-        graph.output_node().meta = dict(self.graph.output_node().meta)
-        return replace(self, module=fx.GraphModule(nn.Module(), graph))
+        return replace(self, module=fx.GraphModule(nn.Module(), copy_graph(self.graph)))
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """The same graph once more."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    copy.output_node().meta = dict(graph.output_node().meta)
+    return copy
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.passes.cut_stages import staged_nodes
-from autoparallel.passes.pad_vocabulary import pad_vocabulary
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates import Candidate, Outcome
@@ -28,7 +27,7 @@ from autoparallel.planner.stages import StagePlanner
 from autoparallel.predict.forecast import Forecast, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
-from autoparallel.program import input_layouts, leave_only_loss
+from autoparallel.program import input_layouts, leave_only_loss, pad
 
 
 class Evaluator:
@@ -132,7 +131,7 @@ class Evaluator:
         key = candidate.padding, candidate.microbatches
         if key not in self._graphs:
             graph = self.captured.copy() if candidate.padding else self.captured
-            pad_vocabulary(graph.module, graph.parameters, dict(candidate.padding))
+            pad(graph, dict(candidate.padding))
             if self.request.stages:
                 graph = replace(graph, actual=sizes_of(graph, micro_specs(self.call.specs, candidate.microbatches)))
             self._graphs[key] = graph
@@ -178,7 +177,7 @@ class Evaluator:
 
     def predict(self, graph: Captured, plan: Plan) -> Prediction:
         """What the program that a plan makes of a graph, which is used up, is predicted to cost."""
-        pad_vocabulary(graph.module, graph.parameters, plan.padded)
+        pad(graph, plan.padded)
         program = local_program(self.request, graph, plan, self.call, "mesh0")
         return predict(program, plan, self.request.profile)
 

@@ -12,7 +12,6 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import Call, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured
-from autoparallel.passes.pad_vocabulary import pad_vocabulary
 from autoparallel.pipeline.schedules import SPLIT
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_fits
@@ -24,6 +23,7 @@ from autoparallel.program import (
     build_stages,
     input_layouts,
     leave_only_loss,
+    pad,
     wanted_outputs,
 )
 
@@ -84,7 +84,7 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
     """
     if request.stages:
         leave_only_loss(captured)
-    pad_vocabulary(captured.module, captured.parameters, plan.padded)
+    pad(captured, plan.padded)
     require_fits(plan, captured.graph, request.axes, captured.parameters)
     if request.stages:
         if plan.pipeline is None or plan.pipeline.ranks != request.stages:

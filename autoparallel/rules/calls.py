@@ -32,7 +32,7 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The node's tensor operands in the order of the call, repeated where they repeat."""
     found: list[fx.Node] = []
 
-    def visit(arg: fx.Node) -> fx.Node:
+    def visit(arg: fx.Node) -> Any:
         if is_tensor(arg):
             found.append(arg)
         return arg
@@ -46,11 +46,11 @@ def operand_shapes(node: fx.Node) -> list[Shape]:
     return [shape_of(operand) for operand in tensor_operands(node)]
 
 
-def map_tensor_operands(node: fx.Node, replace: Callable[[int, fx.Node], fx.Node]) -> tuple[Any, Any]:
+def map_tensor_operands(node: fx.Node, replace: Callable[[int, fx.Node], Any]) -> tuple[Any, Any]:
     """The node's args and kwargs with each tensor operand (by position) replaced."""
     count = 0
 
-    def visit(arg: fx.Node) -> fx.Node:
+    def visit(arg: fx.Node) -> Any:
         nonlocal count
         if not is_tensor(arg):
             return arg

@@ -27,6 +27,8 @@ class LocalCall:
         operand_layouts, result_layout: the layouts of the operands and of the result.
         axis_sizes: the sizes of the mesh axes.
         groups: the names of the mesh axes, as programs name them.
+        divisor: what the result is to be divided by: a mean over a sharded factor is this rank's summand times the
+            number of shards.
     """
 
     graph: fx.Graph
@@ -39,6 +41,7 @@ class LocalCall:
     result_layout: Layout
     axis_sizes: Sequence[int]
     groups: Sequence[str]
+    divisor: int = 1
 
     def axes_of(self, factor: str) -> list[int]:
         """The mesh axes that shard ``factor``, outermost first."""

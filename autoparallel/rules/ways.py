@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -10,7 +11,9 @@ from autoparallel import operators
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.placements import Layout, divides, fills_up, reaches_all
 from autoparallel.placements.modes import Mode
-from autoparallel.rules.calls import tensor_operands
+from autoparallel.rules.calls import map_tensor_operands, tensor_operands
+from autoparallel.rules.core import Rule
+from autoparallel.rules.localize import LocalCall
 from autoparallel.rules.registry import rule_for
 from autoparallel.rules.typing import Typed, typed_modes
 
@@ -21,7 +24,43 @@ def typed_call(node: fx.Node, modes: Sequence[Mode]) -> tuple[list[Layout], Layo
     Raises:
         ValueError: when the operator cannot run so.
     """
-    ways = {typed.mode: typed for typed in call_modes(node)}
+    return _typed_call(node, rule_for(node), modes)
+
+
+def local_call(
+    node: fx.Node,
+    modes: Sequence[Mode],
+    operand: Callable[[fx.Node, Layout], Any],
+    axis_sizes: Sequence[int],
+    groups: Sequence[str],
+) -> LocalCall:
+    """The call that a rank makes for a node of the global graph, as the node's rule says.
+
+    Args:
+        modes: how the operator runs on each mesh axis.
+        operand: gives what the call reads of an operand that it needs in a layout.
+        axis_sizes, groups: of the mesh axes; ``groups`` are their names in programs.
+
+    Raises:
+        ValueError: when the operator cannot run so.
+    """
+    rule = rule_for(node)
+    needs, result = _typed_call(node, rule, modes)
+    divisor = 1
+    for size, mode in zip(axis_sizes, modes, strict=True):
+        if rule is not None and mode.kind == "shard" and rule.reductions.get(mode.factor) == "mean":
+            divisor *= size
+    graph = node.graph
+    with graph.inserting_before(node):
+        args, kwargs = map_tensor_operands(node, lambda i, x: operand(x, needs[i]))
+        call = LocalCall(graph, node, node.target, args, kwargs, modes, needs, result, axis_sizes, groups, divisor)
+        if rule is not None and rule.localize is not None:
+            rule.localize(call)
+    return call
+
+
+def _typed_call(node: fx.Node, rule: Rule | None, modes: Sequence[Mode]) -> tuple[list[Layout], Layout]:
+    ways = {typed.mode: typed for typed in _modes(node, rule)}
     for mode in modes:
         if mode not in ways:
             raise ValueError(f"{node.meta.get('key', node.name)} cannot run as {mode}")
@@ -43,10 +82,14 @@ def operand_fits(
 
 def call_modes(node: fx.Node) -> list[Typed]:
     """Every way in which a call may run on one mesh axis."""
+    return _modes(node, rule_for(node))
+
+
+def _modes(node: fx.Node, rule: Rule | None) -> list[Typed]:
     operands = tensor_operands(node)
     flows = bool(node.meta["differentiable"])
     return typed_modes(
-        rule_for(node),
+        rule,
         len(operands),
         [flows and bool(o.meta["differentiable"]) for o in operands],
         flows,

@@ -1,0 +1,148 @@
+"""The passes of a capture in their order, with what each requires and provides (see ``passes.runner``).
+
+Between a trace and a captured graph there are three modules: the trace as ``torch.export`` leaves it, the same once it
+is decomposed, and the graph that is described; layers that were left out of the trace are filled up in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoparallel.capture.layers import Run, fill_up
+from autoparallel.capture.outputs import Objective
+from autoparallel.capture.tracing import Trace
+from autoparallel.graph.captured import Captured
+from autoparallel.operators.opaque import CALL, HOOK
+from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
+from autoparallel.passes.interleave_projections import interleave_projections
+from autoparallel.passes.mark_gradients import detach_outputs, mark_backward, mark_differentiable
+from autoparallel.passes.name_nodes import name_nodes
+from autoparallel.passes.replace_random_operators import replace_random_operators
+from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
+from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList
+
+
+def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
+    """What decomposing would lose is written into the trace: where numbers are drawn, and gradient modes."""
+    differentiable = {
+        n.name for n in graph.nodes if n.op == "placeholder" and getattr(n.meta.get("val"), "requires_grad", False)
+    }
+    return PassList([
+        # Draws are numbered in the order of the plain model's calls, so nothing may be rewritten before.
+        Pass(
+            "replace_random_operators",
+            lambda module, findings: replace_random_operators(module),
+            provides={Fact.REPRODUCIBLE},
+        ),
+        Pass(
+            "inline_gradient_modes",
+            lambda module, findings: inline_gradient_modes(
+                module,
+                differentiable,
+                enabled=torch.is_grad_enabled(),
+                transparent=lambda node: node.target is HOOK,
+                aliases=lambda node: node.target is CALL and calls.calls[node.args[2]].aliases,  # type: ignore[index]
+            ),
+            requires={Fact.REPRODUCIBLE},
+            provides={Fact.FLAT},
+        ),
+    ])  # fmt: skip
+
+
+def resolving_passes(calls: Trace) -> PassList:
+    """The user's own Python takes the place of what stood for it in the trace."""
+    resolve = Pass(
+        "resolve_opaque_calls",
+        lambda module, findings: resolve_opaque_calls(module, calls.calls, calls.hooks),
+        requires={Fact.FLAT},
+    )
+    return PassList([resolve], given={Fact.FLAT})
+
+
+def describing_passes(
+    *,
+    parameters: Collection[str],
+    differentiable: set[str],
+    ranks: int,
+    buffers: int,
+    objective: Callable[[fx.GraphModule], Objective],
+) -> PassList:
+    """A decomposed graph becomes a captured one.
+
+    Args:
+        parameters: the placeholders that are parameters.
+        differentiable: the placeholders that carry a gradient.
+        ranks: of the mesh.
+        buffers: the number of outputs that are new values of buffers: the first ones.
+        objective: finds which output is the loss, and makes what it weighs an output.
+    """
+    return PassList(
+        [
+            Pass(
+                "canonicalize_operators",
+                lambda module, findings: canonicalize_operators(module),
+                requires={Fact.FLAT},
+                provides={Fact.CANONICAL},
+            ),
+            Pass(
+                "interleave_projections",
+                lambda module, findings: interleave_projections(module, parameters, ranks),
+                requires={Fact.CANONICAL},
+                provides={Fact.INTERLEAVED},
+            ),
+            Pass(
+                "mark_differentiable",
+                lambda module, findings: mark_differentiable(module.graph, differentiable),
+                requires={Fact.CANONICAL, Fact.INTERLEAVED},
+                provides={Fact.DIFFERENTIABLE},
+            ),
+            Pass(
+                "find_objective",
+                lambda module, findings: objective(module),
+                requires={Fact.CANONICAL, Fact.DIFFERENTIABLE},
+                provides={Fact.OBJECTIVE},
+            ),
+            # Keys count the operators of a module, so all of these must be there.
+            Pass(
+                "name_nodes",
+                lambda module, findings: name_nodes(module.graph),
+                requires={Fact.CANONICAL, Fact.INTERLEAVED, Fact.OBJECTIVE},
+                provides={Fact.NAMED},
+            ),
+            Pass(
+                "detach_outputs",
+                lambda module, findings: detach_outputs(module.graph, buffers, findings[Objective].alone),
+                requires={Fact.NAMED, Fact.DIFFERENTIABLE, Fact.OBJECTIVE},
+                provides={Fact.DETACHED},
+            ),
+            Pass(
+                "mark_backward",
+                lambda module, findings: mark_backward(module.graph),
+                requires={Fact.DIFFERENTIABLE, Fact.DETACHED},
+                provides={Fact.BACKWARD},
+            ),
+        ],
+        given={Fact.FLAT, Fact.GLOBAL},
+        promised=CAPTURED,
+    )
+
+
+def filling_passes(runs: Sequence[Run], captured: Captured) -> PassList:
+    """The layers that were not traced take their places; ``captured`` learns their parameters and buffers."""
+
+    def fill(run: Run, module: fx.GraphModule, findings: Any) -> None:
+        fill_up(module.graph, run, captured.parameters, captured.buffers)
+
+    inner = [replace(run, path=run.path.removeprefix("model.")) for run in runs]
+    passes = [Pass("fill_up", partial(fill, run), requires=CAPTURED) for run in inner]
+    return PassList(passes, given=CAPTURED, promised=CAPTURED)
+
+
+__all__ = ["describing_passes", "filling_passes", "resolving_passes", "tracing_passes"]
