@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autoparallel.decisions.data import from_data, to_data
 from autoparallel.decisions.decisions import Decisions, Reasons
-from autoparallel.decisions.meshes import MeshChoice
-from autoparallel.decisions.parameters import ParameterPlan, PlanError
-from autoparallel.decisions.pipeline import PipelinePlan
+from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
-from autoparallel.placements import format_layout, parse_layout
-from autoparallel.placements.modes import parse_mode
 from autoparallel.report.diff import diff_plans
 from autoparallel.report.explain import explain_plan
 from autoparallel.report.reasons import explain_module
@@ -54,25 +51,11 @@ class Plan(Decisions):
 
     def to_json(self) -> str:
         """The decisions as JSON text."""
-        data: dict[str, Any] = {
-            "format": FORMAT,
-            "mesh": [list(axis) for axis in self.mesh],
-            "origin": self.origin,
-            "fingerprint": self.fingerprint,
-            "parameters": {name: asdict(p) for name, p in self.parameters.items()},
-            "operators": {key: list(modes) for key, modes in self.operators.items()},
-            "shared": dict(self.shared),
-            "unruled": dict(self.unruled),
-            "recompute": list(self.recompute),
-            "notes": dict(self.notes),
-            "cost": self.cost,
-            "lower_bound": self.lower_bound,
-        }
-        if self.pipeline is not None:
-            data["pipeline"] = self.pipeline.to_data()
-        if self.choice is not None:
-            data["choice"] = self.choice.to_data()
-        return json.dumps(data, indent=1)
+        data = {"format": FORMAT, **to_data(self)}
+        for part in ("pipeline", "choice"):
+            if data[part] is None:
+                del data[part]
+        return json.dumps(data, indent=1, default=to_data)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -83,28 +66,11 @@ class Plan(Decisions):
         """
         try:
             data: dict[str, Any] = json.loads(text)
-            if data["format"] != FORMAT:
-                raise PlanError(f"the plan has format {data['format']}, this version reads {FORMAT}")
-            plan = Plan(
-                mesh=tuple((str(name), int(size)) for name, size in data["mesh"]),
-                origin=str(data["origin"]),
-                fingerprint=str(data["fingerprint"]),
-                operators={str(k): tuple(str(m) for m in v) for k, v in data["operators"].items()},
-                shared={str(k): format_layout(parse_layout(v)) for k, v in data["shared"].items()},
-                parameters={str(k): ParameterPlan(**v) for k, v in data["parameters"].items()},
-                unruled={str(k): int(v) for k, v in data["unruled"].items()},
-                recompute=tuple(str(layer) for layer in data.get("recompute", ())),
-                notes={str(k): str(v) for k, v in data.get("notes", {}).items()},
-                cost=_number(data.get("cost")),
-                lower_bound=_number(data.get("lower_bound")),
-                pipeline=PipelinePlan.from_data(data["pipeline"]) if "pipeline" in data else None,
-                choice=MeshChoice.from_data(data["choice"]) if "choice" in data else None,
-            )
-            for name, parameter in plan.parameters.items():
-                parameter.require_valid(name, len(plan.mesh))
-            for modes in plan.operators.values():
-                for mode in modes:
-                    parse_mode(mode)
+            version = data.pop("format")
+            if version != FORMAT:
+                raise PlanError(f"the plan has format {version}, this version reads {FORMAT}")
+            plan: Plan = from_data(Plan, data)
+            plan.require_valid()
         except PlanError:
             raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -119,7 +85,3 @@ class Plan(Decisions):
     def load(path: str | Path) -> Plan:
         """Reads a plan that :meth:`save` wrote."""
         return Plan.from_json(Path(path).read_text())
-
-
-def _number(value: object) -> float | None:
-    return None if value is None else float(value)  # type: ignore[arg-type]

@@ -1,26 +1,129 @@
-"""Reports as plain text: tables without colour codes, as wide as they need to be, the same everywhere."""
+"""What a report is made of, as data, and as plain text: without colour codes, and as wide on every terminal.
+
+Reports are lists of blocks: what they say is written once, and printed here or, as a page, by ``report.html``.
+"""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console, RenderableType
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
 
 WIDTH = 118
 """Characters in a line of a report, whatever the terminal."""
 
+DRAWN = 100
+"""Characters in which plain text draws a timeline."""
 
-def plain_text(*parts: RenderableType) -> str:
-    """What rich would print, as text without trailing blanks."""
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells.
+
+    Attributes:
+        heads: of the columns.
+        rows: with a cell for each column.
+        right: the heads of the columns that hold numbers.
+        chosen: the row that the others are compared with, where there is one.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Sequence[str] = ()
+    chosen: int | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that takes a while.
+
+    Attributes:
+        begin, end: in seconds.
+        kind: of what happens.
+        title: what happens, in words.
+        letter: draws it in plain text.
+        label: is written on it where there is room.
+    """
+
+    begin: float
+    end: float
+    kind: str
+    title: str
+    letter: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happens when, side by side.
+
+    Attributes:
+        rows: the name of each, and what it does in order; between them it waits.
+        key: how to read the letters.
+    """
+
+    rows: Mapping[str, Sequence[Span]]
+    key: str
+
+    @property
+    def seconds(self) -> float:
+        """When the last span ends."""
+        return max((span.end for spans in self.rows.values() for span in spans), default=0.0)
+
+
+Block = str | Table | Timeline
+
+
+# --------------------------------------------------------------------------------------------------------- plain text
+
+
+def plain_text(*blocks: Block) -> str:
+    """The blocks as text without trailing blanks."""
     console = Console(
         file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, highlight=False,
         markup=False, emoji=False, force_jupyter=False,
     )  # fmt: skip
-    for part in parts:
-        console.print(part)
+    for block in blocks:
+        if isinstance(block, Table):
+            console.print(_rich_table(block))
+        else:
+            console.print(_drawing(block) if isinstance(block, Timeline) else block)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [line.rstrip() for line in text.splitlines()]
     return "\n".join(lines).strip("\n")
+
+
+def _rich_table(table: Table) -> RichTable:
+    printed = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in table.heads:
+        printed.add_column(head, justify="right" if head in table.right else "left", overflow="fold")
+    for row in table.rows:
+        printed.add_row(*row)
+    return printed
+
+
+def _drawing(timeline: Timeline) -> str:
+    """A line for each row; dots are waiting."""
+    scale = DRAWN / (timeline.seconds or 1.0)
+    lines = []
+    for name, spans in timeline.rows.items():
+        cells = ["."] * DRAWN
+        for span in spans:
+            first = round(span.begin * scale)
+            for i in range(first, min(max(round(span.end * scale), first + 1), DRAWN)):
+                cells[i] = span.letter
+        lines.append(f"{name}  {''.join(cells)}")
+    return "\n".join([*lines, f"{timeline.key}, . waiting"])
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
 
 
 def units(count: float, unit: str = "B") -> str:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel.placements import parse_layout
 from autoparallel.plan import Plan
-from autoparallel.report.explain import describe_layout, fold
+from autoparallel.report.words import describe_layout, fold
 from autoparallel.text import duration, units
 from tests.distributed import run_distributed
 from tests.models import build

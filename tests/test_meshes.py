@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
+from autoparallel.decisions.data import from_data, to_data
 from autoparallel.decisions.meshes import Alternative, MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, Profile
@@ -109,7 +111,7 @@ def test_the_choice_is_the_cheapest_and_survives_a_file() -> None:
     able = [a for a in choice.tried if a.seconds is not None]
     assert choice.mesh == min(able, key=lambda a: a.seconds).mesh  # type: ignore[arg-type, return-value]
     assert choice.best(staged=True) is not None
-    assert MeshChoice.from_data(choice.to_data()) == choice
+    assert from_data(MeshChoice, json.loads(json.dumps(to_data(choice), default=to_data))) == choice
 
 
 def test_prices_are_those_of_the_plan_that_a_given_mesh_gets() -> None:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoparallel
+from autoparallel.comm.world import axes_of
 from autoparallel.tools import processes
 from autoparallel.tools.parity.comparison import difference
-from autoparallel.tools.parity.task import parse_mesh
 from autoparallel.tools.parity.verification import Difference
 from autoparallel.tools.processes import Job, Process, ProcessError, run_processes
 from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
@@ -187,7 +187,7 @@ def test_difference_is_relative_for_large_and_absolute_for_small_values() -> Non
 
 
 def test_a_nan_difference_fails() -> None:
-    plan = autoparallel.Plan((("dp", 2),), "auto", "", {"/a#0": ("R",)}, {}, {})
+    plan = autoparallel.Plan((("dp", 2),), "auto", "", {}, {"/a#0": ("R",)}, {})
     found = (Difference("norm", "", math.nan), Difference("loss", "", 0.0))
     report = autoparallel.VerifyReport(
         "M", (("dp", 2),), plan, torch.float64, 1e-9, found, "x", {"w": ("R",)}, (), (), 1.0
@@ -200,12 +200,12 @@ def test_a_nan_difference_fails() -> None:
 
 
 def test_meshes() -> None:
-    assert parse_mesh(2) == (("dp", 2),)
-    assert parse_mesh((2, 3, 1)) == (("dp", 2), ("tp", 3), ("ep", 1))
-    assert parse_mesh({"a": 2}) == (("a", 2),)
+    assert axes_of(2) == (("dp", 2),)
+    assert axes_of((2, 3, 1)) == (("pod", 2), ("dp", 3), ("tp", 1))
+    assert axes_of({"a": 2}) == (("a", 2),)
     for bad in ((), (1, 1, 1, 1), {"dp": 0}, -1):
         with pytest.raises(ValueError, match="one to three axes"):
-            parse_mesh(bad)
+            axes_of(bad)
 
 
 def test_bad_arguments_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -34,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel import _torch
 from autoparallel.comm.groups import CONTROL, active_axes, axis_of_group, communicator_of, names_of_groups
 from autoparallel.placements import COLLECTIVES, action, parse_placement, sent_bytes
-from autoparallel.text import plain_text, units
+from autoparallel.text import Table, plain_text, units
 
 Key = tuple[str, str, int]
 """The kind of a collective, the mesh axis, and how many ranks its group has."""
@@ -105,15 +103,11 @@ class Traffic:
 
     def table(self) -> Table:
         """The numbers as a table."""
-        table = Table("collective", "mesh axis", box=box.SIMPLE_HEAD)
-        table.add_column("count", justify="right")
-        table.add_column("bytes sent", justify="right")
-        sent = self.bytes
-        for (kind, axis), count in self.collectives.items():
-            table.add_row(kind, axis, str(count), units(sent[kind, axis]))
-        if len(sent) != 1:
-            table.add_row("all", "", str(self.total_collectives), units(self.total_bytes))
-        return table
+        sent, numbers = self.bytes, ("count", "bytes sent")
+        rows = [(*key, str(count), units(sent[key])) for key, count in self.collectives.items()]
+        if len(rows) != 1:
+            rows.append(("all", "", str(self.total_collectives), units(self.total_bytes)))
+        return Table(("collective", "mesh axis", *numbers), rows, right=numbers)
 
     def __str__(self) -> str:
         return plain_text(self.table())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,28 @@ PIPELINE_AXIS = "pp"
 
 Axes = tuple[tuple[str, int], ...]
 """Mesh axes by name and size."""
+
+MeshShape = int | Sequence[int] | Mapping[str, int]
+"""A mesh as a user writes it: its axes by name and size, or sizes alone."""
+
+AXIS_NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
+"""The names of axes that nobody has named, by how many there are: of sizes alone, and of a mesh that was searched."""
+
+
+def axes_of(mesh: MeshShape) -> Axes:
+    """The axes of a mesh by name and size.
+
+    Raises:
+        ValueError: for a mesh that cannot be.
+    """
+    if isinstance(mesh, Mapping):
+        axes = tuple((str(name), operator.index(size)) for name, size in mesh.items())
+    else:
+        sizes = [mesh] if isinstance(mesh, int) else [operator.index(size) for size in mesh]
+        axes = tuple(zip(AXIS_NAMES.get(len(sizes), ()), sizes, strict=False))
+    if not axes or len(dict(axes).keys() - {PIPELINE_AXIS}) > 3 or any(size < 1 for _, size in axes):
+        raise ValueError(f"a mesh has one to three axes of at least one rank each, and 'pp', got {mesh!r}")
+    return axes
 
 
 def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:

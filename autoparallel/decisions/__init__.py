@@ -5,4 +5,5 @@
 - ``pipeline``: what is asked of a pipeline, what was decided about it, and what it sends.
 - ``meshes``: how devices were factored into mesh axes.
 - ``prediction``: what a plan is predicted to send, take and keep.
+- ``data``: reads and writes all that is decided, for JSON.
 """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes
+from autoparallel.decisions.data import UNSTORED
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, padded_rows
 from autoparallel.decisions.pipeline import PipelinePlan
@@ -65,20 +67,19 @@ class Decisions:
     mesh: tuple[tuple[str, int], ...]
     origin: str
     fingerprint: str
+    parameters: Mapping[str, ParameterPlan]
     operators: Mapping[str, tuple[str, ...]]
     shared: Mapping[str, str]
-    parameters: Mapping[str, ParameterPlan]
     unruled: Mapping[str, int] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
-    pipeline: PipelinePlan | None = None
-    search_seconds: float = 0.0
     cost: float | None = field(default=None, compare=False)
     lower_bound: float | None = field(default=None, compare=False)
-    prediction: Prediction | None = field(default=None, compare=False)
+    pipeline: PipelinePlan | None = None
     choice: MeshChoice | None = field(default=None, compare=False)
-    estimate: Estimate | None = field(default=None, compare=False, repr=False)
-    reasons: Reasons | None = field(default=None, compare=False, repr=False)
+    prediction: Prediction | None = field(default=None, compare=False, metadata=UNSTORED)
+    estimate: Estimate | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
+    reasons: Reasons | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: all but the model that ``reasons`` holds."""
@@ -103,6 +104,17 @@ class Decisions:
     @property
     def axis_sizes(self) -> tuple[int, ...]:
         return tuple(size for _, size in self.mesh)
+
+    def require_valid(self) -> None:
+        """Raises ValueError for what no model can be told to do."""
+        for name, parameter in self.parameters.items():
+            parameter.require_valid(name, len(self.mesh))
+        for mode in itertools.chain.from_iterable(self.operators.values()):
+            parse_mode(mode)
+        for layout in self.shared.values():
+            parse_layout(layout)
+        if self.pipeline is not None:
+            self.pipeline.require_valid()
 
     def modes(self, key: str) -> tuple[Mode, ...]:
         """How the operator with this key runs on each mesh axis."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes
 
@@ -55,6 +53,10 @@ class MeshChoice:
     untried: tuple[Axes, ...] = ()
     capacity: float | None = None
 
+    def __post_init__(self) -> None:
+        if not self.tried:
+            raise ValueError("a choice among no meshes")
+
     @property
     def mesh(self) -> Axes:
         """The axes that were chosen, "pp" among them where it is a pipeline."""
@@ -63,23 +65,3 @@ class MeshChoice:
     def best(self, staged: bool) -> Alternative | None:
         """The best pipeline, or the best mesh without one; None where no plan was found."""
         return next((a for a in self.tried if a.staged == staged and a.seconds is not None), None)
-
-    def to_data(self) -> dict[str, Any]:
-        """The choice as plain data for JSON."""
-        return {
-            "tried": [{**asdict(a), "mesh": [list(axis) for axis in a.mesh]} for a in self.tried],
-            "untried": [[list(axis) for axis in mesh] for mesh in self.untried],
-            "capacity": self.capacity,
-        }
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> MeshChoice:
-        """The inverse of :meth:`to_data`; raises what wrong data raise."""
-        tried = tuple(Alternative(**{**a, "mesh": _axes(a["mesh"])}) for a in data["tried"])
-        if not tried:
-            raise ValueError("a choice among no meshes")
-        return MeshChoice(tried, tuple(_axes(mesh) for mesh in data["untried"]), data["capacity"])
-
-
-def _axes(data: Iterable[Sequence[Any]]) -> Axes:
-    return tuple((str(name), int(size)) for name, size in data)

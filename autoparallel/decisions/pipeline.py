@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from autoparallel.comm.traffic import Traffic
+from autoparallel.decisions.data import UNSTORED
 from autoparallel.pipeline.schedules import SCHEDULES, rank_of_stage, require_schedule, stages_of_rank
 
 
@@ -77,7 +76,7 @@ class PipelinePlan:
     stages: tuple[StageCost, ...] = field(default=(), compare=False)
     seconds: float = field(default=0.0, compare=False)
     bubble: float = field(default=0.0, compare=False)
-    traffic: PipelineTraffic | None = field(default=None, compare=False, repr=False)
+    traffic: PipelineTraffic | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
 
     @property
     def count(self) -> int:
@@ -97,29 +96,6 @@ class PipelinePlan:
         if self.ranks < 1 or self.count % self.ranks:
             raise ValueError(f"{self.count} stages cannot lie on {self.ranks} ranks alike")
         require_schedule(self.schedule, self.ranks, self.count // self.ranks, self.microbatches)
-
-    def to_data(self) -> dict[str, Any]:
-        """The plan as plain data for JSON."""
-        data = asdict(replace(self, traffic=None))
-        del data["traffic"]
-        return {**data, "cuts": list(self.cuts)}
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> PipelinePlan:
-        """The inverse of :meth:`to_data`; raises what wrong data raise."""
-        stages = tuple(StageCost(**stage) for stage in data.get("stages", ()))
-        plan = PipelinePlan(
-            str(data["axis"]),
-            int(data["ranks"]),
-            str(data["schedule"]),
-            int(data["microbatches"]),
-            tuple(str(cut) for cut in data["cuts"]),
-            stages,
-            float(data.get("seconds", 0.0)),
-            float(data.get("bubble", 0.0)),
-        )
-        plan.require_valid()
-        return plan
 
 
 @dataclass(frozen=True)

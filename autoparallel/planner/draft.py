@@ -84,4 +84,4 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_t
     return Call((), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
 
 
-__all__ = ["Draft", "call_of", "draft", "draft_captured"]
+__all__ = ["Draft", "Told", "call_of", "draft", "draft_captured"]

@@ -10,7 +10,6 @@ large, HiGHS is asked (``solve.integer_program``) if its program is small enough
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -44,7 +43,6 @@ def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None,
     Raises:
         PlanError: when no plan satisfies the constraints or the limit.
     """
-    start = time.perf_counter()
     problem = space.build()
     choices, bound = _solve(space, problem, origin, memory_limit, room)
     operators, shared, parameters = {}, {}, {}
@@ -71,7 +69,6 @@ def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None,
         shared=shared,
         parameters=parameters,
         unruled=dict(space.unruled),
-        search_seconds=time.perf_counter() - start,
         cost=evaluate(problem.factors, choices),
         lower_bound=bound,
         estimate=_estimate(space, problem, choices),

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.comm.world import PIPELINE_AXIS, Axes, mesh_text
+from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of, mesh_text
 from autoparallel.decisions.meshes import Alternative, MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
@@ -35,9 +35,6 @@ from autoparallel.predict.stages import memory_by_rank
 
 Shape = tuple[int, ...]
 
-NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
-"""How the axes of a factored mesh are called, by their number; the search may do on each what it likes."""
-
 Priced = Generator[Sequence[Axes], list[Alternative], None]
 """Proposes meshes, some at a time, and is told what they cost."""
 
@@ -46,11 +43,6 @@ Spread = Callable[[Callable[[Axes], Alternative], Sequence[Axes]], list[Alternat
 
 
 # ------------------------------------------------------------------------------------------------------- enumeration
-
-
-def named(shape: Shape) -> Axes:
-    """The axes of a mesh of these sizes."""
-    return tuple(zip(NAMES[len(shape)], shape, strict=True))
 
 
 def factored(devices: int, axes: int) -> list[Shape]:
@@ -112,7 +104,7 @@ def stage_meshes(devices: int, ranks: int, inner: int, profile: Profile) -> list
     shapes: list[Shape] = [(rest,)]
     if 1 < inner < rest and rest % inner == 0:
         shapes.append((rest // inner, inner))
-    return [((PIPELINE_AXIS, ranks), *named(shape)) for shape in shapes]
+    return [((PIPELINE_AXIS, ranks), *axes_of(shape)) for shape in shapes]
 
 
 # ------------------------------------------------------------------------------------------------------------- choice
@@ -181,14 +173,14 @@ class MeshSearch:
         two = distinct(factored(self.devices, 2), profile)
         near = sorted((shape for shape in two if inside(shape, profile)), key=lambda shape: (max(shape), shape))
         near = near[: THRESHOLDS.two_axes]
-        flat = yield [named((self.devices,)), *map(named, near)]
-        untried.extend(named(shape) for shape in two if shape not in near)
+        flat = yield [axes_of((self.devices,)), *map(axes_of, near)]
+        untried.extend(axes_of(shape) for shape in two if shape not in near)
         fastest = self._least(flat[1:])
         three = distinct(factored(self.devices, 3), profile)
         split = splits(tuple(size for _, size in fastest.mesh), profile) if fastest is not None else []
         split = split[: THRESHOLDS.three_axes]
-        yield [named(shape) for shape in split]
-        untried.extend(named(shape) for shape in three if shape not in split)
+        yield [axes_of(shape) for shape in split]
+        untried.extend(axes_of(shape) for shape in three if shape not in split)
 
     def _pipelines(self, tried: Sequence[Alternative], untried: list[Axes]) -> Priced:
         """Pipelines of more and more stages, until more cost more."""
@@ -276,4 +268,4 @@ def refusal(precision: object, outputs: str, scaler: torch.amp.GradScaler | None
     return ""
 
 
-__all__ = ["MeshSearch", "distinct", "factored", "inside", "named", "one_after_another", "refusal", "splits"]
+__all__ = ["MeshSearch", "distinct", "factored", "inside", "one_after_another", "refusal", "splits"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured
 from autoparallel.plan import Plan
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
@@ -30,13 +32,18 @@ class PlanAgain:
         asked = self.planner.request
         request = replace(asked, plan=plan.origin, pins=replace(asked.pins, excluded=excluded))
         planner = Planner(self.planner.model, request, reductions={})
-        captured = planner.capture(self.call, training=True)
+        captured = self._captured.copy()
         try:
             best = planner.search(captured, self.call)
         except PlanError:
             return None
         prepare(request, captured, best, self.call)
         return planner.finish(captured, best, self.call, "mesh0")[0]
+
+    @cached_property
+    def _captured(self) -> Captured:
+        """The graph that is planned again, traced at the first question."""
+        return self.planner.capture(self.call, training=True)
 
 
 __all__ = ["PlanAgain"]

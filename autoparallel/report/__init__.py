@@ -1,9 +1,10 @@
-"""Decisions in words: tables, pictures and one HTML file.
+"""Decisions in words, as blocks: tables and pictures, which are printed as text or as one HTML file.
 
 May import ``decisions``, ``hardware``, ``pipeline``, ``placements``, ``comm`` and ``text``.
 
+- ``words``: what reports call a layout, a traffic, a range of layers.
 - ``explain``: a plan; with ``meshes``, how its mesh was chosen, and ``pipeline``, its stages and schedule.
 - ``reasons``: why a module's decisions were made.
 - ``diff``: what two plans decide differently; ``comparison``: plans side by side.
-- ``html``: a report as one file; ``pipeline_chart`` draws a schedule in it.
+- ``html``: blocks as one file; ``text`` prints them for a terminal.
 """

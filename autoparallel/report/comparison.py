@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from rich.table import Table
 
+from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
-from autoparallel.decisions.prediction import Prediction
+from autoparallel.decisions.prediction import ACCUMULATORS, Prediction
 from autoparallel.hardware import Profile
-from autoparallel.placements import COLLECTIVES
-from autoparallel.report.explain import plain_table
-from autoparallel.text import duration, units
+from autoparallel.report.explain import OPERATORS, SENT, UNSHARDED, operators_table, plan_sections
+from autoparallel.report.html import Bars, Chart, Curve, page
+from autoparallel.report.words import fold
+from autoparallel.text import Block, Table, duration, operations, units
 
 
 @dataclass(frozen=True)
@@ -34,76 +35,130 @@ class Workload:
     dtype: torch.dtype
 
 
-class Drafted(Protocol):
-    """A plan with its prediction."""
-
-    @property
-    def plan(self) -> Decisions: ...
-
-    @property
-    def prediction(self) -> Prediction: ...
-
-
 @dataclass(frozen=True)
-class Entry:
-    """One plan of a comparison.
+class Comparison:
+    """A plan, and what others would cost.
 
     Attributes:
-        name: the preset.
-        draft: the plan; None where there is none.
-        problem: why there is none.
+        model: the name of the model.
+        work: what a step has to do.
+        profile: the hardware that was planned for.
+        plans: by name, what was decided, and what a step is predicted to cost; the first is the one that was asked for.
+        problems: by name, why other plans cannot be.
     """
 
-    name: str
-    draft: Drafted | None
-    problem: str = ""
+    model: str
+    work: Workload
+    profile: Profile
+    plans: Mapping[str, tuple[Decisions, Prediction]]
+    problems: Mapping[str, str]
 
     @property
-    def step_seconds(self) -> float:
-        """The predicted time of a step; infinite where there is no plan."""
-        return self.draft.prediction.seconds() if self.draft is not None else float("inf")
+    def plan(self) -> Decisions:
+        """The one that was asked for."""
+        return next(iter(self.plans.values()))[0]
+
+    @property
+    def title(self) -> str:
+        """What was planned, for how many devices of what kind."""
+        return f"{self.model} on {mesh_text(self.plan.whole_mesh)}, {self.profile.name}"
+
+    @property
+    def step(self) -> str:
+        """What a step has to do, in words."""
+        return f"{self.work.count:,} {self.work.unit} a step, {operations(self.work.flops)}"
 
 
-def throughput(entry: Entry, work: Workload) -> float:
-    """Tokens (or rows) per second, all devices together."""
-    return work.count / entry.step_seconds
-
-
-def mfu(entry: Entry, work: Workload, profile: Profile, devices: int) -> float:
-    """The part of the devices' peak that the model's own arithmetic is."""
-    return work.flops / (entry.step_seconds * devices * profile.peak_flops(work.dtype))
-
-
-def comparison_table(entries: Sequence[Entry], work: Workload, profile: Profile, devices: int) -> Table:
-    """One row for each plan; the first is the one that was asked for."""
-    kinds = [
-        kind
-        for kind in sorted(COLLECTIVES)
-        if any(e.draft is not None and kind in sent_by_kind(e.draft) for e in entries)
-    ]
-    heads = ["step", f"{work.unit}/s", "MFU", "memory", *kinds]
-    table = plain_table("plan", *heads, right=heads)
-    for entry in entries:
-        if entry.draft is None:
-            table.add_row(entry.name, "no plan", *[""] * (len(heads) - 1))
-            continue
-        memory = entry.draft.prediction.total_memory
+def comparison_blocks(compared: Comparison) -> list[Block]:
+    """A row for each plan, and why others cannot be."""
+    work, profile = compared.work, compared.profile
+    sent = {name: _sent_by_kind(prediction) for name, (_, prediction) in compared.plans.items()}
+    kinds = sorted({kind for sizes in sent.values() for kind, size in sizes.items() if size})
+    numbers = ["step", f"{work.unit}/s", "MFU", "memory", *kinds]
+    rows = []
+    for name, (plan, prediction) in compared.plans.items():
+        seconds, memory = prediction.seconds(), prediction.total_memory
+        devices = math.prod(size for _, size in plan.whole_mesh)
+        # MFU: the part of the devices' peak that the model's own arithmetic is.
+        mfu = work.flops / (seconds * devices * profile.peak_flops(work.dtype))
         over = " (too much)" if profile.memory is not None and memory > profile.memory else ""
-        sent = sent_by_kind(entry.draft)
-        table.add_row(
-            entry.name,
-            duration(entry.step_seconds),
-            f"{throughput(entry, work):,.0f}",
-            f"{100 * mfu(entry, work, profile, devices):.1f}%",
-            units(memory) + over,
-            *(units(sent.get(kind, 0.0)) for kind in kinds),
-        )
-    return table
+        cells = [duration(seconds), f"{work.count / seconds:,.0f}", f"{100 * mfu:.1f}%", units(memory) + over]
+        rows.append([name, *cells, *(units(sent[name].get(kind, 0.0)) for kind in kinds)])
+    rows += [[name, "no plan", *[""] * (len(numbers) - 1)] for name in compared.problems]
+    problems = [f"{name}: {problem}" for name, problem in compared.problems.items()]
+    return [Table(["plan", *numbers], rows, right=numbers, chosen=0), *problems]
 
 
-def sent_by_kind(draft: Drafted) -> dict[str, float]:
+def _sent_by_kind(prediction: Prediction) -> dict[str, float]:
     """The bytes that a rank sends in a step, by kind of collective."""
-    found: dict[str, float] = {}
-    for (kind, _), size in draft.prediction.step().bytes.items():
-        found[kind] = found.get(kind, 0.0) + size
-    return found
+    sent: dict[str, float] = {}
+    for (kind, _), size in prediction.step().bytes.items():
+        sent[kind] = sent.get(kind, 0.0) + size
+    return sent
+
+
+# ---------------------------------------------------------------------------------------------------------- as a page
+
+
+def report(compared: Comparison) -> str:
+    """The comparison, and all that its first plan says of itself, as one HTML file."""
+    plan, prediction = next(iter(compared.plans.values()))
+    times = {name: _times(p) for name, (_, p) in compared.plans.items()}
+    memory = {name: _memory(p) for name, (_, p) in compared.plans.items()}
+    sections = plan_sections(plan)
+    return page(
+        compared.title,
+        {
+            "The plan beside the alternatives": [f"{compared.step}.", *comparison_blocks(compared)],
+            "Where the time goes": [Bars(times, duration)],
+            "Memory of a device": [Bars(memory, units), *_memory_over_time(prediction, compared.profile)],
+            **sections,
+            SENT: [*sections[SENT], *_by_axis(prediction)],
+            OPERATORS: [operators_table(plan)],
+            UNSHARDED: [*sections[UNSHARDED], *_whole_parameters(plan)],
+        },
+    )
+
+
+def _times(p: Prediction) -> dict[str, float]:
+    return {
+        "gathers once a step": p.unshard_seconds,
+        "forward": p.forward_seconds,
+        "backward": p.backward_seconds,
+        "gradients": p.gradient_seconds,
+        "optimizer": p.update_seconds,
+    }
+
+
+def _memory(p: Prediction) -> dict[str, float]:
+    return {what: size for what, size in p.memory.items() if what != ACCUMULATORS}
+
+
+def _memory_over_time(p: Prediction, profile: Profile) -> list[Block | Chart]:
+    if len(p.timeline) < 2:
+        return []
+    what = "parameters, gradients and optimizer states, and what is alive beside them"
+    curve = Curve(p.timeline, profile.memory, f"a {profile.name} has this")
+    return [f"Over one step with one microbatch: {what}.", curve]
+
+
+def _by_axis(p: Prediction) -> list[Chart]:
+    """What a rank sends over each mesh axis."""
+    sent: dict[str, dict[str, float]] = {}
+    for (kind, axis), size in p.step().bytes.items():
+        sent.setdefault(axis, {})[kind] = size
+    return [Bars(sent, units)] if sent else []
+
+
+def _whole_parameters(plan: Decisions) -> list[Block]:
+    many = [size > 1 for size in plan.axis_sizes]
+    whole = [
+        (name, ())
+        for name in plan.parameters
+        if not any(m and p.kind == "S" for m, p in zip(many, plan.at_rest(name), strict=True))
+    ]
+    names = ", ".join(name for name, _ in fold(whole))
+    return [f"Parameters that every rank keeps whole: {names}"] if whole else []
+
+
+__all__ = ["Comparison", "Workload", "comparison_blocks", "report"]

@@ -1,21 +1,23 @@
-"""How the mesh was chosen, in words and tables."""
+"""How the mesh was chosen, as blocks of a report."""
 
 from __future__ import annotations
 
-from rich import box
-from rich.table import Table
-
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.meshes import Alternative, MeshChoice
-from autoparallel.text import duration, units
+from autoparallel.text import Block, Table, duration, units
 
-HEADS = ("mesh", "step", "memory", "pipeline", "bubble", "")
-_SHOWN = 8  # meshes that were not tried, by name
+SHOWN = 8
+"""How many meshes that were not tried a report names."""
 
 
-def choice_rows(choice: MeshChoice) -> list[list[str]]:
-    """A row for each mesh that was tried, the best first, under ``HEADS``."""
-    return [_row(a, choice) for a in choice.tried]
+def choice_blocks(choice: MeshChoice | None) -> list[Block]:
+    """The meshes that were tried, the best first, and why others were not taken; nothing for a mesh that was given."""
+    if choice is None:
+        return []
+    heads = ("mesh", "step", "memory", "pipeline", "bubble", "")
+    rows = [_row(alternative, choice) for alternative in choice.tried]
+    words = f"The mesh was chosen by {len(choice.tried)} searches; step and memory as they add them up:"
+    return [words, Table(heads, rows, right=("step", "memory", "bubble"), chosen=0), *_notes(choice)]
 
 
 def _row(a: Alternative, choice: MeshChoice) -> list[str]:
@@ -29,7 +31,7 @@ def _row(a: Alternative, choice: MeshChoice) -> list[str]:
     return [name, duration(a.seconds), memory, schedule, f"{a.bubble:.0%}" if a.staged else "", mark]
 
 
-def choice_notes(choice: MeshChoice) -> list[str]:
+def _notes(choice: MeshChoice) -> list[str]:
     """Why some are not taken, the best with and without a pipeline beside each other, and what was not tried."""
     reasons = dict.fromkeys(a.problem for a in choice.tried if a.seconds is not None and a.problem)
     notes = [f"Not taken: {reason}." for reason in reasons]
@@ -43,21 +45,10 @@ def choice_notes(choice: MeshChoice) -> list[str]:
             f"{staged.bubble:.0%} of its schedule waiting."
         )
     if choice.untried:
-        names = ", ".join(mesh_text(mesh) for mesh in choice.untried[:_SHOWN])
-        more = f", and {len(choice.untried) - _SHOWN} more" if len(choice.untried) > _SHOWN else ""
+        names = ", ".join(mesh_text(mesh) for mesh in choice.untried[:SHOWN])
+        more = f", and {len(choice.untried) - SHOWN} more" if len(choice.untried) > SHOWN else ""
         notes.append(f"Not tried: {names}{more}.")
     return notes
 
 
-def explain_choice(choice: MeshChoice) -> list[Table | str]:
-    """The choice as text."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in HEADS:
-        table.add_column(head, justify="right" if head in ("step", "memory", "bubble") else "left", overflow="fold")
-    for row in choice_rows(choice):
-        table.add_row(*row)
-    words = f"The mesh was chosen by {len(choice.tried)} searches; step and memory as they add them up:"
-    return [words, table, *choice_notes(choice)]
-
-
-__all__ = ["HEADS", "choice_notes", "choice_rows", "explain_choice"]
+__all__ = ["choice_blocks"]

@@ -17,14 +17,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.comm.groups import bind, communicator_of, whole_group
 from autoparallel.hardware import Link, Profile, profile_for
 from autoparallel.placements import sent_bytes
-from autoparallel.report.explain import plain_table
-from autoparallel.text import duration, operations, units
+from autoparallel.text import Table, duration, operations, units
 
 SAMPLE = 0.5
 """Seconds for which whatever needs no other rank is repeated, at least."""
@@ -248,17 +246,24 @@ def _overlap(watch: _Stopwatch, elements: int) -> float:
 
 def profile_tables(profile: Profile) -> list[Table]:
     """The numbers of a hardware profile."""
-    table = plain_table("what", "reaches", right=["reaches"])
-    for dtype, rate in profile.flops.items():
-        table.add_row(f"matrix products in {str(dtype).removeprefix('torch.')}", f"{operations(rate)}/s")
-    table.add_row("memory", f"{units(profile.memory_bandwidth)}/s")
-    table.add_row("an operator at least", duration(profile.launch))
-    table.add_row("of a collective, hidden behind computing", f"{100 * profile.overlap:.0f}%")
-    links = plain_table("collective", "ranks", "nodes", "latency", "bandwidth", right=["latency", "bandwidth"])
-    for link in profile.links:
-        row = (link.kind, str(link.ranks), str(link.nodes), duration(link.latency), f"{units(link.bandwidth)}/s")
-        links.add_row(*row)
-    return [table, links]
+    rates = [
+        (f"matrix products in {str(dtype).removeprefix('torch.')}", f"{operations(rate)}/s")
+        for dtype, rate in profile.flops.items()
+    ]
+    rates += [
+        ("memory", f"{units(profile.memory_bandwidth)}/s"),
+        ("an operator at least", duration(profile.launch)),
+        ("of a collective, hidden behind computing", f"{100 * profile.overlap:.0f}%"),
+    ]
+    links = [
+        (link.kind, str(link.ranks), str(link.nodes), duration(link.latency), f"{units(link.bandwidth)}/s")
+        for link in profile.links
+    ]
+    costs = ("latency", "bandwidth")
+    return [
+        Table(("what", "reaches"), rates, right=["reaches"]),
+        Table(("collective", "ranks", "nodes", *costs), links, right=costs),
+    ]
 
 
 __all__ = ["calibrate", "profile_tables"]

@@ -9,23 +9,25 @@ import argparse
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autoparallel.comm.world import mesh_text
+from autoparallel.comm.world import Axes, axes_of, mesh_text
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import Profile
+from autoparallel.plan import Plan
 from autoparallel.planner.presets import PRESETS
 from autoparallel.text import plain_text
 from autoparallel.tools import plan as cli_plan
 from autoparallel.tools.calibration import calibrate, profile_tables
 from autoparallel.tools.parity.task import Task, compile_task, make_task
-from autoparallel.tools.plan import axes_of, plan_of
+from autoparallel.tools.plan import plan_of
 from autoparallel.tools.processes import Job, Process, ProcessError, require_plain_process, run_processes
 from autoparallel.tools.sources import UsageError, call_factory, find_factory
 from autoparallel.tools.verify import verify
@@ -46,15 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    console, errors = Console(), Console(stderr=True)
     try:
-        return int(options.run(options, console))
+        return int(options.run(options))
     except (UsageError, PlanError) as error:
         parser.exit(2, f"autoparallel {options.command}: error: {error}\n")
     except (ProcessError, RuntimeError, ValueError) as error:
-        errors.print(
-            str(error), style="red" if errors.is_terminal else "", markup=False, highlight=False, soft_wrap=True
-        )
+        errors = Console(stderr=True)
+        style = "red" if errors.is_terminal else ""
+        errors.print(str(error), style=style, markup=False, highlight=False, soft_wrap=True)
         return 1
 
 
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "--mesh",
         type=_mesh,
         required=True,
-        help="the mesh axes: dp=2,tp=2, or only sizes (2,2), which are the axes dp, tp, ep",
+        help="the mesh axes: dp=2,tp=2, or only sizes (2,2), the axes dp, tp (of three: pod, dp, tp)",
     )
     common.add_argument("--plan", default="auto", help=f"{', '.join(PRESETS)}, or a plan's .json file (default: auto)")
     common.add_argument("--seed", type=int, default=0, help="seed of the factory and of dropout masks (default: 0)")
@@ -139,21 +140,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _mesh(text: str) -> Any:
-    parts = [part.partition("=") for part in text.split(",")]
+def _mesh(text: str) -> Axes:
+    parts = [part.rpartition("=") for part in text.split(",")]
+    names = [name.strip() for name, _, _ in parts]
     try:
-        if all(equals for _, equals, _ in parts):
-            axes = {name.strip(): int(size) for name, _, size in parts}
-            if len(axes) == len(parts) and all(axes):
-                return axes
-        elif not any(equals for _, equals, _ in parts):
-            return tuple(int(size) for size, _, _ in parts)
+        sizes = [int(size) for _, _, size in parts]
+        if "=" not in text:
+            return axes_of(sizes)
+        if all(names) and len(set(names)) == len(names):
+            return axes_of(dict(zip(names, sizes, strict=True)))
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write dp=2,tp=2 or 2,2")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a mesh of one to three axes, and pp: write dp=2,tp=2 or 2,2")
 
 
-def _open_mesh(text: str) -> Any:
+def _open_mesh(text: str) -> Axes | int:
     """A mesh, or the number of devices of one that the search factors."""
     kind, colon, count = text.partition(":")
     if kind != "auto":
@@ -167,15 +168,13 @@ def _tolerance(text: str) -> float | str:
     return text if text == "auto" else float(text)
 
 
-def _verify(options: argparse.Namespace, console: Console) -> int:
-    require_plain_process(f"autoparallel {options.command}")
-    factory = find_factory(options.factory)
-    plan = plan_of(options.plan)
-    model, inputs, loss_fn = call_factory(factory, options.factory, options.seed)
-    with _busy(console, f"checking {type(model).__name__}"):
+def _verify(options: argparse.Namespace) -> int:
+    model, inputs, loss_fn, plan = _subject(options)
+    console = Console()
+    with _busy(f"checking {type(model).__name__}"):
         report = verify(
             model,
-            options.mesh,
+            dict(options.mesh),
             inputs,
             loss_fn,
             plan=plan,
@@ -190,17 +189,25 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     return 0 if report.ok else 1
 
 
-def _explain(options: argparse.Namespace, console: Console) -> int:
-    require_plain_process(f"autoparallel {options.command}")
-    factory = find_factory(options.factory)
-    plan = plan_of(options.plan)
-    model, inputs, loss_fn = call_factory(factory, options.factory, options.seed)
-    with _busy(console, f"planning {type(model).__name__}"):
-        task = make_task(model, options.mesh, inputs, loss_fn, plan=plan, seed=options.seed)
-        jobs = [Job(f"rank {rank}", "mesh", rank, task.ranks, _explain_on_rank) for rank in range(task.ranks)]
-        texts = run_processes(jobs, task, options.timeout)
+def _explain(options: argparse.Namespace) -> int:
+    model, inputs, loss_fn, plan = _subject(options)
+    with _busy(f"planning {type(model).__name__}"):
+        task = make_task(model, dict(options.mesh), inputs, loss_fn, plan=plan, seed=options.seed)
+        texts = run_processes(_on_mesh(task.ranks, _explain_on_rank), task, options.timeout)
     print(texts[0])
     return 0
+
+
+def _subject(options: argparse.Namespace) -> tuple[nn.Module, Any, Any, str | Plan]:
+    """The model, the inputs and the loss function of the factory, and the plan."""
+    require_plain_process(f"autoparallel {options.command}")
+    factory, plan = find_factory(options.factory), plan_of(options.plan)
+    return *call_factory(factory, options.factory, options.seed), plan
+
+
+def _on_mesh(ranks: int, function: Callable[..., str]) -> list[Job]:
+    """A function on each rank of a mesh."""
+    return [Job(f"rank {rank}", "mesh", rank, ranks, function) for rank in range(ranks)]
 
 
 def _explain_on_rank(process: Process, task: Task) -> str:
@@ -210,17 +217,16 @@ def _explain_on_rank(process: Process, task: Task) -> str:
     return str(module.plan.explain()) if process.rank == 0 else ""
 
 
-def _calibrate(options: argparse.Namespace, console: Console) -> int:
-    axes = axes_of(options.mesh)
+def _calibrate(options: argparse.Namespace) -> int:
+    axes: Axes = options.mesh
     ranks = math.prod(size for _, size in axes)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         text = _measure(axes, options.name, "cuda" if torch.cuda.is_available() else "cpu")
         if not text:
             return 0
     else:
-        with _busy(console, "measuring"):
-            jobs = [Job(f"rank {rank}", "mesh", rank, ranks, _calibrate_on_rank) for rank in range(ranks)]
-            text = run_processes(jobs, (axes, options.name), options.timeout)[0]
+        with _busy("measuring"):
+            text = run_processes(_on_mesh(ranks, _calibrate_on_rank), (axes, options.name), options.timeout)[0]
     profile = Profile.from_json(text)
     profile.save(options.out)
     print(plain_text(f"{profile.name}, on {mesh_text(axes)}:", *profile_tables(profile)))
@@ -242,14 +248,10 @@ def _measure(axes: Sequence[tuple[str, int]], name: str, device: str) -> str:
     return profile.to_json() if mesh.get_rank() == 0 else ""
 
 
-@contextlib.contextmanager
-def _busy(console: Console, text: str) -> Iterator[None]:
+def _busy(text: str) -> contextlib.AbstractContextManager[Any]:
     """A spinner on a terminal."""
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(f"{text} ..."):
-        yield
+    console = Console()
+    return console.status(f"{text} ...") if console.is_terminal else contextlib.nullcontext()
 
 
 __all__ = ["UsageError", "main"]

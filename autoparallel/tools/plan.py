@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from autoparallel.comm.world import PIPELINE_AXIS, Axes, mesh_text
+from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import PROFILES, profile_for
 from autoparallel.plan import Plan
-from autoparallel.planner.draft import call_of, draft_captured
-from autoparallel.planner.meshes import MeshSearch, named, refusal
+from autoparallel.planner.draft import Told, call_of, draft_captured
+from autoparallel.planner.meshes import MeshSearch, refusal
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import EXPERT_AXIS, PRESETS
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.predict.cost import model_flops
-from autoparallel.report.comparison import Entry, Workload, comparison_table
-from autoparallel.report.html import report
-from autoparallel.report.meshes import explain_choice
-from autoparallel.text import operations, plain_text
+from autoparallel.report.comparison import Comparison, Workload, comparison_blocks, report
+from autoparallel.report.meshes import choice_blocks
+from autoparallel.text import plain_text
 from autoparallel.tools.sources import Source, UsageError, from_config, from_factory
-
-NAMES = ("dp", "tp", "ep")
 
 
 def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -> None:
@@ -51,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     where.add_argument(
         "--mesh",
         type=mesh,
-        help="the mesh axes: dp=8,tp=8, pp=4,dp=2,tp=8 for a pipeline, or only sizes (8,8), the axes dp, tp, ep; "
-        "auto:64 as --devices 64",
+        help="the mesh axes: dp=8,tp=8, pp=4,dp=2,tp=8 for a pipeline, or only sizes (8,8), the axes dp, tp (of "
+        "three: pod, dp, tp); auto:64 as --devices 64",
     )
     where.add_argument("--devices", type=int, help="how many devices; the search factors them into mesh axes")
     parser.add_argument(
@@ -89,31 +86,20 @@ def limit(text: str) -> float:
     return value
 
 
-def run(options: argparse.Namespace, console: Console) -> int:
+def run(options: argparse.Namespace) -> int:
     """Plans, prints the comparison, and writes what was asked for."""
-    source, request, call, place = prepare(options)
-    shown = phases(console)
-    with shown(request.origin, "trace"):
+    source, request, call, mesh = prepare(options)
+    with phase(f"{request.origin}: trace"):
         captured = Planner(source.model, request).capture(call)
     choice: MeshChoice | None = None
-    if place.open:
-        with shown("mesh", "search"):
-            search = MeshSearch(request, captured, call, place.devices, refusal=place.refusal)
-            choice = search.choose()
-        request, place = _on(choice.mesh, request, place.refusal)
-    work, entries = compare(source, request, call, _presets(options, request), shown, captured, choice)
-    first = entries[0]
-    if first.draft is None:
-        raise PlanError(first.problem)
-    plan = first.draft.plan
+    if isinstance(mesh, int):
+        with phase("mesh: search"):
+            choice = MeshSearch(request, captured, call, mesh, refusal=_refusal(request)).choose()
+        request = _on(choice.mesh, request)
+    compared = compare(source, request, call, captured, _presets(options, request), choice)
+    plan = compared.plan
     assert isinstance(plan, Plan)
-    name = f"{type(source.model).__name__} on {mesh_text(plan.whole_mesh)}, {request.profile.name}"
-    lines: list[Any] = [f"{name}: {work.count:,} {work.unit} a step, {operations(work.flops)}"]
-    if choice is not None:
-        lines += explain_choice(choice)
-    table = comparison_table(entries, work, request.profile, place.devices)
-    problems = [f"{e.name}: {e.problem}" for e in entries if e.draft is None]
-    print(plain_text(*lines, table, *problems))
+    print(plain_text(f"{compared.title}: {compared.step}", *choice_blocks(choice), *comparison_blocks(compared)))
     if options.explain:
         print(f"\n{plan.explain()}")
     if options.out:
@@ -124,57 +110,36 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if source.call:
             print(f"  {source.call}")
     if options.report:
-        Path(options.report).write_text(report(name, entries, work, request.profile))
+        Path(options.report).write_text(report(compared))
         print(f"wrote {options.report}")
     return 0
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where is planned for.
-
-    Attributes:
-        devices: how many there are.
-        open: whether the search factors them into mesh axes.
-        refusal: why no pipeline can be run.
-    """
-
-    devices: int
-    open: bool = False
-    refusal: str = ""
-
-
-def _on(axes: Axes, request: Request, refused: str) -> tuple[Request, Place]:
-    """The same request on a mesh, of which a pipeline's axis is the request's stages."""
-    inner = tuple(axis for axis in axes if axis[0] != PIPELINE_AXIS) or (("dp", 1),)
-    place = Place(math.prod(size for _, size in axes), refusal=refused)
-    return replace(request, axes=inner, stages=dict(axes).get(PIPELINE_AXIS, 0)), place
-
-
-def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Place]:
-    """The model, what is asked of the planner, the call that is planned for, and where."""
-    devices = options.devices if options.devices is not None else options.mesh
-    is_open = isinstance(devices, int)
-    if is_open and devices < 1:
-        raise UsageError(f"--devices must be positive, got {devices}")
+def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | int]:
+    """The model, what is asked of the planner, the call that is planned for, and the mesh: its axes, or the number of
+    devices that the search factors."""
+    mesh = options.devices if options.devices is not None else options.mesh
     plan = plan_of(options.plan)
-    if is_open and (plan != "auto" or options.pin or options.forbid or options.pins):
-        raise UsageError("a plan, pins and forbidden layouts are about the axes of a mesh: give --mesh with them")
+    if isinstance(mesh, int):
+        if mesh < 1:
+            raise UsageError(f"--devices must be positive, got {mesh}")
+        if plan != "auto" or options.pin or options.forbid or options.pins:
+            raise UsageError("a plan, pins and forbidden layouts are about the axes of a mesh: give --mesh with them")
+    axes: Axes = axes_of(mesh) if isinstance(mesh, int) else mesh
     try:
         profile = profile_for("cuda", options.hardware)
         pins = parse_pins(_table(options.pin), _table(options.forbid))
         request = Request(
-            axes=named((devices,)) if is_open else axes_of(devices),
+            axes=axes,
             profile=profile,
             plan=plan,
             pins=replace(pins, kept=Plan.load(options.pins)) if options.pins else pins,
             memory_limit=limit_in_bytes(options.memory_limit, profile),
             precision=_policy(options.precision),
         )
-        refused = refusal(request.precision, request.outputs, None, set())
-        request, place = _on(request.axes, request, refused)
-        if request.stages and refused:
-            raise UsageError(refused)
+        request = _on(axes, request)
+        if request.stages and _refusal(request):
+            raise UsageError(_refusal(request))
         request.constraints()
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
@@ -183,16 +148,18 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Place]:
     else:
         source = from_factory(options.model, options.batch, options.seq, options.seed, options.real_tensors)
     call = call_of(source.args, source.kwargs, source.loss_fn is not None)
-    return source, replace(request, loss_fn=source.loss_fn), call, replace(place, open=is_open and devices > 1)
+    return source, replace(request, loss_fn=source.loss_fn), call, axes if mesh == 1 else mesh
 
 
-def axes_of(mesh: Any) -> Axes:
-    """The mesh axes by name and size; those of sizes alone are dp, tp, ep."""
-    if isinstance(mesh, Mapping):
-        return tuple(mesh.items())
-    if len(mesh) > len(NAMES):
-        raise UsageError(f"a mesh of {len(mesh)} axes needs names: write --mesh a=2,b=2,...")
-    return tuple(zip(NAMES, mesh, strict=False))
+def _on(mesh: Axes, request: Request) -> Request:
+    """The same request on a mesh, of which a pipeline's axis is the request's stages."""
+    inner = tuple(axis for axis in mesh if axis[0] != PIPELINE_AXIS) or axes_of(1)
+    return replace(request, axes=inner, stages=dict(mesh).get(PIPELINE_AXIS, 0))
+
+
+def _refusal(request: Request) -> str:
+    """Why no pipeline can be run."""
+    return refusal(request.precision, request.outputs, None, set())
 
 
 def plan_of(text: str) -> str | Plan:
@@ -239,72 +206,59 @@ def compare(
     source: Source,
     request: Request,
     call: Call,
-    presets: list[str],
-    phase: Callable[[str, str], Any],
     captured: Captured,
+    presets: list[str],
     choice: MeshChoice | None = None,
-) -> tuple[Workload, list[Entry]]:
-    """The plan that is asked for, first, and the presets beside it; each is searched and predicted.
+) -> Comparison:
+    """The plan that is asked for, and the presets beside it; each is searched and predicted.
 
     Args:
         captured: the model's graph.
         choice: how the mesh was chosen, for the first plan to tell.
     """
-    entries: list[Entry] = []
-    work = workload_of(captured, call)
+    plans: dict[str, tuple[Plan, Prediction]] = {}
+    problems: dict[str, str] = {}
     for name in [request.origin, *presets]:
-        chosen = not entries
+        chosen = not plans
         # Presets are compared as they are: without pins, and without a limit that would change them.
         asked = request if chosen else replace(request, plan=name, pins=Pins(), memory_limit=None)
-        graph = captured.copy()
         try:
-            with _phases(phase, name) as told:
+            with phases(name) as told:
                 planner = Planner(source.model, asked)
-                made = draft_captured(planner, graph, call, told)
-                if not asked.stages:
-                    made = replace(made, plan=made.plan.with_reasons(PlanAgain(planner, call)))
+                made = draft_captured(planner, captured.copy(), call, told)
         except ValueError as error:
-            entries.append(Entry(name, None, str(error)))
+            if chosen:
+                raise PlanError(str(error)) from error
+            problems[name] = str(error)
             continue
-        if chosen:
-            made = replace(made, plan=replace(made.plan, choice=choice or made.plan.choice))
-        entries.append(Entry(name if not chosen else f"{name} (chosen)", made))
-    return work, entries
+        plan = made.plan if asked.stages else made.plan.with_reasons(PlanAgain(planner, call))
+        plan = replace(plan, choice=choice or plan.choice) if chosen else plan
+        plans[f"{name} (chosen)" if chosen else name] = plan, made.prediction
+    return Comparison(type(source.model).__name__, workload_of(captured, call), request.profile, plans, problems)
 
 
 @contextmanager
-def _phases(phase: Callable[[str, str], Any], name: str) -> Iterator[Callable[[str], None]]:
-    """One phase after another."""
-    running: list[Any] = []
+def phases(name: str) -> Iterator[Told]:
+    """One phase after another; each begins when it is told."""
+    running = ExitStack()
 
     def told(what: str) -> None:
-        if running:
-            running.pop().__exit__(None, None, None)
-        running.append(phase(name, what))
-        running[0].__enter__()
+        running.close()
+        running.enter_context(phase(f"{name}: {what}"))
 
     try:
         yield told
     finally:
-        if running:
-            running.pop().__exit__(None, None, None)
+        running.close()
 
 
-def phases(console: Console) -> Callable[[str, str], Any]:
-    """Shows each phase while it runs, where there is a terminal, and how long it took, on the error stream."""
-    errors = Console(stderr=True, highlight=False)
-
-    @contextmanager
-    def phase(name: str, what: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        if errors.is_terminal:
-            with errors.status(f"{name}: {what} ..."):
-                yield
-        else:
-            yield
-        errors.print(f"{name}: {what} {time.perf_counter() - begin:.1f} s", markup=False)
-
-    return phase
+@contextmanager
+def phase(text: str) -> Iterator[None]:
+    """Shows a phase while it runs, where there is a terminal, and how long it took, on the error stream."""
+    errors, begin = Console(stderr=True, highlight=False), time.perf_counter()
+    with errors.status(f"{text} ...") if errors.is_terminal else nullcontext():
+        yield
+    errors.print(f"{text} {time.perf_counter() - begin:.1f} s", markup=False)
 
 
 def workload_of(captured: Captured, call: Call) -> Workload:

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel import operators
+from autoparallel.comm.world import MeshShape
 from autoparallel.plan import Plan
 from autoparallel.tools.parity.comparison import Record, compare, compare_ranks, difference, digest
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import measure, narrowing_casts
-from autoparallel.tools.parity.task import MakeOptimizer, MeshShape, Task, compile_task, make_task, parse_mesh
+from autoparallel.tools.parity.task import MakeOptimizer, Task, compile_task, make_task
 from autoparallel.tools.parity.training import LimitOf, train
 from autoparallel.tools.parity.verification import Deviation, Difference, VerifyReport
 from autoparallel.tools.processes import Job, PlainModelError, Process, require_plain_process, run_processes
@@ -245,4 +246,4 @@ def verify_here(task: Task, tolerance: float | str = "auto", localize: bool = Fa
     return report
 
 
-__all__ = ["Difference", "VerifyReport", "difference", "parse_mesh", "verify", "verify_here"]
+__all__ = ["Difference", "VerifyReport", "difference", "verify", "verify_here"]

@@ -15,9 +15,7 @@ from autoparallel.hardware import CPU, H100
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
-from autoparallel.report.comparison import Entry
-from autoparallel.report.html import report
-from autoparallel.report.pipeline_chart import stage_rows
+from autoparallel.report.comparison import Comparison, report
 from autoparallel.tools.plan import workload_of
 
 
@@ -29,11 +27,14 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.open: list[str] = []
         self.asked: list[str] = []
+        self.rows: list[list[str]] = []
         self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        if tag == "tr":
+            self.rows.append([])
         if tag not in ("meta", "rect", "line", "polyline"):
             self.open.append(tag)
         self.asked += [str(v) for k, v in attrs if k in ("src", "href", "xlink:href", "style") and v]
@@ -44,6 +45,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self.open[-1:] in (["td"], ["th"]):
+            self.rows[-1].append(data)
 
 
 def test_a_report_of_a_plan() -> None:
@@ -58,11 +61,11 @@ def test_a_report_of_a_plan() -> None:
     assert work.flops == 2 * 3 * 8 * (16 * 32 + 32 * 4), "twice the forward for the backward"
     made = draft_captured(planner, captured, call)
     plan = dataclasses.replace(made.plan, unruled={"evil::<script>alert(1)</script>": 2})
-    entries = [Entry("fsdp", dataclasses.replace(made, plan=plan)), Entry("<b>other</b>", None, "does <i>not</i> fit")]
-    text = report("<script>Net</script> & co", entries, work, H100)
+    plans, problems = {"fsdp": (plan, made.prediction)}, {"<b>other</b>": "does <i>not</i> fit"}
+    text = report(Comparison("<script>Net</script> & co", work, H100, plans, problems))
     page = Page(text)
     assert not page.open and page.tags.count("html") == 1 and "svg" in page.tags and "polyline" in page.tags
-    assert "script" not in page.tags and "b" in page.tags and "i" not in page.tags
+    assert "script" not in page.tags and "b" not in page.tags and "i" not in page.tags
     assert not page.asked and "http" not in text
     for said in ("<script>Net</script> & co", "does <i>not</i> fit", "evil::<script>alert(1)</script>", "per use",
                  "all_reduce", "dim 0 over dp+tp", "optimizer states", "aten.linear: ", "a h100 has this"):  # fmt: skip
@@ -83,16 +86,15 @@ def test_a_pipeline_is_shown_over_time_and_stage_by_stage() -> None:
     stays = Border("1/aten.linear#0", 1, 2, 7, 7, False)
     traffic = PipelineTraffic((crossing, stays), (), (Traffic(),) * 2, (Traffic(),) * 2)
     pipeline = PipelinePlan("pp", 2, "zero_bubble_v", 4, ("a", "b", "c"), stages, 1.0, 0.25, traffic)
-    entries = [Entry("auto", dataclasses.replace(made, plan=dataclasses.replace(made.plan, pipeline=pipeline)))]
-    page = Page(report("Net", entries, work, CPU))
+    plan = dataclasses.replace(made.plan, pipeline=pipeline)
+    page = Page(report(Comparison("Net", work, CPU, {"auto": (plan, made.prediction)}, {})))
     assert not page.open and not page.asked and "i" not in page.tags
-    assert (
-        "zero_bubble_v over pp=2 with 4 microbatches; predicted 1.0 s" in page.text and "25% of it waiting" in page.text
-    )
+    assert "Pipeline over pp=2: zero_bubble_v, 4 microbatches, 2 stages per rank; predicted 1.0 s" in page.text
+    assert "25% of it waiting" in page.text
     for stage in range(4):
         for microbatch in range(4):
             for kind in ("forward", "backward, gradients of inputs", "backward, gradients of parameters"):
                 assert f"{kind} of microbatch {microbatch} in stage {stage}: " in page.text
     assert "<i>first</i>.3" in page.text and "last.0" in page.text
-    heads, rows = stage_rows(pipeline)
-    assert [row[heads.index("sends to others in a step")] for row in rows] == ["400 B", "200 B", "0 B", "0 B"]
+    assert ["0", "1", "0/aten.linear#0", "100 B", "50 B", "600 B"] in page.rows, "what crosses, 4 microbatches a step"
+    assert ["1", "2", "1/aten.linear#0", "7 B", "7 B", "the same rank"] in page.rows

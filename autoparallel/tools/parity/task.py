@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch, api
-from autoparallel.comm.world import count_ranks
+from autoparallel.comm.world import MeshShape, axes_of, count_ranks
 from autoparallel.plan import Plan
 from autoparallel.planner.presets import PRESETS
 from autoparallel.runtime.module import ParallelModule
@@ -24,9 +23,7 @@ from autoparallel.runtime.module import ParallelModule
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-MeshShape = int | Sequence[int] | Mapping[str, int]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-AXIS_NAMES = ("dp", "tp", "ep")
 DTYPES = (torch.float64, torch.float32)
 
 
@@ -122,7 +119,7 @@ def make_task(
     batches = _batches(example_inputs, example_kwargs or {})
     if loss_fn is not None and any(not batch.args for batch in batches):
         raise ValueError("with a loss_fn, the last of the example_inputs is the target; there are no positional inputs")
-    axes = parse_mesh(mesh_shape)
+    axes = axes_of(mesh_shape)
     task = Task(
         model, batches, loss_fn, axes, plan, dtype, steps or len(batches), seed, optimizer or sgd, precision
     )  # fmt: skip
@@ -161,24 +158,6 @@ def _copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return copied
 
 
-def parse_mesh(mesh_shape: MeshShape) -> tuple[tuple[str, int], ...]:
-    """The mesh axes by name and size.
-
-    Raises:
-        ValueError: for a mesh that cannot be.
-    """
-    if isinstance(mesh_shape, Mapping):
-        axes = tuple((str(name), operator.index(size)) for name, size in mesh_shape.items())
-    else:
-        sizes = [mesh_shape] if isinstance(mesh_shape, int) else [operator.index(size) for size in mesh_shape]
-        if len(sizes) > len(AXIS_NAMES):
-            raise ValueError(f"a mesh has one to three axes, got {len(sizes)} sizes: {tuple(sizes)}")
-        axes = tuple(zip(AXIS_NAMES, sizes, strict=False))
-    if not 1 <= len(axes) <= 3 or any(size < 1 for _, size in axes):
-        raise ValueError(f"a mesh has one to three axes of at least one rank each, got {mesh_shape!r}")
-    return axes
-
-
 def compile_task(task: Task) -> ParallelModule:
     """The task's model, compiled on a mesh over this process's group."""
     torch.manual_seed(task.seed)
@@ -187,4 +166,4 @@ def compile_task(task: Task) -> ParallelModule:
     return api.compile(task.model, mesh, loss_fn=task.loss_fn, plan=task.plan, precision=task.precision)
 
 
-__all__ = ["Batch", "MakeOptimizer", "MeshShape", "Task", "compile_task", "make_task", "parse_mesh", "sgd"]
+__all__ = ["Batch", "MakeOptimizer", "Task", "compile_task", "make_task", "sgd"]

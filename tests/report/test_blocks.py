@@ -1,0 +1,45 @@
+"""A report's blocks, as plain text and on a page: the same words, and nothing that looks like markup by chance."""
+
+from __future__ import annotations
+
+from autoparallel.report.html import Bars, Curve, page
+from autoparallel.text import Span, Table, Timeline, plain_text, units
+
+TABLE = Table(("what", "bytes"), [("<a>", "1 B"), ("longer", "200 B")], right=["bytes"], chosen=1)
+TIMELINE = Timeline(
+    {"rank 0": [Span(0.0, 1.0, "forward", "<first>", "0", "0"), Span(3.0, 4.0, "backward", "last", "a", "0")]},
+    "0 is a forward",
+)
+
+
+def test_plain_text() -> None:
+    assert plain_text("words [b]as they are[/b]", TABLE).splitlines() == [
+        "words [b]as they are[/b]",
+        "",
+        " what     bytes",
+        " ──────────────",
+        " <a>        1 B",
+        " longer   200 B",
+    ]  # fmt: skip
+    row, key = plain_text(TIMELINE).splitlines()
+    assert row == f"rank 0  {'0' * 25}{'.' * 50}{'a' * 25}"
+    assert key == "0 is a forward, . waiting"
+
+
+def test_what_is_too_wide_is_folded_not_cut() -> None:
+    lines = plain_text(Table(("what", "where"), [("x" * 200, "here")])).splitlines()
+    assert max(map(len, lines)) <= 118 and sum(line.count("x") for line in lines) == 200
+
+
+def test_a_page() -> None:
+    bars = Bars({"auto": {"parameters": 3.0, "nothing": 0.0}, "fsdp": {"parameters": 1.0}}, units)
+    curve = Curve([(0.0, 1.0), (2.0, 4.0)], 8.0, "a device has this")
+    text = page("<title>", {"First": ["a < b", TABLE], "Empty": [], "Charts": [TIMELINE, bars, curve]})
+    assert text.startswith("<!doctype html>") and "<h1>&lt;title&gt;</h1>" in text
+    assert "<h2>First</h2>\n<p>a &lt; b</p>" in text and "Empty" not in text
+    assert "<tr><td>&lt;a&gt;</td><td class=n>1 B</td></tr>" in text
+    assert "<tr class=chosen><td>longer</td><td class=n>200 B</td></tr>" in text
+    assert text.count("<svg") == text.count("</svg>") == 3
+    assert "<title>&lt;first&gt;</title>" in text and "<title>waiting</title>" in text
+    assert "<title>parameters: 3 B</title>" in text and "nothing" not in text
+    assert "polyline" in text and "a device has this" in text
