@@ -70,20 +70,6 @@ def _draw(
     return DISTRIBUTIONS[distribution](numbers, dtype, *parameters).to(dtype)
 
 
-@_draw.register_fake
-def _(
-    size: Sequence[int],
-    distribution: str,
-    parameters: Sequence[float],
-    number: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    shards: str = "",
-) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
-
-
 @torch.library.custom_op("autoparallel::draw_integers", mutates_args=())
 def _draw_integers(
     size: Sequence[int],
@@ -104,28 +90,9 @@ def _draw_integers(
     return bits.to(dtype)
 
 
-@_draw_integers.register_fake
-def _(
-    size: Sequence[int],
-    low: int,
-    last: int,
-    number: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    shards: str = "",
-) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
-
-
 @torch.library.custom_op("autoparallel::draw_permutation", mutates_args=())
 def _draw_permutation(n: int, number: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return Numbers(number, (n,), "", device).bits().argsort(stable=True).to(dtype)
-
-
-@_draw_permutation.register_fake
-def _(n: int, number: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty((n,), dtype=dtype, device=device)
 
 
 @torch.library.custom_op("autoparallel::draw_classes", mutates_args=())
@@ -159,11 +126,6 @@ def _draw_poisson(rate: Tensor, number: int, shards: str = "") -> Tensor:
     return high.to(rate.dtype)
 
 
-@_draw_poisson.register_fake
-def _(rate: Tensor, number: int, shards: str = "") -> Tensor:
-    return torch.empty_like(rate, memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("autoparallel::draw_gamma", mutates_args=())
 def _draw_gamma(shape: Tensor, number: int, shards: str = "") -> Tensor:
     """By rejection (Marsaglia and Tsang 2000); every attempt of every element has numbers of its own."""
@@ -184,11 +146,6 @@ def _draw_gamma(shape: Tensor, number: int, shards: str = "") -> Tensor:
     return (sample * boost).clamp(min=torch.finfo(shape.dtype).tiny).to(shape.dtype)
 
 
-@_draw_gamma.register_fake
-def _(shape: Tensor, number: int, shards: str = "") -> Tensor:
-    return torch.empty_like(shape, memory_format=torch.contiguous_format)
-
-
 def _gamma_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     shape, sample = ctx.saved_tensors
     return grad * torch.ops.aten._standard_gamma_grad.default(shape, sample), None, None
@@ -203,11 +160,6 @@ _draw_gamma.register_autograd(
 def _dropout_mask(x: Tensor, p: float, number: int, shards: str = "") -> Tensor:
     keep = Numbers(number, x.shape, shards, x.device).below(1 - p)
     return keep.to(x.dtype).div_(1 - p) if p < 1 else keep.to(x.dtype)
-
-
-@_dropout_mask.register_fake
-def _(x: Tensor, p: float, number: int, shards: str = "") -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def dropout(x: Tensor, p: float, number: int, shards: str = "") -> Tensor:
@@ -229,9 +181,20 @@ def _traced_dropout(x: Tensor, p: float, number: int) -> Tensor:
     return dropout(x, p, number)
 
 
-@_traced_dropout.register_fake
-def _(x: Tensor, p: float, number: int) -> Tensor:
+def _fake_made(
+    size: int | Sequence[int], *_arguments: Any, dtype: torch.dtype, device: torch.device, shards: str = ""
+) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _fake_alike(x: Tensor, *_arguments: Any, **_options: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+for _operator in (_draw, _draw_integers, _draw_permutation):
+    _operator.register_fake(_fake_made)
+for _operator in (_draw_poisson, _draw_gamma, _dropout_mask, _traced_dropout):
+    _operator.register_fake(_fake_alike)
 
 
 _library = torch.ops.autoparallel
