@@ -87,14 +87,9 @@ def dims_of(node: fx.Node) -> list[int]:
     return [dim % rank for dim in dims if rank]
 
 
-def argument_position(node: fx.Node, name: str) -> int:
-    """The position of an argument in the call's schema."""
-    return [n for n, _ in _parameters(node.target)].index(name)
-
-
 def with_argument(node_args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node, name: str, value: Any) -> Any:
     """``(args, kwargs)`` of the call with one argument replaced, whether it was given by position or by name."""
-    position = argument_position(node, name)
+    position = [parameter for parameter, _ in _parameters(node.target)].index(name)
     if position < len(node_args):
         return (*node_args[:position], value, *node_args[position + 1 :]), kwargs
     return node_args, {**kwargs, name: value}
