@@ -15,13 +15,13 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import batch_dim, require_divisible, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity, is_loss
+from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.bucket_collectives import Bucket, Buckets, bucket_collectives
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
 from autoparallel.passes.hoist_parameter_chains import Chains, ParameterChain, hoist_parameter_chains
 from autoparallel.passes.insert_collectives import insert_collectives
 from autoparallel.passes.mark_gradients import Detached, detach_outputs, mark_backward
-from autoparallel.passes.name_nodes import layer_of
 from autoparallel.passes.pad_vocabulary import pad_vocabulary
 from autoparallel.passes.recompute_layers import Region, Regions, recompute_layers
 from autoparallel.passes.runner import CAPTURED, Fact, Findings, Pass, PassList, Watch, ignore, run_passes

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from autoparallel.graph.layers import layer_of
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.passes.name_nodes import layer_of
 from autoparallel.placements.redistribution import BUCKET_BYTES
 
 

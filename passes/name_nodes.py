@@ -32,13 +32,6 @@ def name_nodes(graph: fx.Graph) -> None:
         node.meta["key"] = key
 
 
-def layer_of(node: fx.Node) -> str | None:
-    """The item of the outermost list or sequence of modules that a node belongs to, such as ``"blocks.3"``."""
-    parts = str(node.meta.get("module", "")).split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else None
-
-
 def _module_of(node: fx.Node) -> str:
     if "module" in node.meta:
         return str(node.meta["module"])
@@ -48,4 +41,4 @@ def _module_of(node: fx.Node) -> str:
     return ""
 
 
-__all__ = ["layer_of", "name_nodes"]
+__all__ = ["name_nodes"]

@@ -23,8 +23,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel import operators
-from autoparallel.passes.leave_out_layers import stretches_of_layers
-from autoparallel.passes.name_nodes import layer_of
+from autoparallel.graph.layers import layer_of, stretches_of_layers
 
 
 class Region(nn.Module):

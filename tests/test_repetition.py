@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.capture import capture as capture_module
 from autoparallel.capture.capture import capture
-from autoparallel.capture.layers import Run
+from autoparallel.capture.layers import Stack
 from autoparallel.graph.captured import Captured, describe_inputs
 
 LAYERS = 7
@@ -64,22 +64,22 @@ def _loss(output: Any, target: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[Run]]:
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[Stack]]:
     """What was found, call by call."""
-    found: list[list[Run]] = []
-    find = capture_module.find_runs
+    found: list[list[Stack]] = []
+    find = capture_module.find_stacks
 
-    def note(*args: Any) -> list[Run]:
+    def note(*args: Any) -> list[Stack]:
         found.append(find(*args))
         return found[-1]
 
-    monkeypatch.setattr(capture_module, "find_runs", note)
+    monkeypatch.setattr(capture_module, "find_stacks", note)
     return found
 
 
 def _whole(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Captured:
     with monkeypatch.context() as patch:
-        patch.setattr(capture_module, "find_runs", lambda *args: [])
+        patch.setattr(capture_module, "find_stacks", lambda *args: [])
         return _capture(model)
 
 
@@ -102,15 +102,21 @@ def _text(captured: Captured) -> list[Any]:
 
 def _require_same(a: Captured, b: Captured) -> None:
     assert _text(a) == _text(b)
+    assert [run.members for run in a.runs] == [run.members for run in b.runs]
     assert list(a.parameters.values()) == list(b.parameters.values())
 
 
-def test_the_graph_is_that_of_the_whole_trace(runs: list[list[Run]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_is_that_of_the_whole_trace(stacks: list[list[Stack]], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Model(Block)
     captured = _capture(model)
-    assert runs == [[Run("model.blocks", 1, LAYERS - 1)]]
+    assert stacks == [[Stack("model.blocks", 1, LAYERS - 1)]]
     assert len(captured.parameters) == 4 * LAYERS + 2
+    (run,) = captured.runs  # the first layer reads the input
+    assert run.members == tuple(f"blocks.{i}" for i in range(1, LAYERS))
+    assert [captured.parameters[name] for name in run.own[-1]] == [
+        f"blocks.6.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")
+    ]
     _require_same(captured, _whole(model, monkeypatch))
 
 
@@ -131,11 +137,11 @@ def test_what_is_not_alike_is_traced(
     make: Callable[[int], nn.Module],
     ends: Callable[[list[Tensor]], Any],
     first: int | None,
-    runs: list[list[Run]],
+    stacks: list[list[Stack]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
     model = Model(make, ends)
     captured = _capture(model)
-    assert runs == ([[]] if first is None else [[Run("model.blocks", first, LAYERS - first)]])
+    assert stacks == ([[]] if first is None else [[Stack("model.blocks", first, LAYERS - first)]])
     _require_same(captured, _whole(model, monkeypatch))

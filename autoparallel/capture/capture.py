@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel._torch import make_fake_mode
 from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
-from autoparallel.capture.layers import NotAlike, Run, find_runs, leave_out
+from autoparallel.capture.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.passes import describing_passes, filling_passes, resolving_passes, tracing_passes
 from autoparallel.capture.recorder import IN_THE_MODEL, LOSS, Recorder, StateChangedError
@@ -38,6 +38,7 @@ from autoparallel.capture.tracing import Trace, everything_seen
 from autoparallel.capture.training import Found, Training
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
 from autoparallel.graph.hooks import require_full_hooks
+from autoparallel.graph.layers import find_runs
 from autoparallel.graph.lines import first_line, line_of
 from autoparallel.graph.plain_tensors import (
     REPLACED,
@@ -155,9 +156,9 @@ def capture(
         wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 
-    def trace(runs: list[Run]) -> Captured:
+    def trace(stacks: list[Stack]) -> Captured:
         wrapper = make()
-        leave_out(wrapper, runs)
+        leave_out(wrapper, stacks)
         calls = _calls_of(wrapper)
         program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
         run_passes(resolving_passes(calls), program.graph_module)
@@ -168,8 +169,8 @@ def capture(
         captured.state = wrapper.recorder.state()
         captured.draws = draws
         captured.rebound = frozenset(owners[name] for name in wrapper.recorder.rebound)
-        if runs:
-            run_passes(filling_passes(runs, captured), captured.module)
+        if stacks:
+            run_passes(filling_passes(stacks, captured), captured.module)
         return captured
 
     def run(wrapper: nn.Module) -> Any:
@@ -185,12 +186,12 @@ def capture(
         with mode:
             whole = make()
             try:
-                runs, failed = _rehearse(whole, make, run, reads)
+                stacks, failed = _rehearse(whole, make, run, reads)
             except StateChangedError as error:
                 raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn), packages), run) from None
         with reads if failed else nullcontext():
             try:
-                captured = trace(runs)
+                captured = trace(stacks)
             except NotAlike:
                 captured = trace([])
         captured.state.merge(whole.recorder.state())
@@ -201,24 +202,25 @@ def capture(
         reads.forget_cached()
         for recorder in recorders:
             recorder.close()
+    captured.runs = find_runs(captured.graph)
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
     return captured
 
 
 def _rehearse(
     whole: Training, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], reads: GlobalsRead
-) -> tuple[list[Run], bool]:
-    """Runs the whole model once, without a trace, to see what it reads of Python: the runs of layers that need not be
+) -> tuple[list[Stack], bool]:
+    """Runs the whole model once, without a trace, to see what it reads of Python: the stacks of layers that need not be
     traced, and whether it failed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            runs = find_runs(whole, make, run, reads)
+            stacks = find_stacks(whole, make, run, reads)
     except CaptureError:
         raise
     except Exception:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
         return [], True
-    return ([] if whole.found.attributes else runs), False
+    return ([] if whole.found.attributes else stacks), False
 
 
 def _with_line(

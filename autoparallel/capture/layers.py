@@ -4,11 +4,11 @@ Tracing a layer takes a third of a second, running it on fake tensors a few mill
 fake tensors and every operator written down; where this record shows the same layer again and again, only the first of
 them are traced, and the graph is filled up with copies.
 
-[Note: when that is sound] Of a ``ModuleList``, the layers in a row whose records are equal are a run: the same
+[Note: when that is sound] Of a ``ModuleList``, the layers in a row whose records are equal are a stack: the same
 operators, the same constants, the same shapes, reading the same places of the layer before, the same values of what
 came before all layers, and their own parameters under the same names, of the same kind.  The model without the inner
-layers of its runs is run and recorded, too, and must say the same everywhere else.  After tracing, the graph's last two
-layers of a run must again be equal, node by node, and what follows may read the last one alone.  Where anything
+layers of its stacks is run and recorded, too, and must say the same everywhere else.  After tracing, the graph's last
+two layers of a stack must again be equal, node by node, and what follows may read the last one alone.  Where anything
 differs, the whole model is traced.
 """
 
@@ -24,12 +24,14 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_KEPT = 2  # layers of a run that are traced
+from autoparallel.graph.layers import Kinds, compare
+
+_KEPT = 2  # layers of a stack that are traced
 _LEAST_SAVED = 3  # layers that are not traced; for fewer it does not pay
 
 
 @dataclass(frozen=True)
-class Run:
+class Stack:
     """Layers of one ``ModuleList`` that are alike.
 
     Attributes:
@@ -52,10 +54,10 @@ class Run:
         return range(self.template + 1, self.first + self.count)
 
 
-def find_runs(
+def find_stacks(
     model: nn.Module, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], watch: AbstractContextManager[Any]
-) -> list[Run]:
-    """The runs of layers that need not be traced (see [Note: when that is sound]); the model runs in any case.
+) -> list[Stack]:
+    """The stacks of layers that need not be traced (see [Note: when that is sound]); the model runs in any case.
 
     Args:
         model: a copy of the model, its tensors fake.
@@ -68,23 +70,23 @@ def find_runs(
             run(model)
         return []
     whole = _Record(model, run, watch)
-    runs = whole.runs()
-    if not runs:
+    stacks = whole.alike()
+    if not stacks:
         return []
     part = make()
-    leave_out(part, runs)
+    leave_out(part, stacks)
     try:
         short = _Record(part, run)
     except Exception:  # noqa: BLE001 - a model that needs all its layers is traced with all of them
         return []
-    return runs if whole.without(runs) == short.without([]) else []
+    return stacks if whole.without(stacks) == short.without([]) else []
 
 
-def leave_out(model: nn.Module, runs: list[Run]) -> None:
+def leave_out(model: nn.Module, stacks: list[Stack]) -> None:
     """Removes the layers that are not traced from a copy of the model; the others keep their names."""
-    for run in runs:
-        layers = model.get_submodule(run.path)
-        for i in run.left_out():
+    for stack in stacks:
+        layers = model.get_submodule(stack.path)
+        for i in stack.left_out():
             del layers._modules[str(i)]
 
 
@@ -244,9 +246,9 @@ class _Record:
             found.setdefault((path, name), []).append(self._line(i))
         return found
 
-    def runs(self) -> list[Run]:
+    def alike(self) -> list[Stack]:
         """The equal layers at the end of each list, where leaving some out pays."""
-        found: list[Run] = []
+        found: list[Stack] = []
         if not self.regular:
             return found
         segments = self._segments()
@@ -264,16 +266,16 @@ class _Record:
                 first -= 1
             count = len(names) - first
             if count - _KEPT >= _LEAST_SAVED:
-                found.append(Run(path, first, count))
+                found.append(Stack(path, first, count))
         return found
 
     def _kind(self, prefix: str) -> Hashable:
         """The parameters and buffers of a layer."""
         return tuple(sorted((n.removeprefix(prefix), k) for n, k in self.kinds.items() if n.startswith(f"{prefix}.")))
 
-    def without(self, runs: list[Run]) -> Hashable:
+    def without(self, stacks: list[Stack]) -> Hashable:
         """The record without the layers that are left out; what comes after them reads the last one that is left."""
-        gone = {(run.path, str(i)) for run in runs for i in run.left_out()}
+        gone = {(stack.path, str(i)) for stack in stacks for i in stack.left_out()}
         segments = {key: tuple(lines) for key, lines in self._segments().items() if key not in gone}
         results = tuple([self._place(r, "", "") if not isinstance(r, str) else r for r in self.results])
         return tuple(segments.items()), results, self.result_spec
@@ -289,11 +291,11 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class NotAlike(Exception):
-    """The traced layers of a run are not copies of each other."""
+    """The traced layers of a stack are not copies of each other."""
 
 
-def fill_up(graph: fx.Graph, run: Run, parameters: dict[str, str], buffers: dict[str, str]) -> None:
-    """Inserts the layers that were not traced, as copies of the last traced one of their run.
+def fill_up(graph: fx.Graph, stack: Stack, parameters: dict[str, str], buffers: dict[str, str]) -> None:
+    """Inserts the layers that were not traced, as copies of the last traced one of their stack.
 
     Args:
         parameters, buffers: placeholder name to name in the model; those of the copies are added.
@@ -303,26 +305,28 @@ def fill_up(graph: fx.Graph, run: Run, parameters: dict[str, str], buffers: dict
     """
     names = {**parameters, **buffers}
     owned = {node: names[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in names}
-    first, second = _stretches(graph, run)
-    carried = _compare(first, second, owned, run)
-    old = f"{run.path}.{run.template}."
+    first, second = _stretches(graph, stack)
+    alike = compare(first, second, Kinds())
+    old, older = f"{stack.path}.{stack.template}.", f"{stack.path}.{stack.template - 1}."
+    if alike is None or any(owned.get(x) != older + owned.get(y, "").removeprefix(old) for y, x in alike.own.items()):
+        raise NotAlike(f"two layers of {stack.path} differ")
     held = [node for node, name in owned.items() if name.startswith(old)]
     inside = set(second)
     before, point, place = second, second[-1], held[-1] if held else None
-    for i in run.left_out():
-        copies = {node: before[offset] for node, offset in carried.items()}
+    for i in stack.left_out():
+        copies = {node: before[offset] for node, offset in alike.carried.items()}
         for node in held:
             with graph.inserting_after(place):
-                copy = graph.placeholder(_renamed(str(node.target), run, i))
+                copy = graph.placeholder(_renamed(str(node.target), stack, i))
             copy.meta = {**node.meta, "key": f"/{copy.name}#0"}
             table = parameters if node.name in parameters else buffers
-            table[copy.name] = f"{run.path}.{i}.{owned[node].removeprefix(old)}"
+            table[copy.name] = f"{stack.path}.{i}.{owned[node].removeprefix(old)}"
             copies[node], place = copy, copy
         for node in second:
             with graph.inserting_after(point):
                 copy = graph.node_copy(node, lambda n, copies=copies: copies.get(n, n))  # type: ignore[misc]
-            copy.meta = {**node.meta, "module": _moved(node.meta["module"], run, i)}
-            copy.meta["key"] = _moved(node.meta["key"], run, i)
+            copy.meta = {**node.meta, "module": _moved(node.meta["module"], stack, i)}
+            copy.meta["key"] = _moved(node.meta["key"], stack, i)
             copies[node], point = copy, copy
         before = [copies[node] for node in second]
         inside.update(before)
@@ -334,85 +338,28 @@ def fill_up(graph: fx.Graph, run: Run, parameters: dict[str, str], buffers: dict
         table.update(ordered)
 
 
-def _stretches(graph: fx.Graph, run: Run) -> tuple[list[fx.Node], list[fx.Node]]:
+def _stretches(graph: fx.Graph, stack: Stack) -> tuple[list[fx.Node], list[fx.Node]]:
     """The calls of the last two traced layers, which must be whole stretches of the graph, one after the other."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     places = [
-        [i for i, node in enumerate(calls) if _is_in(node, f"{run.path}.{layer}")]
-        for layer in (run.template - 1, run.template)
+        [i for i, node in enumerate(calls) if _is_in(node, f"{stack.path}.{layer}")]
+        for layer in (stack.template - 1, stack.template)
     ]
-    for place in places:
-        if not place or place != list(range(place[0], place[0] + len(place))):
-            raise NotAlike(f"the calls of a layer of {run.path} do not stand together")
-    if places[0][-1] + 1 != places[1][0] or len(places[0]) != len(places[1]):
-        raise NotAlike(f"two layers of {run.path} do not follow each other")
+    if not all(places) or [*places[0], *places[1]] != list(range(places[0][0], places[1][-1] + 1)):
+        raise NotAlike(f"the calls of two layers of {stack.path} do not follow each other")
     return [calls[i] for i in places[0]], [calls[i] for i in places[1]]
 
 
 def _is_in(node: fx.Node, path: str) -> bool:
-    return str(node.meta.get("module", "")) == path or str(node.meta.get("module", "")).startswith(f"{path}.")
+    return f"{node.meta.get('module', '')}.".startswith(f"{path}.")
 
 
-def _compare(first: list[fx.Node], second: list[fx.Node], owned: dict[fx.Node, str], run: Run) -> dict[fx.Node, int]:
-    """Of the first layer's nodes, those that the second reads, with their place; a copy reads its predecessor's there.
-
-    Raises:
-        NotAlike: where the two layers differ.
-    """
-    here = {node: i for i, node in enumerate(second)}
-    there = {node: i for i, node in enumerate(first)}
-    own, its = f"{run.path}.{run.template}.", f"{run.path}.{run.template - 1}."
-    carried: dict[fx.Node, int] = {}
-    entered: dict[fx.Node, fx.Node] = {}
-    for a, b in zip(first, second, strict=True):
-        what_a, reads_a = _split(a)
-        what_b, reads_b = _split(b)
-        if what_a != what_b or len(reads_a) != len(reads_b):
-            raise NotAlike(f"{a} and {b} differ")
-        for x, y in zip(reads_a, reads_b, strict=True):
-            if y in here:
-                same = there.get(x) == here[y]
-            elif y in there:  # what the layer before hands on
-                same = x not in there and _kind(x) == _kind(y) and entered.setdefault(y, x) is x
-                carried[y] = there[y]
-            elif owned.get(y, "").startswith(own):
-                name = owned.get(x, "")
-                same = name == its + owned[y].removeprefix(own) and _kind(x) == _kind(y)
-            else:
-                same = x is y
-            if not same:
-                raise NotAlike(f"{a} reads {x} where {b} reads {y}")
-    return carried
-
-
-def _split(node: fx.Node) -> tuple[Hashable, list[fx.Node]]:
-    """A call without what it reads, and what it reads."""
-    reads: list[fx.Node] = []
-
-    def note(n: fx.Node) -> str:
-        reads.append(n)
-        return "_"
-
-    arguments = fx.map_arg((node.args, node.kwargs), note)
-    return (node.target, repr(arguments), _kind(node), node.meta["key"].rpartition("/")[2]), reads
-
-
-def _kind(node: fx.Node) -> Hashable:
-    """What passes have found out about a node, but for its name."""
-    values = [
-        (tuple(map(str, v.shape)), v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else str(v)
-        for v in pytree.tree_leaves(node.meta.get("val"))
-    ]
-    flags = [(k, str(node.meta.get(k))) for k in ("differentiable", "backward")]
-    return tuple(values), tuple(flags), tuple(sorted(map(str, node.meta.get("batch_factors", ()))))
-
-
-def _moved(text: str, run: Run, layer: int) -> str:
+def _moved(text: str, stack: Stack, layer: int) -> str:
     """A module path or key of the template, as that of another layer."""
-    old = f"{run.path}.{run.template}"
-    return f"{run.path}.{layer}{text.removeprefix(old)}"
+    old = f"{stack.path}.{stack.template}"
+    return f"{stack.path}.{layer}{text.removeprefix(old)}"
 
 
-def _renamed(target: str, run: Run, layer: int) -> str:
-    path = run.path.replace(".", "_")
-    return target.replace(f"{path}_{run.template}_", f"{path}_{layer}_", 1)
+def _renamed(target: str, stack: Stack, layer: int) -> str:
+    path = stack.path.replace(".", "_")
+    return target.replace(f"{path}_{stack.template}_", f"{path}_{layer}_", 1)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.capture.layers import Run, fill_up
+from autoparallel.capture.layers import Stack, fill_up
 from autoparallel.capture.outputs import Objective
 from autoparallel.capture.tracing import Trace
 from autoparallel.graph.captured import Captured
@@ -134,14 +134,14 @@ def describing_passes(
     )
 
 
-def filling_passes(runs: Sequence[Run], captured: Captured) -> PassList:
+def filling_passes(stacks: Sequence[Stack], captured: Captured) -> PassList:
     """The layers that were not traced take their places; ``captured`` learns their parameters and buffers."""
 
-    def fill(run: Run, module: fx.GraphModule, findings: Any) -> None:
-        fill_up(module.graph, run, captured.parameters, captured.buffers)
+    def fill(stack: Stack, module: fx.GraphModule, findings: Any) -> None:
+        fill_up(module.graph, stack, captured.parameters, captured.buffers)
 
-    inner = [replace(run, path=run.path.removeprefix("model.")) for run in runs]
-    passes = [Pass("fill_up", partial(fill, run), requires=CAPTURED) for run in inner]
+    inner = [replace(stack, path=stack.path.removeprefix("model.")) for stack in stacks]
+    passes = [Pass("fill_up", partial(fill, stack), requires=CAPTURED) for stack in inner]
     return PassList(passes, given=CAPTURED, promised=CAPTURED)
 
 

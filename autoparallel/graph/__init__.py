@@ -2,6 +2,7 @@
 
 - ``captured``: what is captured of a model: its graph, and the inputs that it is for.
 - ``calls``: one call of the model, its sizes and its microbatches; ``sizes`` are those of tensors in it.
+- ``layers``: the layers of a graph, and the runs of those that are alike.
 - ``fingerprint``: the digest of a graph.
 - ``hooks``: the hooks that a call runs.
 - ``python_state``: the values of Python's that a trace has read, compared at every call.

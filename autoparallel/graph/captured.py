@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autoparallel.graph.layers import Run
 from autoparallel.graph.python_state import PythonState
 
 
@@ -66,6 +67,7 @@ class Captured:
         attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
         state: the values of Python's that the trace has read.
         draws: how many times a call draws random numbers.
+        runs: the layers that are alike; passes that rewrite the graph before it is planned leave their nodes' names.
     """
 
     module: fx.GraphModule
@@ -86,6 +88,7 @@ class Captured:
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)
     state: PythonState = field(default_factory=PythonState)
     draws: int = 0
+    runs: tuple[Run, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

@@ -26,10 +26,10 @@ from torch import fx
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan, StageCost
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
-from autoparallel.passes.name_nodes import layer_of
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import (
     BACKWARD,

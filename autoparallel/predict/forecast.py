@@ -15,8 +15,8 @@ from torch import fx, nn
 
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
-from autoparallel.passes.leave_out_layers import find_alike, leave_out_layers, signature
-from autoparallel.passes.name_nodes import layer_of
+from autoparallel.graph.layers import layer_of
+from autoparallel.passes.leave_out_layers import leave_out_layers
 from autoparallel.plan import Plan
 
 Predict = Callable[[Captured, Plan], Prediction]
@@ -56,25 +56,34 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
         parameter = plan.parameters.get(name) if node.op == "placeholder" else None
         return plan.operators.get(key), plan.shared.get(key), parameter, layer_of(node) in plan.recompute
 
-    runs = find_alike(captured.graph, decided)
-    in_runs = sum(map(len, runs))
+    nodes = {node.name: node for node in captured.graph.nodes}
+    runs = [part for run in captured.runs for part in run.parts(lambda name: decided(nodes[name]))]
+    layers = sum(len(run.members) for run in runs)
     # One model with a layer of each run, and for each run one with a layer more.
-    if (len(runs) + 1) * len(runs) + len(runs) >= in_runs:
+    if (len(runs) + 1) * len(runs) + len(runs) >= layers:
         return Forecast.of(predict(captured.copy(), plan))
+    # A node of a layer is known by its place in the layer, which all layers of a run share.
+    places: dict[str, Hashable] = {
+        name: (number, place)
+        for number, run in enumerate(captured.runs)
+        for member in range(len(run.members))
+        for place, name in enumerate(run.nodes(member))
+    }
 
     def shortened(kept: Sequence[int]) -> Forecast:
         graph = leave_out_layers(captured.graph, runs, kept)
         left = {node.name for node in graph.nodes if node.op == "placeholder"}
-        layers = {layer_of(node) for node in graph.nodes}
+        left_layers = {layer_of(node) for node in graph.nodes}
         short = replace(
             captured,
             module=fx.GraphModule(nn.Module(), graph),
             parameters={node: name for node, name in captured.parameters.items() if node in left},
             buffers={node: name for node, name in captured.buffers.items() if node in left},
             constants={node: value for node, value in captured.constants.items() if node in left},
+            runs=(),
         )
-        recompute = tuple(layer for layer in plan.recompute if layer in layers)
-        key = signature(graph, decided)
+        recompute = tuple(layer for layer in plan.recompute if layer in left_layers)
+        key = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
         if key not in known:
             known[key] = Forecast.of(predict(short, replace(plan, recompute=recompute)))
         return known[key]
@@ -83,8 +92,8 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
     seconds, memory = least.seconds, least.memory
     for i, run in enumerate(runs):
         more = shortened([1 + (i == j) for j in range(len(runs))])
-        seconds += (len(run) - 1) * (more.seconds - least.seconds)
-        memory += (len(run) - 1) * (more.memory - least.memory)
+        seconds += (len(run.members) - 1) * (more.seconds - least.seconds)
+        memory += (len(run.members) - 1) * (more.memory - least.memory)
     return Forecast(seconds, memory, False)
 
 

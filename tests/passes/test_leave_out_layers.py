@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
-from autoparallel.passes.leave_out_layers import find_alike, leave_out_layers
+from autoparallel.graph.layers import Run, find_runs
+from autoparallel.passes.leave_out_layers import leave_out_layers
 from autoparallel.passes.name_nodes import name_nodes
 
 aten = torch.ops.aten
@@ -39,10 +40,16 @@ def _lines(graph: fx.Graph) -> list[str]:
     return [line.strip().partition(";")[0] for line in code.splitlines() if " = " in line or "return" in line]
 
 
+def _members(runs: Sequence[Run]) -> list[list[str]]:
+    return [list(run.members) for run in runs]
+
+
 def test_before_and_after() -> None:
     graph = _graph(_last)
-    runs = find_alike(graph, lambda node: None)
-    assert runs == [["layers.1", "layers.2", "layers.3"]]  # the first reads something else
+    runs = find_runs(graph)
+    assert _members(runs) == [["layers.1", "layers.2", "layers.3"]]  # the first reads something else
+    assert runs[0].own == (("w1",), ("w2",), ("w3",))
+    assert runs[0].calls[1] == ("mm_default_2", "tanh_default_2")
     before = _lines(graph)
     short = leave_out_layers(graph, runs, [1])
     assert _lines(short) == [
@@ -61,13 +68,14 @@ def test_before_and_after() -> None:
 def test_layers_about_which_something_else_is_decided_are_not_alike() -> None:
     graph = _graph(_last, layers=6)
     other = {"layers.3/aten.mm#0", "layers.4/aten.mm#0"}
-    runs = find_alike(graph, lambda node: node.meta["key"] in other)
-    assert runs == [["layers.1", "layers.2"], ["layers.3", "layers.4"]]
-    assert find_alike(graph, lambda node: node.name == "w4") == [["layers.1", "layers.2", "layers.3"]]
+    keys = {node.name: node.meta["key"] for node in graph.nodes}
+    (run,) = find_runs(graph)
+    assert _members(run.parts(lambda name: keys[name] in other)) == [["layers.1", "layers.2"], ["layers.3", "layers.4"]]
+    assert _members(run.parts(lambda name: name == "w4")) == [["layers.1", "layers.2", "layers.3"]]
 
 
 def test_layers_that_others_read_are_not_left_out() -> None:
     def skip(graph: fx.Graph, made: list[fx.Node]) -> fx.Node:
         return graph.call_function(aten.add.Tensor, (made[1], made[-1]))
 
-    assert find_alike(_graph(skip, layers=5), lambda node: None) == [["layers.2", "layers.3", "layers.4"]]
+    assert _members(find_runs(_graph(skip, layers=5))) == [["layers.2", "layers.3", "layers.4"]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,8 +212,7 @@ class LayeredNetwork:
         counts = np.array(sizes, dtype=np.intp)
         place = np.full(len(sizes), -1, dtype=np.intp)
         place[self._free] = np.arange(len(self._free))
-        tables: list[Array] = []
-        places: list[Scopes] = []
+        tables: dict[Hashable, tuple[Array, list[Scopes]]] = {}
         costs, constants = 0, [0.0 for _ in sums]
         for number, factors in enumerate(sums):
             for table, scopes in factors.everywhere():
@@ -230,11 +230,13 @@ class LayeredNetwork:
                     order = np.argsort(scopes[0])
                     ranked = scopes[:, order]
                     ascending = (ranked[:, 1:] > ranked[:, :-1]).all(axis=1)
-                    tables.append(_squeezed(cost, [axes[i] for i in order]))
-                    places.append(ranked[ascending])
+                    squeezed = _squeezed(cost, [axes[i] for i in order])
+                    key = number, squeezed.shape, hashlib.blake2b(squeezed).digest()  # equal tables are one
+                    tables.setdefault(key, (squeezed, []))[1].append(ranked[ascending])
                     scopes = scopes[~ascending]
             costs = costs if number else len(tables)
-        return Terms(tables, places), costs, constants
+        different = [table for table, _ in tables.values()]
+        return Terms(different, [np.concatenate(places) for _, places in tables.values()]), costs, constants
 
 
 def _as_it_is(table: Array) -> Array:
