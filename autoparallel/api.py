@@ -78,7 +78,8 @@ def compile(
             kept that the model still has, while the rest is searched again.
         forbid: the same for how they must not lie.
         hardware: what the plan is made for: "a100", "h100", "h200", "b200", "cpu", a profile, or the file of one that
-            ``python -m autoparallel calibrate`` wrote. None: "h100" on GPUs, "cpu" on CPUs.
+            ``python -m autoparallel calibrate`` wrote. None: "cpu" on CPUs, and on GPUs what
+            torch calls them; one that is not known is planned for as an "h100", and a warning says so.
         memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations; at most 1, a
             part of the device's memory.
         outputs: "gather" returns outputs whole, "sharded" as they are made; all of them can be differentiated. "auto"

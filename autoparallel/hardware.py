@@ -7,23 +7,31 @@ measured and saved as JSON.
 its kind and on how its ranks lie over nodes: ranks fill the nodes in order, so the last axes of a mesh lie inside nodes
 first.  A group inside a node uses the node's links.  A group across nodes uses the network, one adapter for each of its
 ranks in a node (an all-to-all cannot share adapters: what a rank sends leaves by its own).  A ring's latency grows with
-the number of its ranks, a tree's (an all-reduce) with the logarithm.  What has been measured is used as measured.
+the number of its ranks, a tree's (an all-reduce) with the logarithm.  What has been measured is used as measured, but
+that the bytes of a gather or a reduce-scatter never take longer than those of an all-reduce in its place, which sends
+twice as many: where a measurement says so, a whole would be reduced for the sake of noise.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autoparallel.placements import COLLECTIVES, sent_bytes
 
 FORMAT = 1
+
+_LOGGER = logging.getLogger("autoparallel")
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,9 @@ class Profile:
             key = (tuple(axis_sizes), kind, tuple(axes))
             if key not in self._known:
                 self._known[key] = self._link(*key)
+                if kind in ("all_gather", "reduce_scatter"):
+                    latency, bandwidth = self._known[key]
+                    self._known[key] = latency, max(bandwidth, self._link(key[0], "all_reduce", key[2])[1] / 2)
             latency, bandwidth = self._known[key]
             return latency + sent_bytes(kind, full_bytes, math.prod(axis_sizes[a] for a in axes)) / bandwidth
         if kind == "nothing":
@@ -252,11 +263,9 @@ B200 = _node("b200", (2250, 75, 37), 180e9, 8.0e12, 9.0e11, 5.0e10, 0.55)
 PROFILES = {profile.name: profile for profile in (A100, H100, H200, B200, CPU)}
 """By the name that ``hardware=`` and ``--hardware`` take."""
 
-_BY_DEVICE = {"cpu": CPU, "cuda": H100}
-
 
 def profile_for(device_type: str, hardware: str | Path | Profile | None = None) -> Profile:
-    """The profile that is asked for: itself, by name, or from a file; else one for the mesh's kind of device.
+    """The profile that is asked for: itself, by name, or from a file; else that of the mesh's devices.
 
     Raises:
         ValueError: for a name that is no profile and no file.
@@ -264,7 +273,7 @@ def profile_for(device_type: str, hardware: str | Path | Profile | None = None) 
     if isinstance(hardware, Profile):
         return hardware
     if hardware is None:
-        return _BY_DEVICE.get(device_type, H100)
+        return CPU if device_type == "cpu" else profile_of_device(device_type, _device_name(device_type))
     if isinstance(hardware, str) and hardware in PROFILES:
         return PROFILES[hardware]
     if Path(hardware).is_file():
@@ -273,3 +282,33 @@ def profile_for(device_type: str, hardware: str | Path | Profile | None = None) 
         f"unknown hardware {str(hardware)!r}: expected one of {', '.join(PROFILES)}, or a file that "
         "'python -m autoparallel calibrate' wrote"
     )
+
+
+def profile_of_device(device_type: str, name: str) -> Profile:
+    """The profile of a device that torch calls by this name: "NVIDIA A100-SXM4-80GB" is an "a100".
+
+    A device that is not known is planned for as an H100, which a warning and the profile's name say.
+    """
+    words = re.findall("[a-z0-9]+", name.lower())
+    for profile in PROFILES.values():
+        if profile.name in words:
+            return profile
+    return _assumed(name or device_type)
+
+
+@cache
+def _assumed(device: str) -> Profile:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        _LOGGER.warning(
+            "no hardware profile is known for %s: it is planned for as an h100. Pass hardware=..., with the file of a "
+            "profile that 'python -m autoparallel calibrate' measured",
+            device,
+        )
+    return replace(H100, name=f"{H100.name}, assumed for {device}")
+
+
+def _device_name(device_type: str) -> str:
+    """What torch calls the devices of this kind; empty where it does not tell."""
+    module = getattr(torch, device_type, None)
+    names = getattr(module, "get_device_name", None)
+    return str(names()) if names is not None and module is not None and module.is_available() else ""

@@ -172,19 +172,6 @@ class Redistributor:
             here = nxt
         return steps
 
-    def _seconds(self, what: str, axes: tuple[int, ...], size: int) -> float:
-        """The price of an action; the bytes of a gather or a reduce-scatter cost no more than an all-reduce's.
-
-        An all-reduce in their place moves twice the bytes, whatever a profile measured of their bandwidths, so it must
-        never be the cheaper way; latencies may still decide.
-        """
-        seconds = self.step_seconds(what, axes, size)
-        if what not in ("all_gather", "reduce_scatter"):
-            return seconds
-        latency = self.step_seconds(what, axes, 0)
-        whole = self.step_seconds("all_reduce", axes, size) - self.step_seconds("all_reduce", axes, 0)
-        return latency + min(seconds - latency, whole)
-
     def _build(
         self, shape: tuple[int, ...], itemsize: int, differentiable: bool, backward: bool, uneven: bool
     ) -> LayoutTable:
@@ -217,7 +204,7 @@ class Redistributor:
             for kind, group, size in unique.tolist():
                 if (kind, group, size) not in known:
                     what, axes = _KINDS[kind], steps.groups[group]
-                    seconds = self._seconds(what, axes, size)
+                    seconds = self.step_seconds(what, axes, size)
                     if bucketed and what in COLLECTIVES and size < BUCKET_BYTES:
                         seconds -= (1 - size / BUCKET_BYTES) * self.step_seconds(what, axes, 0)
                     known[kind, group, size] = seconds

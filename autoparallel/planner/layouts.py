@@ -10,9 +10,7 @@ large, HiGHS is asked (``solve.integer_program``) if its program is small enough
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from autoparallel.decisions.decisions import Estimate
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
@@ -20,6 +18,7 @@ from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.axis_pairs import minimise_by_pairs
+from autoparallel.planner.infeasible import explain_conflict, explain_limit
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.solve.budget import minimise_with_budget
 from autoparallel.planner.solve.elimination import Infeasible, TooWide
@@ -27,7 +26,7 @@ from autoparallel.planner.solve.factors import Factors, evaluate
 from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.integer_program import solve_if_small
 from autoparallel.planner.solve.layered import minimise
-from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.space import NoOption, SearchSpace
 
 
 def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None, room: float = 0.0) -> Plan:
@@ -43,8 +42,11 @@ def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None,
     Raises:
         PlanError: when no plan satisfies the constraints or the limit.
     """
-    problem = space.build()
-    choices, bound = _solve(space, problem, origin, memory_limit, room)
+    try:
+        problem = space.build()
+    except NoOption as error:
+        raise PlanError(explain_conflict(space, error.node)) from error
+    choices, bound = _solve(space, problem, memory_limit, room)
     operators, shared, parameters = {}, {}, {}
     texts: dict[int, tuple[str, ...]] = {}  # of options, by id
     for node, variable in problem.variables.items():
@@ -76,25 +78,13 @@ def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None,
 
 
 def _estimate(space: SearchSpace, problem: Problem, choices: Sequence[int]) -> Estimate:
-    numbers = {v.number: space.captured.parameters.get(node.name, "") for node, v in problem.variables.items()}
-    names = [numbers.get(number, "") for number in range(len(problem.sizes))]
-    parameters: dict[str, float] = {}
-    for name, seconds in _by_maker(problem.factors, choices, names):
-        parameters[name] = parameters.get(name, 0.0) + seconds
+    names, shares = space.captured.parameters, problem.shares(problem.factors, choices)
+    parameters = {names[node.name]: seconds for node, seconds in shares.items() if node.name in names}
     return Estimate(evaluate(problem.usage, choices), parameters)
 
 
-def _by_maker(factors: Factors, choices: Sequence[int], names: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """What each table costs, by the name of what makes a tensor, where it has one: the table's first variable."""
-    named = np.array([bool(name) for name in names])
-    for scopes, entries in factors.entries(choices):
-        its = named[scopes[:, 0]]
-        for number, entry in zip(scopes[its, 0].tolist(), entries[its].tolist(), strict=True):
-            yield names[number], entry
-
-
 def _solve(
-    space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None, room: float
+    space: SearchSpace, problem: Problem, memory_limit: float | None, room: float
 ) -> tuple[Sequence[int], float]:
     """The choices, and what no choices cost less than."""
 
@@ -130,37 +120,11 @@ def _solve(
         message = "the model's tensors depend on each other in too many ways to be planned on this mesh: use fewer axes"
         raise PlanError(f"{message}, or pin some parameters ({error})") from error
     except Infeasible as error:
-        raise PlanError(_explain_infeasible(error, space, problem, origin, memory_limit, room)) from error
+        if memory_limit is not None and error.variable is None:
+            raise PlanError(explain_limit(error, space, problem, memory_limit, room)) from error
+        node = problem.node_of(error.variable)
+        options = problem.variables[node].options if node is not None else ()
+        raise PlanError(explain_conflict(space, node, options)) from error
 
 
-def _explain_infeasible(
-    error: Infeasible, space: SearchSpace, problem: Problem, origin: str, memory_limit: float | None, room: float
-) -> str:
-    mesh = ", ".join(f"{name}={size}" for name, size in space.mesh)
-    if memory_limit is not None:
-        least = error.smallest_usage
-        needs = f"; the smallest that a plan needs is {(least + room) / 1e6:.1f} MB" if least is not None else ""
-        if error.choices is not None:
-            needs += f", most of it for {_consumers(problem, error.choices)}"
-        return (
-            f"no plan fits in {memory_limit / 1e6:.1f} MB per device on the mesh ({mesh}){needs}: raise memory_limit, "
-            "or use a larger mesh or a smaller batch"
-        )
-    where = ""
-    variable = error.variable
-    if variable is not None:
-        for node, found in problem.variables.items():
-            if found.number == variable:
-                where = f" at {node.meta['key']}"
-    return space.explain_unsatisfiable(where)
-
-
-def _consumers(problem: Problem, choices: Sequence[int], count: int = 3) -> str:
-    """What takes the most memory."""
-    numbers = {v.number: str(node.meta.get("key", node.name)) for node, v in problem.variables.items()}
-    names = [numbers.get(number, "") for number in range(len(problem.sizes))]
-    used: dict[str, float] = {}
-    for name, size in _by_maker(problem.usage, choices, names):
-        used[name] = used.get(name, 0.0) + size
-    most = sorted(used.items(), key=lambda item: (-item[1], item[0]))[:count]
-    return ", ".join(f"{name.partition('#')[0].strip('/')} ({size / 1e6:.1f} MB)" for name, size in most)
+__all__ = ["cheapest"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import fx
 
 from autoparallel.placements import Layout
@@ -62,6 +64,24 @@ class Problem:
         """What a node reads, in the order of its options' needs."""
         return tensor_operands(node) if node.op == "call_function" else []
 
+    def node_of(self, variable: int | None) -> fx.Node | None:
+        """The node that a variable, or the layout in which its readers share it, belongs to."""
+        nodes = [node for node, v in self.variables.items() if v.number == variable]
+        nodes += [node for node, (_, number) in self.readers.items() if number == variable]
+        return nodes[0] if nodes else None
+
+    def shares(self, factors: Factors, choices: Sequence[int]) -> dict[fx.Node, float]:
+        """What the tables of some factors add up to, by the node that makes a tensor: a table's first variable."""
+        nodes = {v.number: node for node, v in self.variables.items()}
+        made = np.array([number in nodes for number in range(len(self.sizes))])
+        shares: dict[fx.Node, float] = {}
+        for scopes, entries in factors.entries(choices):
+            its = made[scopes[:, 0]]
+            for number, entry in zip(scopes[its, 0].tolist(), entries[its].tolist(), strict=True):
+                node = nodes[number]
+                shares[node] = shares.get(node, 0.0) + entry
+        return shares
+
     def add(self, count: int, layers: tuple[str, ...] = ()) -> int:
         """A new variable with so many options."""
         self.sizes.append(count)
@@ -69,4 +89,4 @@ class Problem:
         return len(self.sizes) - 1
 
 
-__all__ = ["Problem", "Reader", "Variable"]
+__all__ = ["Problem", "Reader", "Schedule", "Variable"]

@@ -43,6 +43,14 @@ from autoparallel.rules.typing import Typed
 from autoparallel.rules.ways import call_modes, operand_fits
 
 
+class NoOption(PlanError):
+    """A preset or pins leave no way to run an operator."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(f"the plan leaves no way to run {node.meta['key']}")
+        self.node = node
+
+
 @dataclass
 class _Ends:
     """What tensors share that are alike and whose consumers are.
@@ -295,7 +303,7 @@ class SearchSpace:
             runs=1 + (node in self.again), keeps=self._is_kept(node),
         )  # fmt: skip
         if not options:
-            raise PlanError(self.explain_unsatisfiable(node.meta["key"]))
+            raise NoOption(node)
         return options
 
     def _rule_is_known(self, node: fx.Node) -> bool:
@@ -314,34 +322,22 @@ class SearchSpace:
     def _allowed(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:
         """Whether a preset permits this mode: data axes cut the batch wherever there is one, tensor axes never do."""
 
-        def cuts_batch(typed: Typed) -> bool:
-            return typed.mode.kind == "shard" and self._is_batch(node, rule, typed.mode.factor)
-
-        if axis in self.constraints.tensor and cuts_batch(way):
+        if axis in self.constraints.tensor and self.cuts_batch(node, rule, way):
             return False
         if node in self.experts.factors and axis in self.constraints.expert:
             exchanged = rule is not None and rule.exchange
             wanted = rule.exchanged() if rule is not None and exchanged else self.experts.factors[node]
             return way.mode.kind == "shard" and way.mode.factor == wanted
-        batched = axis in self.constraints.data and node.meta["differentiable"] and any(map(cuts_batch, ways))
-        return not batched or cuts_batch(way)
+        batched = axis in self.constraints.data and node.meta["differentiable"]
+        if not batched or self.cuts_batch(node, rule, way):
+            return True
+        return not any(self.cuts_batch(node, rule, other) for other in ways)
 
-    def _is_batch(self, node: fx.Node, rule: Rule | None, factor: str) -> bool:
+    def cuts_batch(self, node: fx.Node, rule: Rule | None, way: Typed) -> bool:
+        """Whether an operator that runs in this way has a part of the batch."""
+        factor = way.mode.factor
         open_size = rule is not None and not isinstance(rule.sizes.get(factor, 1), int)
-        return open_size or factor in node.meta.get("batch_factors", ())
-
-    def explain_unsatisfiable(self, where: str) -> str:
-        """Why a preset does not fit the model, and what to change."""
-        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
-        rows = ", ".join(str(n) for n in sorted(set(self.captured.actual.values())))
-        need = 1
-        for axis in self.constraints.data:
-            need *= self.axis_sizes[axis]
-        at = f" at {where}" if where else ""
-        return (
-            f"the plan does not fit the model on the mesh ({mesh}){at}: a batch of {rows or 'fixed'} rows must divide "
-            f"by {need}, the ranks that shard it; change the batch or the mesh, or use plan='auto'"
-        )
+        return way.mode.kind == "shard" and (open_size or factor in node.meta.get("batch_factors", ()))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -414,6 +410,7 @@ class SearchSpace:
         whole = {"R" if node.meta["differentiable"] else "I"}
         if any(not user.meta["differentiable"] for user in node.users if user.op == "call_function"):
             whole.add("I")  # what reads it without a gradient has no summands to keep apart
+        alone = {axis for axis in self.constraints.data if self._is_read_whole(node, axis)}
         stacked = self.experts.parameters.get(node)
         pinned = self.captured.parameters[node.name] in self.pinned
         tensor = self.constraints.tensor - self.pins.axes(node)  # its user knows better than the preset
@@ -423,7 +420,7 @@ class SearchSpace:
                 if stacked is not None and axis in self.constraints.expert:
                     wrong = column[axis] != Shard(stacked)
                 else:
-                    wrong = column[axis].kind not in whole
+                    wrong = column[axis].kind not in (whole | {"I"} if axis in alone else whole)
                 if wrong:
                     out[:, j] = np.inf
             for i, option in enumerate(options):
@@ -436,6 +433,15 @@ class SearchSpace:
                         out[i, j] = np.inf
         return out
 
+    def _is_read_whole(self, node: fx.Node, axis: int) -> bool:
+        """Whether some consumer can read a parameter Invariant only, such as a ``Function`` with its own backward."""
+        for user in node.users:
+            options = self.options(user) if user.op == "call_function" else None
+            for position, x in enumerate(self.size.operands(user)) if options else ():
+                if x is node and all(o.needs[position][axis].kind == "I" for o in options or ()):
+                    return True
+        return False
+
     def _can_shard(self, node: fx.Node, axis: int) -> bool:
         """Whether some consumer can use a parameter sharded over a tensor axis."""
         shape = self.size.shape(node)
@@ -446,8 +452,8 @@ class SearchSpace:
             for typed in call_modes(user):
                 for x, p in zip(operands, typed.operands, strict=True):
                     alone = tuple(p if a == axis else Invariant for a in self.axes)
-                    batch = self._is_batch(user, rule_for(user), typed.mode.factor)
-                    if x is node and p.kind == "S" and self._can_read(user, shape, alone) and not batch:
+                    whole = not self.cuts_batch(user, rule_for(user), typed)
+                    if x is node and p.kind == "S" and whole and self._can_read(user, shape, alone):
                         return len(node.users) == 1 or self._all_can_shard(node, p.dim)
         return False
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoparallel.hardware import CPU, H100, PROFILES, Link, Profile, profile_for
+from autoparallel import hardware
+from autoparallel.hardware import CPU, H100, PROFILES, Link, Profile, profile_for, profile_of_device
 from autoparallel.placements import sent_bytes
 from autoparallel.tools.calibration import calibrate
 from tests.distributed import run_distributed
@@ -61,17 +62,43 @@ def test_what_was_measured_is_used() -> None:
     assert measured.step_seconds((2,), "all_gather", (0,), 0) == CPU.latency, "of a kind that was not measured"
 
 
+def test_no_gather_is_dearer_than_reducing_a_whole_in_its_place() -> None:
+    noisy = dataclasses.replace(CPU, links=(Link("all_reduce", 4, 1, 1e-3, 1e9), Link("all_gather", 4, 1, 2e-3, 1e8)))
+    gather, reduce = (noisy.step_seconds((4,), kind, (0,), 1 << 20) for kind in ("all_gather", "all_reduce"))
+    assert gather == pytest.approx(reduce + 1e-3), "its bytes are; its latency is its own"
+
+
 def test_files(tmp_path: Path) -> None:
     for profile in PROFILES.values():
         profile.save(tmp_path / "p.json")
         assert Profile.load(tmp_path / "p.json") == profile == profile_for("cpu", tmp_path / "p.json")
-    assert profile_for("cpu") is CPU and profile_for("cuda") is H100 and profile_for("cpu", "h100") is H100
+    assert profile_for("cpu") is CPU and profile_for("cpu", "h100") is H100
     with pytest.raises(ValueError, match="unknown hardware 'abacus': expected one of a100"):
         profile_for("cpu", "abacus")
     good = json.loads(CPU.to_json())
     for change in ({"format": 9}, {"flops": {"float99": 1}}, {"bandwidth": 0}, {"wheels": 4}, {"links": [3]}):
         with pytest.raises(ValueError, match="not a hardware profile"):
             Profile.from_json(json.dumps({**good, **change}))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GH200 480GB", "h100, assumed for NVIDIA GH200 480GB"),
+        ("", "h100, assumed for xpu"),
+    ],
+)
+def test_a_device_is_planned_for_by_its_name(device: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    hardware._assumed.cache_clear()
+    with caplog.at_level("WARNING", logger="autoparallel"):
+        profiles = [profile_of_device("xpu", device) for _ in range(2)]
+    assert [p.name for p in profiles] == [name, name]
+    assert dataclasses.replace(profiles[0], name="h100") == H100 or name in PROFILES
+    assert [r.levelname for r in caplog.records] == ["WARNING"] * (name not in PROFILES), "said once"
 
 
 def _measure() -> str:

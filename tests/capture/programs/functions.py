@@ -125,7 +125,7 @@ class TwoOutputs(torch.autograd.Function):
         return grad @ w.t(), 3 * x.t() @ grad
 
 
-@program()  # not on two ranks yet: fsdp finds no plan for it on two ranks
+@program(ranks=True)
 class FunctionWithParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
