@@ -25,8 +25,10 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, InputSpec, describe_inputs
 from autoparallel.hardware import Profile
+from autoparallel.passes.adapt_captured import pad
 from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
 from autoparallel.passes.recompute_layers import find_layers
+from autoparallel.passes.runner import Watch, ignore
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_fits
@@ -40,7 +42,7 @@ from autoparallel.planner.space import SearchSpace
 from autoparallel.predict.forecast import Forecast, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.reductions import choose_reductions, with_reductions
-from autoparallel.program import LocalProgram, build_program, input_layouts, pad, wanted_outputs
+from autoparallel.program import LocalProgram, build_program, input_layouts, wanted_outputs
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -347,7 +349,9 @@ class Planner:
         """The layout that each output must have; None where it may stay as it is made."""
         return wanted_outputs(captured, self.request.outputs, len(self.request.axes))
 
-    def build(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> LocalProgram:
+    def build(
+        self, captured: Captured, plan: Plan, call: Call, prefix: str, watch: Watch = ignore
+    ) -> LocalProgram:
         """A rank's program; the captured graph becomes its body."""
         precision = self.request.precision
         return build_program(
@@ -360,6 +364,7 @@ class Planner:
             device=torch.device(self.request.device),
             hoist_all=self.request.hoist_all,
             reduce_dtype=precision.reduce_dtype if precision is not None else None,
+            watch=watch,
         )
 
     def finish(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> tuple[Plan, LocalProgram]:

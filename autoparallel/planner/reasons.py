@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
+from autoparallel.passes.adapt_captured import pad
+from autoparallel.passes.history import PassHistory
 from autoparallel.plan import Plan
 from autoparallel.planner.planning import Planner
 
@@ -37,6 +39,16 @@ class PlanAgain:
             return None
         planner.rewrite(captured, best)
         return planner.finish(captured, best, self.call, "mesh0")[0]
+
+    def history(self, plan: Decisions) -> str:
+        """See ``Reasons.history``."""
+        assert isinstance(plan, Plan)
+        planner = Planner(self.planner.model, replace(self.planner.request, plan=plan))
+        captured = planner.capture(self.call, training=True)
+        history = PassHistory(captured.module)
+        pad(captured, plan, history)
+        planner.build(captured, plan, self.call, "mesh0", history)
+        return str(history)
 
 
 __all__ = ["PlanAgain"]

@@ -15,6 +15,7 @@ from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
 from autoparallel.graph.calls import Call, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.passes.adapt_captured import leave_only_loss
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import SPLIT
@@ -24,7 +25,7 @@ from autoparallel.planner.problem import Schedule
 from autoparallel.planner.stages import StagePlanner, microbatch_counts
 from autoparallel.predict.pipeline_traffic import pipeline_traffic
 from autoparallel.predict.stages import parameter_seconds, predict_stages
-from autoparallel.program import StagedProgram, _leave_only_loss, build_stages, find_owners
+from autoparallel.program import StagedProgram, build_stages, find_owners
 
 WORTHWHILE = 0.1
 """The part of a schedule in which ranks wait from which on more microbatches are tried, beyond the usual."""
@@ -79,12 +80,12 @@ class StagedPlanner(Planner):
 
     def prepare(self, captured: Captured, plan: Plan) -> None:
         """See ``Planner.prepare``; a pipeline differentiates its loss only."""
-        _leave_only_loss(captured)
+        leave_only_loss(captured)
         super().prepare(captured, plan)
 
     def search(self, captured: Captured, call: Call, at_rest: Mapping[str, ParameterPlan] | None = None) -> Plan:
         """The plan that the search chooses (see ``Planner.search``)."""
-        _leave_only_loss(captured)
+        leave_only_loss(captured)
         known, pipeline = self.stages, self.pipeline
         if known is not None:
             keys = {node.meta["key"] for node in staged_nodes(captured)}

@@ -26,6 +26,7 @@ from autoparallel.placements import Layout, divides, dual_layout, format_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.planning import Planner, Request, call_of
 from autoparallel.program import lay_out
+from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.tools.parity.comparison import difference
 from autoparallel.tools.parity.recording import Recorder, Recording, arguments_of, line_of_node, record, run_recorded
@@ -219,7 +220,7 @@ class _Comparison:
             operator = str(node.meta["key"])
             operands = tensor_operands(call)
             modes = ", ".join(map(str, call.meta.get("modes", ())))
-            rule = f"{call.meta['rule'] or 'none'}, runs as {modes}" if "rule" in call.meta else ""
+            rule = f"{rule_for(source) or 'none'}, runs as {modes}" if "modes" in call.meta else ""
         layouts = ", ".join(format_layout(x.meta["placements"]) for x in operands if "placements" in x.meta)
         line = line_of_node(source)
         return Deviation(
