@@ -78,6 +78,9 @@ def test_failures_exit_with_one(factories: Path, capsys: pytest.CaptureFixture[s
     [
         (["cli_factories:mlp", "--mesh", "dp=two"], "is not a mesh"),
         (["cli_factories:mlp", "--mesh", "dp=2,3"], "is not a mesh"),
+        (["cli_factories:mlp", "--mesh", "2,2,2,2"], "is not a mesh of one to three axes"),
+        (["cli_factories:mlp", "--mesh", "dp=2,dp=2"], "is not a mesh"),
+        (["cli_factories:mlp", "--mesh", "0"], "is not a mesh"),
         (["cli_factories:mlp"], "--mesh"),
         (["cli_factories:mlp", "--mesh", "2", "--tolerance", "small"], "--tolerance"),
         (["cli_factories:mlp", "--mesh", "2", "--plan", "best"], "unknown plan 'best'"),

@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
-from autoparallel.planner import planning
-from autoparallel.planner.pins import parse_pins
+from autoparallel.planner import evaluation
+from autoparallel.planner.draft import call_of, draft
+from autoparallel.planner.pins import Pins, parse_pins
+from autoparallel.planner.request import Request
 from autoparallel.tools.cli import main
 from tests.distributed import run_distributed
 from tests.plan_factories import net
@@ -35,13 +37,13 @@ def _train(path: str, batch: int) -> tuple[float, float, str]:
     torch.manual_seed(7)
     model, (x, y), loss_fn = net(batch)
     plain = loss_fn(model(x), y).item()
-    kept, planning.search = planning.search, None  # type: ignore[assignment]
+    kept, evaluation.cheapest = evaluation.cheapest, None  # type: ignore[assignment]
     try:
         compiled = autoparallel.compile(model, mesh, loss_fn=loss_fn, plan=Plan.load(path))
         loss = compiled(x, y)
         loss.backward()
     finally:
-        planning.search = kept
+        evaluation.cheapest = kept
     return plain, loss.item(), compiled.plan.to_json()
 
 
@@ -201,8 +203,8 @@ def test_a_preset_rules_the_axes_that_pins_leave_open() -> None:
     def planned(pins: dict[str, str]) -> Plan:
         model, inputs, loss_fn = net(16)
         axes, found = (("dp", 2), ("tp", 2)), parse_pins(pins, None)
-        request = planning.Request(axes=axes, profile=CPU, loss_fn=loss_fn, plan="tensor_parallel", pins=found)
-        return planning.draft(model, planning.call_of(inputs, with_target=True), request).plan
+        request = Request(axes=axes, profile=CPU, loss_fn=loss_fn, plan="tensor_parallel", pins=found)
+        return draft(model, call_of(inputs, with_target=True), request).plan
 
     plain, pinned = planned({}), planned({"layers.*.weight": "S0,*"})
     weights = [name for name in plain.parameters if name.startswith("layers") and name.endswith("weight")]
@@ -218,15 +220,15 @@ def test_a_preset_rules_the_axes_that_pins_leave_open() -> None:
 @pytest.mark.wide
 def test_an_edit_elsewhere_keeps_a_pinned_plan() -> None:
     def planned(model: nn.Module, **options: Any) -> Plan:
-        request = planning.Request(axes=(("dp", 2), ("tp", 2)), profile=CPU, loss_fn=net()[2], **options)
-        return planning.draft(model, planning.call_of(net(16)[1], with_target=True), request).plan
+        request = Request(axes=(("dp", 2), ("tp", 2)), profile=CPU, loss_fn=net()[2], **options)
+        return draft(model, call_of(net(16)[1], with_target=True), request).plan
 
     before, _, _ = net()
     saved = planned(before, plan="fsdp")
     edited, _, _ = net()
     edited.head = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).double()
     free = planned(edited)
-    kept = planned(edited, pins=planning.Pins(kept=Plan.from_json(saved.to_json())))
+    kept = planned(edited, pins=Pins(kept=Plan.from_json(saved.to_json())))
     same = [name for name in saved.parameters if name in kept.parameters]
     assert len(same) == 8, "all but the head's"
     assert all(kept.parameters[name] == saved.parameters[name] for name in same)

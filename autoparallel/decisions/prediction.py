@@ -99,9 +99,25 @@ class Prediction:
         )
 
     @property
+    def times(self) -> dict[str, float]:
+        """Seconds of each part of a step with one microbatch."""
+        return {
+            "unshard": self.unshard_seconds,
+            "forward": self.forward_seconds,
+            "backward": self.backward_seconds,
+            "gradients": self.gradient_seconds,
+            "update": self.update_seconds,
+        }
+
+    @property
+    def peak(self) -> dict[str, float]:
+        """What holds memory at the worst moment of a step with one microbatch, to bytes per device."""
+        return {what: size for what, size in self.memory.items() if what != ACCUMULATORS}
+
+    @property
     def total_memory(self) -> float:
-        """Bytes per device at the worst moment of a step with one microbatch."""
-        return sum(size for what, size in self.memory.items() if what != ACCUMULATORS)
+        """Bytes per device at that moment."""
+        return sum(self.peak.values())
 
 
 ACCUMULATORS = "accumulators"

@@ -10,7 +10,7 @@ import torch
 
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
-from autoparallel.decisions.prediction import ACCUMULATORS, Prediction
+from autoparallel.decisions.prediction import Prediction
 from autoparallel.hardware import Profile
 from autoparallel.report.explain import OPERATORS, SENT, UNSHARDED, operators_table, plan_sections
 from autoparallel.report.html import Bars, Chart, Curve, page
@@ -103,8 +103,8 @@ def _sent_by_kind(prediction: Prediction) -> dict[str, float]:
 def report(compared: Comparison) -> str:
     """The comparison, and all that its first plan says of itself, as one HTML file."""
     plan, prediction = next(iter(compared.plans.values()))
-    times = {name: _times(p) for name, (_, p) in compared.plans.items()}
-    memory = {name: _memory(p) for name, (_, p) in compared.plans.items()}
+    times = {name: p.times for name, (_, p) in compared.plans.items()}
+    memory = {name: p.peak for name, (_, p) in compared.plans.items()}
     sections = plan_sections(plan)
     return page(
         compared.title,
@@ -118,20 +118,6 @@ def report(compared: Comparison) -> str:
             UNSHARDED: [*sections[UNSHARDED], *_whole_parameters(plan)],
         },
     )
-
-
-def _times(p: Prediction) -> dict[str, float]:
-    return {
-        "gathers once a step": p.unshard_seconds,
-        "forward": p.forward_seconds,
-        "backward": p.backward_seconds,
-        "gradients": p.gradient_seconds,
-        "optimizer": p.update_seconds,
-    }
-
-
-def _memory(p: Prediction) -> dict[str, float]:
-    return {what: size for what, size in p.memory.items() if what != ACCUMULATORS}
 
 
 def _memory_over_time(p: Prediction, profile: Profile) -> list[Block | Chart]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
-from autoparallel.decisions.prediction import ACCUMULATORS, ModuleRow, ParameterRow, Prediction
+from autoparallel.decisions.prediction import ModuleRow, ParameterRow, Prediction
 from autoparallel.report.meshes import choice_blocks
 from autoparallel.report.pipeline import pipeline_blocks
 from autoparallel.report.words import describe_layout, describe_modes, fold, recomputed, sent, traffic_rows
@@ -140,12 +140,10 @@ def _predicted(p: Prediction | None, plan: Decisions) -> list[Block]:
     """The time and the memory of a step."""
     if p is None:
         return []
-    rows = [(what, units(size)) for what, size in p.memory.items() if what != ACCUMULATORS]
+    times = [f"{part} {duration(seconds)}" for part, seconds in p.times.items() if seconds or part != "unshard"]
+    rows = [(what, units(size)) for what, size in p.peak.items()]
     blocks: list[Block] = [
-        f"\nPredicted time of a step on the profile {p.profile!r}: {duration(p.seconds())} "
-        f"({f'unshard {duration(p.unshard_seconds)}, ' if p.unshard_seconds else ''}"
-        f"forward {duration(p.forward_seconds)}, backward {duration(p.backward_seconds)}, "
-        f"gradients {duration(p.gradient_seconds)}, update {duration(p.update_seconds)}).",
+        f"\nPredicted time of a step on the profile {p.profile!r}: {duration(p.seconds())} ({', '.join(times)}).",
         f"Predicted memory per device: {units(p.total_memory)}, with two states of Adam:",
         Table(("of which", "bytes"), rows, right=["bytes"]),
     ]

@@ -113,7 +113,8 @@ def _bars(bars: Bars) -> str:
 def _timeline(timeline: Timeline) -> str:
     """A row of boxes for each of those that wait for each other, with all of the time behind them."""
     waiting = Span(0.0, timeline.seconds, "waiting", "waiting")
-    return _boxes([(name, [waiting, *spans], "") for name, spans in timeline.rows.items()], 60, 900)
+    rows = [(name, [waiting, *spans], duration(spans[-1].end)) for name, spans in timeline.rows.items()]
+    return _boxes(rows, 60, 860)
 
 
 def _boxes(rows: Sequence[tuple[str, Sequence[Span], str]], left: int, width: int) -> str:

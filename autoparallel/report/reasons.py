@@ -37,8 +37,8 @@ def explain_module(plan: Decisions, pattern: str) -> str:
         raise PlanError(f"nothing in the plan matches {pattern!r}: give a module or parameter path; * is any text")
     if plan.reasons is None:
         raise PlanError(
-            "the plan was loaded from a file, so that it knows what was decided but not why: ask the plan of a "
-            "compiled model (model.plan), or plan again"
+            "the plan knows what was decided but not why: it was loaded from a file, or is a pipeline's. Ask the plan "
+            "of a compiled model without a pipeline (model.plan), or plan again"
         )
     rows = [(decision.what, decision.chosen, *_next_best(plan, plan.reasons, decision)) for decision in decisions]
     numbers = ("step", "memory", "sends")

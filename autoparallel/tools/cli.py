@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from autoparallel.comm.world import Axes, axes_of, mesh_text
+from autoparallel.comm.world import Axes, axes_of, make_mesh, mesh_text
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
@@ -193,7 +192,7 @@ def _explain(options: argparse.Namespace) -> int:
     model, inputs, loss_fn, plan = _subject(options)
     with _busy(f"planning {type(model).__name__}"):
         task = make_task(model, dict(options.mesh), inputs, loss_fn, plan=plan, seed=options.seed)
-        texts = run_processes(_on_mesh(task.ranks, _explain_on_rank), task, options.timeout)
+        texts = run_processes(_jobs(task.ranks, _explain_on_rank), task, options.timeout)
     print(texts[0])
     return 0
 
@@ -205,7 +204,7 @@ def _subject(options: argparse.Namespace) -> tuple[nn.Module, Any, Any, str | Pl
     return *call_factory(factory, options.factory, options.seed), plan
 
 
-def _on_mesh(ranks: int, function: Callable[..., str]) -> list[Job]:
+def _jobs(ranks: int, function: Callable[..., str]) -> list[Job]:
     """A function on each rank of a mesh."""
     return [Job(f"rank {rank}", "mesh", rank, ranks, function) for rank in range(ranks)]
 
@@ -226,7 +225,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             return 0
     else:
         with _busy("measuring"):
-            text = run_processes(_on_mesh(ranks, _calibrate_on_rank), (axes, options.name), options.timeout)[0]
+            text = run_processes(_jobs(ranks, _calibrate_on_rank), (axes, options.name), options.timeout)[0]
     profile = Profile.from_json(text)
     profile.save(options.out)
     print(plain_text(f"{profile.name}, on {mesh_text(axes)}:", *profile_tables(profile)))
@@ -238,12 +237,11 @@ def _calibrate_on_rank(process: Process, task: tuple[Any, str]) -> str:
     return _measure(*task, "cpu")
 
 
-def _measure(axes: Sequence[tuple[str, int]], name: str, device: str) -> str:
+def _measure(axes: Axes, name: str, device: str) -> str:
     """The profile that the mesh's ranks measure, as the first of them writes it."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    names, sizes = zip(*axes, strict=True)
-    mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+    mesh = make_mesh(device, axes)
     profile = calibrate(mesh, name)
     return profile.to_json() if mesh.get_rank() == 0 else ""
 
