@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autoparallel import operators
 from autoparallel.comm.world import MeshShape
 from autoparallel.plan import Plan
-from autoparallel.tools.parity.comparison import Record, compare, compare_ranks, difference, digest
+from autoparallel.tools.parity.comparison import compare, compare_ranks, difference, seen_of
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import measure, narrowing_casts
 from autoparallel.tools.parity.task import MakeOptimizer, Task, compile_task, make_task
-from autoparallel.tools.parity.training import LimitOf, train
+from autoparallel.tools.parity.training import LimitOf, observe
 from autoparallel.tools.parity.verification import Deviation, Difference, VerifyReport
 from autoparallel.tools.processes import Job, PlainModelError, Process, require_plain_process, run_processes
 
@@ -167,21 +166,7 @@ def _run_rank(process: Process, task_and_measured: tuple[Task, bool]) -> dict[st
 def run_rank(task: Task, limit_of: LimitOf) -> dict[str, Any]:
     """Trains the compiled model on this rank, and tells what is seen of it."""
     module = compile_task(task)
-    records: list[Record] = list(train(module, task, [], limit_of))
-    layouts, shards = {}, {}
-    for name, parameter in module.named_parameters():
-        assert isinstance(parameter, DTensor)
-        coordinate = parameter.device_mesh.get_coordinate() or ()
-        kinds = zip(coordinate, parameter.placements, strict=True)
-        shard = tuple(c for c, placement in kinds if not placement.is_replicate())
-        layouts[name] = tuple(map(str, parameter.placements))
-        shards[name] = (shard, digest(parameter.to_local().detach()))
-    seen = {
-        f"{kind} {name}".strip(): digest(x)
-        for _, kind, name, x in records
-        if kind in ("loss", "norm") and x is not None
-    }
-    return {"file": records, "plan": module.plan, "shards": shards, "seen": seen, "layouts": layouts}
+    return {**seen_of(module, list(observe(module, task, [], limit_of))), "plan": module.plan}
 
 
 def _run_reference(process: Process, task_and_measured: tuple[Task, bool]) -> dict[str, Any]:
@@ -214,7 +199,7 @@ def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]
     notes: list[str] = []
     fresh = task.copy()
     try:
-        records = list(train(task.model, task, notes, half))
+        records = list(observe(task.model, task, notes, half))
     except operators.UnsupportedRandomness:
         raise
     except Exception as error:

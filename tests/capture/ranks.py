@@ -37,7 +37,7 @@ def verdict_of(name: str) -> str:
 def verdicts_on_one_rank(names: list[str]) -> dict[str, str]:
     """For each program its verdict on one rank, two programs at a time: each process takes the next that is left."""
     places = [Place(f"process {number}", f"group {number}", 0, 1) for number in range(2)]
-    timeout = 60.0 + 10.0 * len(names)
+    timeout = 60.0 + 20.0 * len(names)
     with Pool(places, None, start_from_template, timeout, group_timeout=timeout) as pool:
         taken = pool.run(_take_programs, names, timeout)
     return {name: words for verdicts in taken for name, words in verdicts.items()}

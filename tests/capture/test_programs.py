@@ -39,7 +39,7 @@ def one_rank(request: pytest.FixtureRequest) -> dict[str, str]:
         return {}
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(6000)  # the first of them waits for all
 @pytest.mark.wide_where(lambda program: program.name not in QUICK)
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_one_rank(program: Program, one_rank: dict[str, str]) -> None:

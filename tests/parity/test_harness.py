@@ -2,111 +2,77 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.parity.harness import Layout, RankTrace, Recipe, Trace, check_ranks_agree, compare, reference
+from autoparallel.tools.parity.comparison import Record
+from tests.parity.harness import Rank, Recipe, check_ranks_agree, compare, reference
 
 RECIPE = Recipe("resnet", accumulation=2, steps=2)
 
 
-def _nudge(values: dict) -> None:
-    name = list(values)[-1]
-    values[name] = values[name] + 1e-7 * values[name].abs().max()
+def _nudged(value: Tensor) -> Tensor:
+    return value + 1e-7 * value.abs().max()
 
 
-def _loss(trace: Trace) -> None:
-    trace.losses[1][1] = trace.losses[1][1] * (1 + 1e-8)
-
-
-def _gradient(trace: Trace) -> None:
-    _nudge(trace.gradients[0])
-
-
-def _lost_gradient(trace: Trace) -> None:
-    trace.gradients[0]["fc.bias"] = None
-
-
-def _norm(trace: Trace) -> None:
-    trace.norms[1] = trace.norms[1] * (1 + 1e-8)
-
-
-def _norm_is_nan(trace: Trace) -> None:
-    trace.norms[1] = trace.norms[1] * float("nan")
-
-
-def _clipped(trace: Trace) -> None:
-    _nudge(trace.clipped[1])
-
-
-def _parameter(trace: Trace) -> None:
-    _nudge(trace.parameters)
-
-
-def _renamed(trace: Trace) -> None:
-    trace.parameters["_orig_mod.fc.bias"] = trace.parameters.pop("fc.bias")
-
-
-def _buffer(trace: Trace) -> None:
-    trace.buffers["bn.running_var"] = trace.buffers["bn.running_var"] * (1 + 1e-7)
-
-
-def _counter(trace: Trace) -> None:
-    trace.buffers["bn.num_batches_tracked"] = trace.buffers["bn.num_batches_tracked"] + 1
-
-
-def _dtype(trace: Trace) -> None:
-    trace.parameters["fc.bias"] = trace.parameters["fc.bias"].float()
-
-
-def _evaluation(trace: Trace) -> None:
-    assert trace.evaluation is not None
-    trace.evaluation = trace.evaluation.roll(1, 0)
+def _spoiled(records: list[Record], key: tuple[int, str, str], spoil: Callable[[Tensor], Any]) -> list[Record]:
+    assert any(record[:3] == key for record in records), key
+    return [(*record[:3], spoil(record[3].clone())) if record[:3] == key else record for record in records]  # type: ignore[misc, union-attr]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "named"),
+    ("key", "spoil"),
     [
-        (_loss, "step 1: loss"),
-        (_gradient, "step 0: gradient"),
-        (_lost_gradient, "step 0: gradient"),
-        (_norm, "step 1: norm"),
-        (_norm_is_nan, "step 1: norm"),
-        (_clipped, "step 1: clipped gradient"),
-        (_parameter, "after training: parameter"),
-        (_renamed, "after training: parameter"),
-        (_buffer, "after training: buffer"),
-        (_counter, "after training: buffer"),
-        (_dtype, "after training: parameter"),
-        (_evaluation, "evaluation"),
+        ((2, "loss", "of microbatch 2"), lambda x: x * (1 + 1e-8)),
+        ((1, "gradient", "fc.bias"), _nudged),
+        ((1, "gradient", "fc.bias"), lambda x: None),
+        ((2, "norm", ""), lambda x: x * (1 + 1e-8)),
+        ((2, "norm", ""), lambda x: x * math.nan),
+        ((2, "clipped gradient", "fc.bias"), _nudged),
+        ((2, "parameter", "fc.bias"), _nudged),
+        ((2, "parameter", "fc.bias"), lambda x: x.float()),
+        ((2, "buffer", "bn.running_var"), lambda x: x * (1 + 1e-7)),
+        ((2, "buffer", "bn.num_batches_tracked"), lambda x: x + 1),
+        ((2, "output", "in evaluation"), lambda x: x.roll(1, 0)),
     ],
 )
-def test_every_difference_is_named(spoil: Callable[[Trace], None], named: str) -> None:
+def test_every_difference_is_named(key: tuple[int, str, str], spoil: Callable[[Tensor], Any]) -> None:
     expected = reference(RECIPE)
-    compare(copy.deepcopy(expected), expected, 0.0)
-    spoiled = copy.deepcopy(expected)
-    spoil(spoiled)
-    with pytest.raises(AssertionError, match=named):
-        compare(spoiled, expected, 1e-9)
+    compare(list(expected), expected, 0.0)
+    with pytest.raises(AssertionError, match=f"step {key[0]}: {key[1]}: 1 differ(.|\n)* {key[2]}: "):
+        compare(_spoiled(expected, key, spoil), expected, 1e-9)
+
+
+def test_what_has_another_name_is_missing_and_too_much() -> None:
+    expected = reference(RECIPE)
+    renamed = [(step, kind, name.replace("fc.bias", "_orig_mod.fc.bias"), x) for step, kind, name, x in expected]
+    with pytest.raises(AssertionError, match=r"step 1: gradient: 2 differ(.|\n)*fc.bias: None(.|\n)*_orig_mod.fc.bias"):
+        compare(renamed, expected, 1e-9)
 
 
 def test_clipping_bites_and_scales_every_gradient() -> None:
-    trace = reference(RECIPE)
-    for norm, before, after in zip(trace.norms, trace.gradients, trace.clipped, strict=True):
+    records = {record[:3]: record[3] for record in reference(RECIPE)}
+    clipped = {key: value for key, value in records.items() if key[1] == "clipped gradient"}
+    assert clipped
+    for (step, _, name), value in clipped.items():
+        norm, gradient = records[step, "norm", ""], records[step, "gradient", name]
+        assert norm is not None and gradient is not None and value is not None
         assert norm > 10 * RECIPE.max_norm
-        for name, gradient in before.items():
-            clipped = after[name]
-            assert gradient is not None and clipped is not None
-            torch.testing.assert_close(clipped, gradient * (RECIPE.max_norm / (norm + 1e-6)))
+        torch.testing.assert_close(value, gradient * (RECIPE.max_norm / (norm + 1e-6)))
 
 
 def test_different_replicas_are_found() -> None:
-    def rank(shard: int, digest: str) -> RankTrace:
-        return RankTrace([[1.0]], [1.0], {"w": Layout(("Shard(dim=0)",), (shard,), digest)}, None)
+    def rank(shard: int, digest: str, norm: str = "n") -> Rank:
+        layouts, shards = {"w": ("Shard(dim=0)",)}, {"w": ((shard,), digest)}
+        return {"file": None, "layouts": layouts, "shards": shards, "seen": {(1, "norm"): norm}}
 
     check_ranks_agree([rank(0, "a"), rank(1, "b"), rank(0, "a"), rank(1, "b")])
-    with pytest.raises(AssertionError, match="replicas of shard"):
+    with pytest.raises(AssertionError, match=r"replicas of w.*rank 3 has other values"):
         check_ranks_agree([rank(0, "a"), rank(1, "b"), rank(0, "a"), rank(1, "c")])
+    with pytest.raises(AssertionError, match="replicas of norm, step 1: rank 1 has another value"):
+        check_ranks_agree([rank(0, "a"), rank(1, "b", "m")])

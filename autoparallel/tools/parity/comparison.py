@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autoparallel.tools.parity.verification import Difference
 
@@ -19,8 +20,8 @@ Spread = Mapping[tuple[int, str, str], float]
 """By step, kind and name: how far the quantity may be off."""
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """``max |actual - expected| / max(1, max |expected|)``; inf where shapes, dtypes or non-finite values differ."""
+def difference(actual: Tensor, expected: Tensor, floor: float = 1.0) -> float:
+    """``max |actual - expected| / max(floor, max |expected|)``; inf for other shapes, dtypes or non-finite values."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
     if expected.numel() == 0:
@@ -29,7 +30,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.to(wide), expected.to(wide)
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     off = torch.where(same, 0.0, (actual - expected).abs())
-    value = off.max().item() / max(1.0, _largest(expected))
+    value = off.max().item() / max(floor, _largest(expected))
     return math.inf if math.isnan(value) else value
 
 
@@ -44,8 +45,9 @@ def compare(
     expected: Sequence[Record],
     layouts: Mapping[str, tuple[str, ...]],
     tolerances: Spread | None = None,
+    floor: float = 1.0,
 ) -> Iterator[Difference]:
-    """How far every quantity of one run is from that of the other."""
+    """How far every quantity of one run is from that of the other, in the order in which they appear."""
     rest = {(step, kind, name): value for step, kind, name, value in actual}
     for step, kind, name, value in expected:
         mine = rest.pop((step, kind, name), None)
@@ -58,7 +60,7 @@ def compare(
             yield Difference(kind, name, math.inf, step, layout, detail)
         else:
             mine = mine.to(value.dtype) if kind == "norm" else mine  # ours is summed in float32 at least
-            off = difference(mine, value)
+            off = difference(mine, value, floor)
             yield Difference(kind, name, off, step, layout, _describe(mine, value), _size(value), limit)
     for (step, kind, name), value in rest.items():
         if value is not None:
@@ -78,7 +80,28 @@ def _describe(actual: Tensor, expected: Tensor) -> str:
     return f"norm {actual.to(wide).norm().item():.6g}, expected {expected.to(wide).norm().item():.6g}"
 
 
-def digest(x: Tensor) -> str:
+def seen_of(model: nn.Module, records: Sequence[Record]) -> dict[str, Any]:
+    """What a rank shows of the compiled model after training: beside the records ("file") how the parameters of which
+    it has a part lie ("layouts"), which part that is and its bits ("shards"), and the bits of losses and norms."""
+    layouts, shards = {}, {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        coordinate = parameter.device_mesh.get_coordinate()
+        if coordinate is None:  # a parameter of another rank's stage
+            continue
+        kinds = zip(coordinate, parameter.placements, strict=True)
+        shard = tuple(c for c, placement in kinds if not placement.is_replicate())
+        layouts[name] = tuple(map(str, parameter.placements))
+        shards[name] = (shard, _digest(parameter.to_local().detach()))
+    seen = {
+        (step, f"{kind} {name}".strip()): _digest(x)
+        for step, kind, name, x in records
+        if kind in ("loss", "norm") and x is not None
+    }
+    return {"file": records, "shards": shards, "seen": seen, "layouts": layouts}
+
+
+def _digest(x: Tensor) -> str:
     """A tensor's bits."""
     data = x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
     return hashlib.sha256(data).hexdigest()
@@ -88,17 +111,24 @@ def compare_ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:
     """What must be the same, bit for bit, on several ranks: replicas of parameters, losses and norms."""
     if len(ranks) == 1:
         return
-    for name, layout in ranks[0]["layouts"].items():
-        known: dict[Any, str] = {}
+    for name in {name: None for rank in ranks for name in rank["layouts"]}:
+        holders = [(number, rank) for number, rank in enumerate(ranks) if name in rank["layouts"]]
+        layout = holders[0][1]["layouts"][name]
+        bits: dict[Any, str] = {}
         wrong = next(
-            (r for r, x in enumerate(ranks) if known.setdefault(*x["shards"][name]) != x["shards"][name][1]), None
+            (
+                number
+                for number, rank in holders
+                if rank["layouts"][name] != layout or bits.setdefault(*rank["shards"][name]) != rank["shards"][name][1]
+            ),
+            None,
         )
         text = "equal on all ranks" if wrong is None else f"rank {wrong} has other values than another rank"
         yield Difference("replicas", name, 0.0 if wrong is None else math.inf, 0, layout, text)
-    for name, bits in ranks[0]["seen"].items():
-        wrong = next((r for r, x in enumerate(ranks) if x["seen"].get(name) != bits), None)
+    for (step, name), value in ranks[0]["seen"].items():
+        wrong = next((number for number, rank in enumerate(ranks) if rank["seen"].get((step, name)) != value), None)
         text = "equal on all ranks" if wrong is None else f"rank {wrong} has another value than rank 0"
-        yield Difference("replicas", name, 0.0 if wrong is None else math.inf, 0, (), text)
+        yield Difference("replicas", name, 0.0 if wrong is None else math.inf, step, (), text)
 
 
-__all__ = ["Record", "Spread", "compare", "compare_ranks", "difference", "digest"]
+__all__ = ["Record", "Spread", "compare", "compare_ranks", "difference", "seen_of"]

@@ -31,7 +31,7 @@ def localized(task: Task, report: VerifyReport) -> Deviation:
     task = task.copy(torch.float64)
     tolerance = TOLERANCES[bool(narrowing_casts(task))]
     draws = Draws(task.seed)
-    for _ in train(task.model, task.until(step - 1), [], lambda *_: 1.0, draws) if step > 1 else ():
+    for _ in train(task.model, task.until(step - 1), [], lambda *_: 1.0, draws):
         pass
     random, batch = draws.state, task.batch(step)
     captured = planner_of(task, report.plan).capture(call_of_task(task, batch))

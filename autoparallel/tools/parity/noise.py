@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel.rules import operator_name
 from autoparallel.tools.parity.comparison import Record, difference
 from autoparallel.tools.parity.task import Task
-from autoparallel.tools.parity.training import Draws, call, module_stack, train
+from autoparallel.tools.parity.training import Draws, call, module_stack, observe
 
 RUNS = 4
 FACTOR = 4.0
@@ -68,7 +68,7 @@ def measure(task: Task, reference: Sequence[Record], limits: Sequence[float]) ->
                 if isinstance(x, Tensor) and x.is_floating_point():
                     x.copy_(moved(x, generator))
         with _Noise(generator):
-            records = list(train(noisy.model, noisy, [], lambda step, _: limits[step - 1]))
+            records = list(observe(noisy.model, noisy, [], lambda step, _: limits[step - 1]))
         for step, kind, name, value in records:
             expected = values.get((step, kind, name))
             if value is not None and expected is not None:

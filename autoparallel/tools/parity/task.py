@@ -41,11 +41,13 @@ class Task:
 
     Attributes:
         model: a copy of the user's, cast.
-        batches: one for each step, taken in turn.
+        batches: taken in turn, ``accumulation`` of them in each step.
         axes: the mesh.
         dtype: what model and batches are cast to; None leaves them.
         optimizer: makes the optimizer from the trained parameters.
         precision: as ``compile()`` takes it.
+        accumulation: how many batches a step takes the mean over.
+        norm_type: of the norm that is clipped.
     """
 
     model: nn.Module
@@ -58,14 +60,16 @@ class Task:
     seed: int
     optimizer: MakeOptimizer
     precision: MixedPrecisionPolicy | None = None
+    accumulation: int = 1
+    norm_type: float = 2.0
 
     @property
     def ranks(self) -> int:
         return math.prod(size for _, size in self.axes)
 
-    def batch(self, step: int) -> Batch:
-        """The batch of a step; the first is step 1."""
-        return self.batches[(step - 1) % len(self.batches)]
+    def batch(self, step: int, number: int = 1) -> Batch:
+        """A batch of a step; the first step is 1, and so is its first batch."""
+        return self.batches[((step - 1) * self.accumulation + number - 1) % len(self.batches)]
 
     def until(self, step: int) -> Task:
         """The same training run with fewer steps."""

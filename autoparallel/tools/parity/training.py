@@ -24,64 +24,86 @@ LimitOf = Callable[[int, Sequence[Tensor]], float]
 """From a step and all gradients to the limit of their norm."""
 
 
-def train(
-    model: nn.Module, task: Task, notes: list[str], limit_of: LimitOf, draws: Draws | None = None
-) -> Iterator[Record]:
-    """Takes the steps of one training run and tells everything that can be seen of them.
+def observe(model: nn.Module, task: Task, notes: list[str], limit_of: LimitOf) -> Iterator[Record]:
+    """Takes the steps of one training run, then calls the model without a target, and tells all that can be seen of it.
 
     Args:
         model: the plain model, or the compiled one.
         notes: is told what a reader of the report should know.
-        draws: of the plain model; those of its first calls where there are none.
     """
-    draws = draws or Draws(task.seed)
+    draws = Draws(task.seed)
+    yield from train(model, task, notes, limit_of, draws)
+    if task.loss_fn is not None and not _takes_target(task):
+        drawing = nullcontext() if isinstance(model, ParallelModule) else draws.call()
+        with torch.set_grad_enabled(any(p.requires_grad for p in model.parameters())), drawing:
+            outputs = list(tensors_of(call(model, task, task.batch(1), with_target=False)))
+        for name, value in outputs:
+            yield task.steps, "output", name, _whole(value)
+
+
+def train(model: nn.Module, task: Task, notes: list[str], limit_of: LimitOf, draws: Draws) -> Iterator[Record]:
+    """Takes the steps of one training run and tells everything that can be seen of them.
+
+    Of a model that is cut into stages, a rank tells of the parameters of its own.
+
+    Args:
+        model: the plain model, or the compiled one.
+        notes: is told what a reader of the report should know.
+        draws: of the plain model.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = task.optimizer(trained) if trained else None
     if optimizer is None:
         notes.append("no parameter is trainable, so there are no gradients to compare")
     before = dict(_attributes(model))
     for step in range(1, task.steps + 1):
-        batch = task.batch(step)
-        inputs = [x for x in _input_leaves(batch) if x.requires_grad]
-        for x in inputs:
-            x.grad = None
-        with nullcontext() if isinstance(model, ParallelModule) else draws.call():
-            with torch.set_grad_enabled(optimizer is not None or bool(inputs)):
-                outputs = list(tensors_of(call(model, task, batch)))
-                loss, loss_name = loss_of(outputs, task, notes if step == 1 else [])
-            if loss is not None:
-                loss.backward()
-            elif optimizer is not None and not isinstance(model, ParallelModule):
-                raise ValueError("no loss depends differentiably on the parameters, though some are trainable")
-        for name, value in outputs:
-            yield step, "loss" if name == loss_name else "output", name, _whole(value)
-        for i, x in enumerate(inputs):
-            yield step, "input gradient", str(i), None if x.grad is None else _whole(x.grad)
+        for number in range(1, task.accumulation + 1):
+            last = number == task.accumulation
+            with model.no_sync() if isinstance(model, ParallelModule) and not last else nullcontext():
+                records = _accumulate(
+                    model, task, task.batch(step, number), notes if step == number == 1 else [], draws
+                )
+            for kind, name, value in records:
+                yield step, kind, f"{name} of microbatch {number}".strip() if task.accumulation > 1 else name, value
         if optimizer is not None:
             yield from _gradients(step, "gradient", model)
             grads = [g for _, _, _, g in _gradients(step, "", model) if g is not None]
             limit = limit_of(step, grads)
             if isinstance(model, ParallelModule):
-                norm = model.clip_grad_norm_(limit)
+                norm = model.clip_grad_norm_(limit, norm_type=task.norm_type)
             else:
-                norm = nn.utils.clip_grad_norm_(trained, limit)
+                norm = nn.utils.clip_grad_norm_(trained, limit, norm_type=task.norm_type)
             yield step, "norm", "", _whole(norm)
             yield from _gradients(step, "clipped gradient", model)
             optimizer.step()
             optimizer.zero_grad()
-            for name, parameter in model.named_parameters():
+            for name, parameter in parameters_here(model):
                 yield step, "parameter", name, _whole(parameter)
         for name, buffer in model.named_buffers():
             yield step, "buffer", name, _whole(buffer)
         for name, attribute in _attributes(model):
             if name not in before or not _same(before[name], attribute):
                 yield step, "attribute", name, attribute
-    if task.loss_fn is not None and not _takes_target(task):
-        drawing = nullcontext() if isinstance(model, ParallelModule) else draws.call()
-        with torch.set_grad_enabled(optimizer is not None), drawing:
-            outputs = list(tensors_of(call(model, task, task.batch(1), with_target=False)))
-        for name, value in outputs:
-            yield task.steps, "output", name, _whole(value)
+
+
+def _accumulate(
+    model: nn.Module, task: Task, batch: Batch, notes: list[str], draws: Draws
+) -> list[tuple[str, str, Tensor | None]]:
+    """Adds to the gradients what one batch of a step gives, and tells its outputs: their kinds, names and values."""
+    inputs = [x for x in _input_leaves(batch) if x.requires_grad]
+    for x in inputs:
+        x.grad = None
+    trains = any(p.requires_grad for p in model.parameters())
+    with nullcontext() if isinstance(model, ParallelModule) else draws.call():
+        with torch.set_grad_enabled(trains or bool(inputs)):
+            outputs = list(tensors_of(call(model, task, batch)))
+            loss, loss_name = loss_of(outputs, task, notes)
+        if loss is not None:
+            (loss / task.accumulation if task.accumulation > 1 else loss).backward()
+        elif trains and not isinstance(model, ParallelModule):
+            raise ValueError("no loss depends differentiably on the parameters, though some are trainable")
+    seen = [("loss" if name == loss_name else "output", name, _whole(value)) for name, value in outputs]
+    return seen + [("input gradient", str(i), None if x.grad is None else _whole(x.grad)) for i, x in enumerate(inputs)]
 
 
 class Draws:
@@ -214,8 +236,15 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from tensors_of(child, f"{name}.{key}" if name else str(key))
 
 
-def _gradients(step: int, kind: str, model: nn.Module) -> Iterator[Record]:
+def parameters_here(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of which this rank has a part; others are those of another rank's stage."""
     for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is not None:
+            yield name, parameter
+
+
+def _gradients(step: int, kind: str, model: nn.Module) -> Iterator[Record]:
+    for name, parameter in parameters_here(model):
         yield step, kind, name, None if parameter.grad is None else _whole(parameter.grad)
 
 
@@ -242,4 +271,4 @@ def _whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).clone()  # a replicated one would be the tensor itself
 
 
-__all__ = ["Draws", "LimitOf", "call", "loss_of", "module_stack", "tensors_of", "train"]
+__all__ = ["Draws", "LimitOf", "call", "loss_of", "module_stack", "observe", "parameters_here", "tensors_of", "train"]

@@ -140,7 +140,7 @@ class VerifyReport:
 
     @property
     def first_failed_step(self) -> int:
-        """The first step of which something fails; replicas are compared after the last."""
+        """The first step of which something fails; replicas of parameters are compared after the last."""
         return min((d.step for d in self.failed if d.step), default=1)
 
     @property
