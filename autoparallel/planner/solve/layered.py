@@ -231,7 +231,7 @@ class LayeredNetwork:
                     ranked = scopes[:, order]
                     ascending = (ranked[:, 1:] > ranked[:, :-1]).all(axis=1)
                     squeezed = _squeezed(cost, [axes[i] for i in order])
-                    key = number, squeezed.shape, hashlib.blake2b(squeezed).digest()  # equal tables are one
+                    key = number, squeezed.shape, hashlib.blake2b(squeezed.data).digest()  # equal tables are one
                     tables.setdefault(key, (squeezed, []))[1].append(ranked[ascending])
                     scopes = scopes[~ascending]
             costs = costs if number else len(tables)
