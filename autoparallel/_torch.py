@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._guards import tracing
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -203,8 +204,8 @@ def backward_hook_of(module: nn.Module) -> BackwardHook:
 __all__ = [
     "HOOKS", "BackwardHook", "NoopSaveInputs", "SingleLevelFunction", "StorageWeakRef", "accumulated", "after_backward",
     "all_gather_single", "backward_hook_of", "copy_parameter_hooks", "default_store", "free_unbacked_symbols",
-    "graph_break_of", "has_side_effect", "is_compiled_call", "is_gloo", "is_open", "leave_open", "local_of",
-    "make_fake_mode", "make_spec", "mesh_without_groups", "modules", "outside_of_dynamo", "process_group",
+    "function_apply", "graph_break_of", "has_side_effect", "is_compiled_call", "is_gloo", "is_open", "leave_open",
+    "local_of", "make_fake_mode", "make_spec", "mesh_without_groups", "modules", "outside_of_dynamo", "process_group",
     "reduce_scatter_single", "running_backward", "same_storage", "source_of", "spec_of", "timeout_of", "without_modes",
     "wrap_local", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

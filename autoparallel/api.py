@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.comm.groups import bind, inner_mesh, whole_group, whole_group_name, with_data_axis
 from autoparallel.comm.world import PIPELINE_AXIS, usable_mesh
-from autoparallel.compiler import OpenCompiler, Settings, compiler_for, mesh_of
+from autoparallel.compiler import Compiler, Settings, mesh_of
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.hardware import Profile, profile_for
 from autoparallel.plan import Plan
@@ -112,27 +112,13 @@ def compile(
         raise TypeError(f"model must be an nn.Module, not a {type(model).__name__}")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh (see init_device_mesh), not a {type(mesh).__name__}")
-    if not isinstance(plan, str | Plan):
-        raise TypeError(f"plan must be one of {', '.join(PRESETS)}, or a Plan, not a {type(plan).__name__}")
-    if isinstance(plan, str) and plan not in PRESETS:
-        raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(PRESETS)}, or a Plan")
-    if isinstance(plan, Plan) and (pins is not None or forbid is not None):
-        raise ValueError("a Plan is carried out as it is, so that nothing can be pinned: give it as pins=plan instead")
-    if outputs not in OUTPUTS:
-        raise ValueError(f"unknown outputs {outputs!r}: expected one of {', '.join(OUTPUTS)}")
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}")
-    _require_policy(precision)
+    require_options(plan, pins, forbid, outputs, backend, precision, check_inputs)
     if clip_grad_norm is not None and not isinstance(clip_grad_norm, ClipGradNorm):
         clip_grad_norm = ClipGradNorm(clip_grad_norm)
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise TypeError(f"pipeline must be an autoparallel.Pipeline, not a {type(pipeline).__name__}")
     if pipeline is not None and isinstance(plan, Plan):
         raise ValueError("a Plan is carried out as it is, with its own pipeline: leave pipeline=... out")
-    if check_inputs is not None and (isinstance(check_inputs, bool) or not isinstance(check_inputs, int)):
-        raise TypeError(f"check_inputs must be a number of calls, not a {type(check_inputs).__name__}")
-    if check_inputs is not None and check_inputs < 0:
-        raise ValueError(f"check_inputs must not be negative, got {check_inputs}")
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     saved = plan if isinstance(plan, Plan) else pins if isinstance(pins, Plan) else None
@@ -160,6 +146,7 @@ def compile(
         precision=precision,
         device=mesh.device_type,
         hoist_all=backend == "inductor",
+        pipeline=pipeline,
     )
     agreement = Agreement(mesh)
     _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline)
@@ -169,14 +156,12 @@ def compile(
     note_replaced(make_dtensors(model, mesh))
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
-    settings = Settings(model, agreement, store, pipeline, grad_scaler)
-    compiler = OpenCompiler(settings, mesh, request, unable) if is_open else compiler_for(settings, mesh, request)
+    settings = Settings(model, agreement, store, backend == "inductor", scaler=grad_scaler, unable=unable)
     module = ParallelModule(
         model,
-        mesh,
         agreement=agreement,
         store=store,
-        make_kind=compiler.make_kind,
+        maker=Compiler(settings, mesh, request, is_open),
         has_loss_fn=loss_fn is not None,
         clip_grad_norm=clip_grad_norm,
         check_inputs=check_inputs,
@@ -186,16 +171,32 @@ def compile(
     return module
 
 
-def _require_policy(precision: object) -> None:
-    if precision is None:
-        return
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+def require_options(
+    plan: object, pins: object, forbid: object, outputs: str, backend: str, precision: object, check_inputs: object
+) -> None:
+    """Raises TypeError or ValueError for options of ``compile()``, as either face takes them, that cannot be used."""
+    if not isinstance(plan, str | Plan):
+        raise TypeError(f"plan must be one of {', '.join(PRESETS)}, or a Plan, not a {type(plan).__name__}")
+    if isinstance(plan, str) and plan not in PRESETS:
+        raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(PRESETS)}, or a Plan")
+    if isinstance(plan, Plan) and (pins is not None or forbid is not None):
+        raise ValueError("a Plan is carried out as it is, so that nothing can be pinned: give it as pins=plan instead")
+    if outputs not in OUTPUTS:
+        raise ValueError(f"unknown outputs {outputs!r}: expected one of {', '.join(OUTPUTS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}")
+    if precision is not None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if not isinstance(precision, MixedPrecisionPolicy):
-        raise TypeError(
-            "precision must be a torch.distributed.fsdp.MixedPrecisionPolicy, not a "
-            f"{precision if isinstance(precision, torch.dtype) else type(precision).__name__}"
-        )
+        if not isinstance(precision, MixedPrecisionPolicy):
+            raise TypeError(
+                "precision must be a torch.distributed.fsdp.MixedPrecisionPolicy, not a "
+                f"{precision if isinstance(precision, torch.dtype) else type(precision).__name__}"
+            )
+    if check_inputs is not None and (isinstance(check_inputs, bool) or not isinstance(check_inputs, int)):
+        raise TypeError(f"check_inputs must be a number of calls, not a {type(check_inputs).__name__}")
+    if check_inputs is not None and check_inputs < 0:
+        raise ValueError(f"check_inputs must not be negative, got {check_inputs}")
 
 
 def _is_open(mesh: DeviceMesh | None) -> bool:

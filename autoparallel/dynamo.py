@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,15 +180,30 @@ class _Scope(nn.Module):
 
 
 class _Replay(fx.Interpreter):
-    """Runs Dynamo's graph call by call, each inside the scope of its module."""
+    """Runs Dynamo's graph call by call, each inside the scope of its module.
 
-    def __init__(self, module: fx.GraphModule, enter: Callable[[fx.Node], nn.Module | None]) -> None:
+    Args:
+        enter: the module that a call belongs to.
+        functions: the ``autograd.Function``s that have been made of the graph's, by node.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        enter: Callable[[fx.Node], nn.Module | None],
+        functions: dict[fx.Node, type[torch.autograd.Function]],
+    ) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self._enter = enter
+        self._enter, self._functions = enter, functions
         self._scope: nn.Module | None = None
 
     def run_node(self, n: fx.Node) -> Any:
         self._scope = self._enter(n)
+        if n.target is _torch.function_apply:
+            (forward, backward, *operands), options = self.fetch_args_kwargs_from_env(n)
+            if n not in self._functions:
+                self._functions[n] = make_function(forward, backward, options)
+            return self._functions[n].apply(*operands[: tensor_count(operands, options)])
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -201,6 +217,46 @@ class _Replay(fx.Interpreter):
         return self._scope(lambda x, *rest, **options: getattr(x, target)(*rest, **options), args, kwargs)
 
 
+def make_function(
+    forward: fx.GraphModule, backward: fx.GraphModule, options: Mapping[str, Any]
+) -> type[torch.autograd.Function]:
+    """An ``autograd.Function`` of the two graphs into which Dynamo has traced the user's.
+
+    Torch's own operator for the two keeps what one call has saved where the next call overwrites it.
+    """
+    constant, checked = options.get("non_differentiable_idx", ()), options.get("saved_for_backward_idx", ())
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *operands: Any) -> Any:
+            outputs, saved = _run(forward, operands)
+            row = outputs if isinstance(outputs, tuple | list) else (outputs,)
+            ctx.mark_non_differentiable(*(row[i] for i in constant))
+            ctx.save_for_backward(*(saved[i] for i in checked))
+            ctx.others = [None if i in checked else value for i, value in enumerate(saved)]
+            return tuple(outputs) if isinstance(outputs, list) else outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            saved = list(ctx.others)
+            for i, value in zip(checked, ctx.saved_tensors, strict=True):
+                saved[i] = value
+            return _run(backward, (*grads, *saved))
+
+    return Function
+
+
+def _run(graph: fx.GraphModule, operands: Sequence[Any]) -> Any:
+    """What a graph of Dynamo's gives; in some releases its first input stands for the context."""
+    count = sum(node.op == "placeholder" for node in graph.graph.nodes)
+    return graph(*(None,) * (count - len(operands)), *operands)
+
+
+def tensor_count(operands: Sequence[Any], options: Mapping[str, Any]) -> int:
+    """How many of the operands of a Function are its own; in some releases others follow."""
+    return sum(options["args_tensor_mask"]) if "args_tensor_mask" in options else len(operands)
+
+
 class _Shared:
     """Keeps a value from being copied with the module that holds it."""
 
@@ -212,12 +268,16 @@ class _Shared:
 
 
 class GraphModel(nn.Module):
-    """Dynamo's graph as a model again: modules, parameters and buffers under the original names, without storage."""
+    """Dynamo's graph as a model again: modules, parameters and buffers under the original names.
+
+    Parameters and buffers have no storage but while a call runs, with which they are given (see ``holding``).
+    """
 
     def __init__(self, piece: Piece) -> None:
         super().__init__()
         self._piece = _Shared(piece)
-        for state in piece.states.values():
+        slots: list[tuple[int, dict[str, Any], str, torch.Tensor]] = []
+        for i, state in piece.states.items():
             scope, _, leaf = state.name.rpartition(".")
             empty = torch.empty(state.shape, dtype=state.dtype, device="meta")
             owner = self._scope(scope)
@@ -225,8 +285,25 @@ class GraphModel(nn.Module):
                 owner.register_parameter(leaf, nn.Parameter(empty, requires_grad=state.trainable))
             else:
                 owner.register_buffer(leaf, empty)
-        for node in piece.module.graph.nodes:
-            self._scope(self._path(node))
+            table: dict[str, Any] = owner._parameters if state.is_parameter else owner._buffers
+            slots.append((i, table, leaf, table[leaf]))
+        self._slots, self._functions = _Shared(slots), _Shared({})
+        paths = {node: self._path(node) for node in piece.module.graph.nodes}
+        for node, path in paths.items():
+            self._scope(path)
+            node.meta.pop("nn_module_stack", None)  # the scopes that are entered name what is traced now
+        self._paths = _Shared({node: path for node, path in paths.items() if path and self._scope(path) is not self})
+
+    @contextmanager
+    def holding(self, arguments: Sequence[Any]) -> Iterator[None]:
+        """Inside, the parameters and buffers are those among the graph's inputs."""
+        for i, table, leaf, _ in self._slots.value:
+            table[leaf] = arguments[i]
+        try:
+            yield
+        finally:
+            for _, table, leaf, empty in self._slots.value:
+                table[leaf] = empty
 
     def _path(self, node: fx.Node) -> str:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -256,10 +333,10 @@ class GraphModel(nn.Module):
             given[i] = given[tensor].shape[dim]
 
         def enter(node: fx.Node) -> nn.Module | None:
-            path = self._path(node)
-            return self.get_submodule(path) if path and self._scope(path) is not self else None
+            path = self._paths.value.get(node)
+            return None if path is None else self.get_submodule(path)
 
-        replay = _Replay(piece.module, enter)
+        replay = _Replay(piece.module, enter, self._functions.value)
         with preserve_node_meta():  # so that what is traced now keeps the user's lines
             return replay.run(*(given[i] for i in range(len(given))), enable_io_processing=False)
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autoparallel.capture import tracing
+from autoparallel.capture import backward_hooks
 
 
 class Switch:
@@ -27,7 +27,7 @@ def dropping(where: str) -> Iterator[None]:
     names = ("setup_input_hook", "setup_output_hook")
     with contextlib.ExitStack() as stack:
         for name in names if hooks else ():
-            stack.enter_context(mock.patch.object(tracing._ModuleHooks, name, hooks))
+            stack.enter_context(mock.patch.object(backward_hooks._ModuleHooks, name, hooks))
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -315,3 +316,26 @@ def test_experts_in_a_python_loop_are_told_apart() -> None:
     assert "modeling_mixtral.py" in message
     assert "What to change: the experts are looped over one by one" in message
     assert "experts_implementation='grouped_mm'" in message
+
+
+# ---------------------------------------------------------------------------------------------------------- warnings
+
+
+class _Warns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("the scale is a guess", UserWarning, stacklevel=1)  # the line
+        return 2 * x
+
+
+def test_the_models_own_warnings_are_given_once_and_torchs_are_not() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        captured(_Warns(), torch.rand(8, 4))
+    assert [(str(w.message), w.lineno) for w in caught] == [("the scale is a guess", line_of(_Warns, "the line"))]
+
+
+def test_a_warning_that_the_user_has_made_an_error_is_one() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="the scale is a guess"):
+            captured(_Warns(), torch.rand(8, 4))

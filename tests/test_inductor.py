@@ -57,7 +57,7 @@ def _train(name: str, shape: tuple[int, ...], plan: str, backend: str) -> tuple[
     model.eval()
     with torch.no_grad():
         seen["evaluation"] = model(*case.make_batch(100, 8)[0][:-1])
-    texts = [kind.runner.program.text() for kind in model._kinds.values()]
+    texts = [kind.runner.program.text() for kind in model._kinds]
     return seen, "\n".join(texts)
 
 

@@ -3,8 +3,11 @@
 - ``capture``: traces a model, and describes what it traced; ``training`` is what is traced, ``outputs`` says which is
   the loss.
 - ``layers``: those that repeat, traced once.
-- ``tracing``: what decides about gradients beside operators, made visible to a trace.
+- ``tracing``: what decides about gradients beside operators, made visible to a trace: ``functions``
+  (``autograd.Function``) and ``backward_hooks``; ``trace`` is what one trace notes of them.
 - ``recorder``: records what a copy of the model reads and writes of its attributes.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators.
 - ``data_access``, ``seeding``, ``refusals``: what no program can have, refused.
+- ``user_warnings``: a model's own warnings, given once.
+- ``passes``: the list of those that every graph goes through.
 """

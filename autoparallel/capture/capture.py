@@ -8,7 +8,6 @@ placeholder is which parameter, buffer or input, which output is the loss.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -34,8 +33,10 @@ from autoparallel.capture.refusals import (
     require_same_memory,
     require_static,
 )
-from autoparallel.capture.tracing import Trace, everything_seen
+from autoparallel.capture.trace import Trace
+from autoparallel.capture.tracing import everything_seen
 from autoparallel.capture.training import Found, Training
+from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
 from autoparallel.graph.hooks import require_full_hooks
 from autoparallel.graph.layers import find_runs
@@ -183,17 +184,18 @@ def capture(
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(gradients)
     try:
-        with mode:
-            whole = make()
-            try:
-                stacks, failed = _rehearse(whole, make, run, reads)
-            except StateChangedError as error:
-                raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn), packages), run) from None
-        with reads if failed else nullcontext():
-            try:
-                captured = trace(stacks)
-            except NotAlike:
-                captured = trace([])
+        with only_the_users():
+            with mode:
+                whole = make()
+                try:
+                    stacks, failed = _rehearse(whole, make, run, reads)
+                except StateChangedError as error:
+                    raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn), packages), run) from None
+            with reads if failed else nullcontext():
+                try:
+                    captured = trace(stacks)
+                except NotAlike:
+                    captured = trace([])
         captured.state.merge(whole.recorder.state())
         captured.state.merge(reads.state())
         captured.state.merge(read_of_loss(loss_fn))
@@ -213,9 +215,7 @@ def _rehearse(
     """Runs the whole model once, without a trace, to see what it reads of Python: the stacks of layers that need not be
     traced, and whether it failed."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            stacks = find_stacks(whole, make, run, reads)
+        stacks = find_stacks(whole, make, run, reads)
     except CaptureError:
         raise
     except Exception:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
@@ -246,8 +246,7 @@ def _export(
 ) -> tuple[ExportedProgram, int]:
     """The trace, and how many times it draws random numbers."""
     try:
-        with warnings.catch_warnings(), everything_seen(calls):
-            warnings.simplefilter("ignore")
+        with everything_seen(calls):
             program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
             require_same_memory(program.graph)
             with calls.silent():

@@ -28,6 +28,7 @@ class Call:
         trainable: for every submodule's parameters, whether they are trained.
         gradients: whether it is made with gradients enabled.
         hooks: the hooks that it runs (see ``graph.hooks.hooks_of``).
+        structure: the number of the model's set of submodules, of which one may be replaced between calls.
     """
 
     leaves: tuple[Any, ...]
@@ -40,6 +41,12 @@ class Call:
     trainable: tuple[bool, ...]
     gradients: bool = True
     hooks: Hashable = ()
+    structure: int = 0
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the model is in training mode, as a graph is that has no modes."""
+        return self.training[0] if self.training else True
 
 
 def fits(captured: Captured, specs: Sequence[Any]) -> bool:

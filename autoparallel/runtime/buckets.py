@@ -21,6 +21,7 @@ from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.recompute_layers import Region
 from autoparallel.runtime.backwards import Tensors, Travel
 from autoparallel.runtime.gradients import GradientReceiver, cast
+from autoparallel.runtime.lent import LentParameters
 
 
 class ParameterBucket(nn.Module):
@@ -136,6 +137,8 @@ class _Unshard(torch.autograd.Function):
         chains = bucket.bucket.chains
         uses = len(chains[0].uses)
         rows = [list(grads[i * uses : (i + 1) * uses]) for i in range(len(chains))]
+        if isinstance(bucket.store, LentParameters):
+            return None, *bucket.store.give_back(chains, rows)
         wanted = _torch.accumulated(ctx, len(chains))
         if not any(wanted):
             raise RuntimeError(

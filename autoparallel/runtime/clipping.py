@@ -232,10 +232,6 @@ class Clipper:
             mend = "p.grad = distribute_tensor(grad, p.device_mesh, p.placements)"
         raise RuntimeError(f"{what}: the gradient of {name} was replaced by {found}; set {mend}")
 
-    def forget(self) -> None:
-        """Forgets the programs of another mesh."""
-        self._programs.clear()
-
     def _measure(
         self, grads: Mapping[str, torch.Tensor], norms: tuple[frozenset[str], ...], p: float
     ) -> tuple[torch.Tensor, dict[tuple[str, ...], list[torch.Tensor]]]:
@@ -243,7 +239,7 @@ class Clipper:
         everyone, device = self.store.everyone, self.store.mesh.device_type
         if everyone is None and not any(n in names for names in norms for n in grads):
             return torch.zeros(len(norms), dtype=torch.float64, device=device), {}
-        key = (tuple(grads), norms, p)
+        key = (self.store.prefix, tuple(grads), norms, p)
         program = self._programs.get(key)
         if program is None:
             layouts = {n: from_dtensor_placements(g.placements) for n, g in grads.items()}  # type: ignore[attr-defined]

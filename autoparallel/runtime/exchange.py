@@ -28,6 +28,11 @@ SAMPLE = 512
 SELDOM = 100
 """The number of calls from one comparison to the next where each waits for an accelerator."""
 
+AS_DTENSOR = (
+    ", or give each rank its rows as a DTensor: DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards "
+    "the batch"
+)
+
 
 class Exchange:
     """What the ranks show each other about one model.
@@ -38,12 +43,19 @@ class Exchange:
         name: the model's class.
         device: the kind of device it is on.
         check_inputs: at every so many calls a sample of plain inputs is compared; 0 for never, None as is cheap.
+        takes_rows: whether a rank may be given its rows of the batch, as a ``DTensor``.
     """
 
     def __init__(
-        self, agreement: Agreement, store: GradientStore, name: str, device: str, check_inputs: int | None
+        self,
+        agreement: Agreement,
+        store: GradientStore,
+        name: str,
+        device: str,
+        check_inputs: int | None,
+        takes_rows: bool = True,
     ) -> None:
-        self.agreement, self.store = agreement, store
+        self.agreement, self.store, self.takes_rows = agreement, store, takes_rows
         self.name = f"model {agreement.next_model()} ({name})"
         self.calls = 0
         self.place: Place = (0, 0)  # of the random numbers of the call that is agreed upon: the first rank's
@@ -91,9 +103,8 @@ class Exchange:
                 raise RankMismatchError(
                     "the ranks pass different values as plain inputs. A plain tensor is the global batch, the same on "
                     "every rank (unlike DistributedDataParallel, which takes each rank's own rows). Pass the same "
-                    "batch everywhere, or give each rank its rows as a DTensor: "
-                    "DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards the batch. Where the values "
-                    f"were the same before, a rank has left out a batch: this is {self._so_far()}"
+                    f"batch everywhere{AS_DTENSOR * self.takes_rows}. Where the values were the same before, a rank "
+                    f"has left out a batch: this is {self._so_far()}"
                 )
             if bool(table[:, 64].any()):
                 self.store.drop_kept()

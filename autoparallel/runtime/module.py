@@ -4,62 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
-import math
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.comm.groups import before_next_collective, settle
-from autoparallel.comm.waiting import note_raised
-from autoparallel.graph.calls import Call, fits, sizes_of
-from autoparallel.graph.captured import Captured, InputSpec, describe_inputs, leaf_value
+from autoparallel.comm.world import mesh_text
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import InputSpec, describe_inputs
 from autoparallel.graph.hooks import hooks_of
-from autoparallel.graph.plain_tensors import rebind, tensor_at
-from autoparallel.graph.python_state import PythonState
-from autoparallel.operators import RandomState
-from autoparallel.placements import Layout, format_layout, from_dtensor_placements
+from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.plan import Plan
-from autoparallel.runtime.accumulation import T, Weight, Window, windows
+from autoparallel.runtime.accumulation import T, Window, windows
 from autoparallel.runtime.agreement import Agreement
+from autoparallel.runtime.calls import run_call
 from autoparallel.runtime.clipping import Clipper
-from autoparallel.runtime.exchange import CHECKED_CALLS, Exchange
+from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.kinds import KindMaker, Kinds, submodules
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
 from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
-from autoparallel.runtime.runner import Delivery, Kind, Outputs, refuse_detached
 from autoparallel.runtime.state import distribute_like
-
-_LOGGER = logging.getLogger("autoparallel")
-
-MANY_VALUES = 3
-"""Of so many changes of one value of Python's a call is advised to read a tensor instead."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """What tells kinds of calls apart.
-
-    Attributes:
-        call: what can be seen of a call.
-        state: which of the states of Python that such calls have met.
-        batch: the batch size, where the trace fixes it.
-    """
-
-    call: Any
-    state: int
-    batch: int | None = None
 
 
 class ParallelModule(nn.Module):
@@ -72,11 +44,10 @@ class ParallelModule(nn.Module):
     def __init__(
         self,
         plain: nn.Module,
-        mesh: DeviceMesh,
         *,
         agreement: Agreement,
         store: GradientStore,
-        make_kind: Callable[[ParallelModule, Call], Kind],
+        maker: KindMaker,
         has_loss_fn: bool,
         clip_grad_norm: ClipGradNorm | None = None,
         check_inputs: int | None = None,
@@ -85,20 +56,13 @@ class ParallelModule(nn.Module):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
         self.training = plain.training
-        self._mesh, self._store = mesh, store
-        self._exchange = Exchange(agreement, store, type(plain).__name__, mesh.device_type, check_inputs)
-        store.before_backward = self._agree_on_backward
-        self._make_kind, self._has_loss_fn = make_kind, has_loss_fn
+        self._store, self._has_loss_fn = store, has_loss_fn
+        exchange = Exchange(agreement, store, type(plain).__name__, maker.mesh.device_type, check_inputs)
+        self._kinds = Kinds(maker, exchange, store)
         self._signature = inspect.signature(plain.forward)
-        self._kinds: dict[Any, Kind] = {}
-        self._ready: dict[Any, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
-        self._structures: list[tuple[nn.Module, ...]] = []  # the submodules that there have been: one may be replaced
-        self._states: dict[Any, list[PythonState]] = {}  # by kind: what Python was when each of its traces was made
-        self._calls = 0
         self._entered = threading.RLock()
         self._clipper = Clipper(store, plain, clip_grad_norm)
         self._parameter_ids = {id(p) for p in plain.parameters()}
-        self._plan: Plan | None = None
         watch_optimizers(self._clipper)
         self.__dict__["_plain"] = plain  # from now on other attributes are set on the plain model
 
@@ -120,64 +84,35 @@ class ParallelModule(nn.Module):
                 "exchange. Call it from one thread at a time (a threading.Lock around the call)"
             )
         try:
-            return self._call(args, kwargs)
+            return run_call(self._kinds, self._plain, *self._flattened(args, kwargs))
         finally:
             self._entered.release()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            call, problem = self._flatten(args, kwargs)
-        except Exception as error:  # noqa: BLE001 - raised on every rank
-            self._exchange.of_error(error)
-        kind = self._agree(call, problem)
-        try:
-            self._store.begin_call()
-            if self._store.window is not None and torch.is_grad_enabled():
-                self._require_weight(kind)
-            random = STREAM.draw(self._exchange.place) if kind.runner.captured.draws else RandomState(0, 0)
-            results = kind.runner.run(call, random)
-            settle(self._store.prefix)
-            self._calls += self.training
-            return self._finish(kind, results, call)
-        except BaseException as error:
-            note_raised(error)
-            raise
-
-    def _require_weight(self, kind: Kind) -> None:
-        weight = kind.runner.captured.weight
-        if self._store.window.weights == "loss" and (weight is None or weight.kind == "unknown"):
-            raise ValueError(
-                "accumulate() cannot tell what the loss is a mean over: "
-                f"{weight.reason if weight else 'it is computed outside of the compiled model'}. Pass a loss_fn that "
-                'returns (sum, count) to compile(), or weights="equal" to count every microbatch alike'
-            )
-
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Traces and plans for a kind of call without running it."""
-        try:
-            call, problem = self._flatten(args, kwargs)
-        except Exception as error:  # noqa: BLE001 - raised on every rank
-            self._exchange.of_error(error)
-        self._agree(call, problem)
+        self._kinds.agree(*self._flattened(args, kwargs))
 
-    def move(self, mesh: DeviceMesh) -> None:
-        """Goes to the mesh that was chosen; the gradients' store has gone there already."""
-        self._mesh = mesh
-        self._clipper.forget()
+    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, str | None]:
+        """A call, and why this rank cannot make it, if it cannot; raises on every rank where it is none on any."""
+        try:
+            return self._flatten(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - raised on every rank
+            self._kinds.exchange.of_error(error)
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, str | None]:
         with_target = self._has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
         leaves, in_spec = pytree.tree_flatten((args, kwargs))
         problem: str | None = None
-        modules = list(self._plain.modules())
-        parameters = [p for m in modules for p in m._parameters.values() if p is not None]
-        if {id(p) for p in parameters} != self._parameter_ids:
+        mesh = self._kinds.maker.mesh
+        modules = submodules(self._plain)
+        parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+        if parameters.keys() != self._parameter_ids:
             problem = (
                 "a parameter was added, removed or replaced after compile(), so that it would not be trained: change "
                 "the plain model, then compile it"
             )
         problem = problem or self._store.assigned()
-        if torch.is_autocast_enabled(self._mesh.device_type):
+        if torch.is_autocast_enabled(mesh.device_type):
             problem = (
                 "the model is called under torch.autocast, which is not supported yet\nWhat to change: call it "
                 "outside, and give compile() the dtypes (precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
@@ -186,7 +121,7 @@ class ParallelModule(nn.Module):
         local: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, DTensor):
-                if leaf.device_mesh != self._mesh:
+                if leaf.device_mesh != mesh:
                     problem = "a DTensor input lies on another mesh than the model"
                 try:
                     layouts.append(from_dtensor_placements(tuple(leaf.placements)))
@@ -197,16 +132,16 @@ class ParallelModule(nn.Module):
             else:
                 layouts.append(None)
                 local.append(leaf)
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != self._mesh.device_type:
-                problem = f"an input is on {leaf.device}, the mesh is on {self._mesh.device_type!r}: move it there"
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != mesh.device_type:
+                problem = f"an input is on {leaf.device}, the mesh is on {mesh.device_type!r}: move it there"
         specs, batch = describe_inputs(leaves)
         if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
             problem = "the batch is empty: its first tensor has 0 rows"
-        training = tuple(m.training for m in modules)
-        trainable = tuple(p.requires_grad for p in parameters)
+        training = tuple([m.training for m in modules])
+        trainable = tuple([p.requires_grad for p in parameters.values()])
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
-            torch.is_grad_enabled(), hooks_of(modules),
+            torch.is_grad_enabled(), hooks_of(modules), self._kinds.structure_of(modules),
         )  # fmt: skip
         return call, problem
 
@@ -216,170 +151,6 @@ class ParallelModule(nn.Module):
         except TypeError:
             return False
         return True
-
-    def _key(self, call: Call) -> Any:
-        """What a trace depends on, except for the batch size where it is symbolic."""
-        specs = tuple(
-            (s.batch, s.shape[1:] if s.batch else s.shape, s.dtype, s.requires_grad) if isinstance(s, InputSpec) else s
-            for s in call.specs
-        )
-        modules = tuple(self._plain.modules())
-        if modules not in self._structures:
-            self._structures.append(modules)
-        structure = self._structures.index(modules)
-        key = (
-            structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts, call.with_target,
-            call.gradients, call.hooks,
-        )  # fmt: skip
-        states = self._states.get(key, [])
-        return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
-
-    def _agree(self, call: Call, problem: str | None) -> Kind:
-        """The program of this kind of call, once all ranks have shown that they are about to make the same call; or,
-        where that call has been made before, with its first collective waiting for them to have shown it."""
-        key = self._key(call)
-        known = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
-        whole = self._calls < CHECKED_CALLS or not self._kinds
-        modes = torch.is_grad_enabled(), self._store.synchronise
-        require_same = self._exchange.of_call(
-            call, (key, len(self._kinds)), problem, whole, lambda: self._describe(call, *modes)
-        )
-        if known in self._ready and not whole and not problem and not self._store.kept and not self._exchange.broken:
-            ready = self._ready[known]
-            if ready.runner.captured.draws:  # what the first rank draws comes with the table
-                require_same()
-            else:
-                before_next_collective(self._store.prefix, require_same)
-            return ready
-        require_same()
-        if known in self._ready:
-            return self._ready[known]
-        kind = self._kinds.get(key)
-        if kind is not None and not fits(kind.runner.captured, call.specs):
-            key = replace(key, batch=call.batch)
-            kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._new_kind(key, call)
-            if not fits(kind.runner.captured, call.specs):
-                key = replace(key, batch=call.batch)
-            self._kinds[key] = kind
-        kind.runner.require_fits(call)
-        self._ready[known] = kind
-        return kind
-
-    def _new_kind(self, key: Key, call: Call) -> Kind:
-        """Captures and plans; says why where only a value of Python's is new."""
-        states = self._states.setdefault(key.call, [])
-        changes = [(label, state) for state in states if (label := state.changed()) is not None]
-        started = time.perf_counter()
-        with torch.inference_mode(False):  # what is made now is used for training, too
-            kind = self._make_kind(self, call)
-        if not self._kinds or self._plan is None:
-            self._plan = kind.plan
-        read = kind.runner.captured.state
-        if key.state < len(states):
-            states[key.state].merge(read)
-        else:
-            states.append(read)
-            self._note_change(changes, time.perf_counter() - started)
-        return kind
-
-    def _note_change(self, changes: Sequence[tuple[str, PythonState]], seconds: float) -> None:
-        """Logs which value of Python's made a new kind of call, and what that took."""
-        if not changes:
-            return
-        label, state = changes[-1]
-        before, now = state.describe(label)
-        _LOGGER.warning(
-            "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s", label, before, now,
-            seconds,
-        )  # fmt: skip
-        if sum(name == label for name, _ in changes) == MANY_VALUES:
-            _LOGGER.warning(
-                "%s has had %d values by now, each with a trace of its own: make it a tensor, such as a registered "
-                "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,
-            )  # fmt: skip
-
-    def _agree_on_backward(self) -> None:
-        """Has the ranks show each other that they come to a backward, before the first collective of it."""
-        if self._exchange.agreement.alone:
-            return
-        require_same = self._exchange.of_backward()
-        if self._store.everyone is None:
-            before_next_collective(self._store.prefix, require_same)
-        else:  # a pipeline sends over other groups, too
-            require_same()
-
-    def _describe(self, call: Call, gradients: bool, synchronise: bool) -> str:
-        """A call in words, for comparison with those of other ranks."""
-        parameters = list(self._plain.parameters())
-        trained = sum(p.requires_grad for p in parameters)
-        modes = ["train" if self.training else "eval"]
-        modes += ["under no_grad"] * (not gradients) + ["in no_sync"] * (not synchronise)
-        modes += [f"{trained} of {len(parameters)} parameters trained"] * (trained < len(parameters))
-        inputs = [
-            f"{s.shape} {s.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
-            if isinstance(s, InputSpec)
-            else repr(s)
-            for s, layout in zip(call.specs, call.layouts, strict=True)
-        ]
-        return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
-
-    def _finish(self, kind: Kind, results: Sequence[Any], call: Call) -> Any:
-        """Writes mutated buffers back and gives the outputs their outer form."""
-        captured = kind.runner.captured
-        count = len(captured.mutated_buffers)
-        with torch.no_grad():
-            for path, value in zip(captured.mutated_buffers, results[:count], strict=True):
-                if path in captured.rebound:
-                    rebind(self._plain, path, value)
-                else:
-                    tensor_at(self._plain, path).copy_(value)
-        values: list[Any] = list(results)
-        weight = self._weight(captured, values, call)
-        kept = [i for i in range(count, len(values)) if isinstance(values[i], torch.Tensor)]
-        delivery = Delivery(self._store, weight, kind.runner.used)
-        for i in kept:
-            if values[i].requires_grad:
-                values[i] = Outputs.apply(delivery, values[i])
-        if torch.is_grad_enabled():
-            refuse_detached(captured, values)
-        for i in range(count, len(values)):
-            placements, layout = kind.runner.specs[i]
-            if any(p.kind == "S" for p in layout):
-                values[i] = self._as_dtensor(values[i], layout, placements)
-        sizes = sizes_of(captured, call.specs) if captured.returns_sizes else {}
-        for name, (spec, parts) in captured.attributes.items():
-            path, _, attribute = name.rpartition(".")
-            value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
-            setattr(self._plain.get_submodule(path), attribute, value)
-        leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
-        return pytree.tree_unflatten(leaves, captured.output_spec)
-
-    def _weight(self, captured: Captured, values: Sequence[Any], call: Call) -> Weight:
-        """What a microbatch weighs in a window of ``accumulate()``."""
-        weight, window = captured.weight, self._store.window
-        if window is None or weight is None or window.weights == "equal":
-            return Weight()
-        if weight.kind == "sum":
-            return Weight(None)
-        if weight.output is not None:
-            counts = [s.shape for s in call.specs if isinstance(s, InputSpec) and s.is_integer]
-            expected = max(map(math.prod, counts), default=call.batch) or 1
-            return Weight(values[weight.output].detach().double(), float(expected))
-        size = weight.size
-        value = float(size if isinstance(size, int) else size.node.expr.subs(sizes_of(captured, call.specs)))
-        return Weight(value, value or 1.0)
-
-    def _as_dtensor(self, local: torch.Tensor, layout: Layout, placements: Any) -> DTensor:
-        if local.requires_grad:
-            return DTensor.from_local(local, self._mesh, placements, run_check=False)
-        shape = list(local.shape)
-        for axis, p in enumerate(layout):
-            if p.kind == "S":
-                shape[p.dim] *= self._mesh.size(axis)
-        spec = _torch.make_spec(self._mesh, placements, torch.Size(shape), local.dtype)
-        return _torch.wrap_local(local.contiguous(), spec)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -486,9 +257,9 @@ class ParallelModule(nn.Module):
     @property
     def plan(self) -> Plan:
         """What was decided. Raises RuntimeError before the first call, unless compile() got example inputs."""
-        if self._plan is None:
+        if self._kinds.plan is None:
             raise RuntimeError("there is no plan yet: call the model once, or pass example_inputs to compile()")
-        return self._plan
+        return self._kinds.plan
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Sets the training mode, as ``nn.Module.train``.
@@ -562,7 +333,7 @@ class ParallelModule(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Adds the place in the stream of random numbers, where the model may draw."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if any(kind.runner.captured.draws for kind in self._kinds.values()) or may_draw(self._plain):
+        if any(kind.runner.captured.draws for kind in self._kinds) or may_draw(self._plain):
             destination[f"{prefix}_extra_state"] = to_tensor(STREAM.place())
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
@@ -580,5 +351,5 @@ class ParallelModule(nn.Module):
             return getattr(self.__dict__["_plain"], name)
 
     def extra_repr(self) -> str:
-        axes = ", ".join(f"{n}={s}" for n, s in zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True))
-        return f"parallel over ({axes})"
+        mesh = self._kinds.maker.mesh
+        return f"parallel over {mesh_text(list(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))}"

@@ -99,5 +99,5 @@ def train_on_ranks(make: Callable[[], nn.Module], plan: str) -> tuple[list[Step]
     plain = make_model(make)
     compiled = autoparallel.compile(copy.deepcopy(plain), mesh, plan=plan)
     actual = train(compiled, batches())
-    kind = next(iter(compiled._kinds.values()))
+    kind = next(iter(compiled._kinds))
     return train(plain, batches()), actual, kind.runner.program.text()  # type: ignore[attr-defined]

@@ -104,7 +104,7 @@ def _train(vocabulary: int, tied: bool, shape: tuple[int, ...], p: float, plan: 
 
 
 def _program(model: Any) -> Any:
-    kind = next(k for k in model._kinds.values() if k.runner.program.captured.weight is not None)
+    kind = next(k for k in model._kinds if k.runner.program.captured.weight is not None)
     return kind.runner.program
 
 

@@ -205,7 +205,7 @@ def _call_badly(before: int) -> Results:
     if first:  # nothing was compiled so far, and now it is
         assert not model._kinds
         results[name] = (message, correct_call(model, plain))
-    results["calls"] = (f"{model._calls}", 0.0)
+    results["calls"] = (f"{model._kinds.calls}", 0.0)
     return results
 
 

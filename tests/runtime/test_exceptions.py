@@ -77,7 +77,7 @@ def _fail(*_: Any) -> None:
 
 
 def _forward_that_fails(model: Any) -> None:
-    body = model._kinds[next(iter(model._kinds))].runner
+    body = next(iter(model._kinds)).runner
     run, body.body = body.body, _fail
     try:
         model(*batch())
@@ -295,7 +295,7 @@ def test_microbatches_without_a_valid_target_add_nothing(plan: str, valid: tuple
 def test_a_second_thread_is_refused() -> None:
     model, plain = _alone("fsdp")
     model(*batch())
-    runner = model._kinds[next(iter(model._kinds))].runner
+    runner = next(iter(model._kinds)).runner
     body, inside, done = runner.body, threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> Any:

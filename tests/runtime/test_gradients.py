@@ -346,7 +346,7 @@ def _tied(edit: str, at_rest: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     results["parameters"] = parameters_off(compiled, plain)
-    (kind,) = compiled._kinds.values()
+    (kind,) = compiled._kinds
     (chain,) = (c for b in kind.runner.program.buckets for c in b.chains if c.name == "tok.weight")
     return {"results": results, "uses": [str(u) for u in chain.uses], "layout": placements(compiled)["tok.weight"]}
 
@@ -357,7 +357,7 @@ def _searched_for_tied() -> tuple[str, dict[str, str]]:
     from autoparallel.rules.ways import call_modes
 
     searched, _ = compiled_pair(Tied, plan="data_parallel", loss_fn=tied_loss, example_inputs=tied_batch(0))
-    (kind,) = searched._kinds.values()
+    (kind,) = searched._kinds
     modes: dict[str, str] = {}
     for node in kind.runner.program.captured.graph.nodes:
         for prefix, weight in (("tok/", 0), ("head/", 1)):
@@ -394,7 +394,7 @@ def _per_use() -> dict[str, Any]:
     model, plain = gathered_per_use()
     names = ("windows of three", "backward twice without zero_grad")
     results = _played(model, plain, {name: SCENARIOS[name] for name in names})
-    (kind,) = (k for k in model._kinds.values() if k.runner.per_use)
+    (kind,) = (k for k in model._kinds if k.runner.per_use)
     loss = model(*batch(0))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -440,7 +440,7 @@ def _one_output() -> dict[str, Any]:
             for parameter in (*model.parameters(), *plain.parameters()):
                 parameter.mul_(1.25)
             results[f"outputs {step}"] = max(off(a, b) for a, b in zip(model(x), plain(x), strict=True))
-    kind, _ = model._kinds.values()  # with gradients, and without
+    kind, _ = model._kinds  # with gradients, and without
     results["buckets"] = [[c.name for c in b.bucket.chains] for b in kind.runner.per_use]
     return results
 

@@ -1,0 +1,215 @@
+"""Hooks that forward registers or modules have, in a trace: calls that stand for them, or a refusal.
+
+What else a model's Python asks of autograd in its forward is refused here, too, with line and cure.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoparallel import _torch
+from autoparallel.capture.trace import Trace, fresh, listening, refuse, register
+from autoparallel.graph.hooks import make_template
+from autoparallel.operators.opaque import Unsupported
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+
+
+# --------------------------------------------------------------------------------------------------- tensor hooks
+
+
+class _Handle:
+    """What ``register_hook`` returns in a trace."""
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self.remove = remove
+
+    def __enter__(self) -> _Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def _register_hook(trace: Trace, func: Any, tensor: Tensor, hook: Any) -> Any:
+    if not tensor.requires_grad:
+        return func(tensor, hook)  # torch's own error
+    if _caller().startswith(_TORCH):
+        raise refuse(
+            "torch hooks several tensors at once",
+            "use Tensor.register_hook on each of them, or a module's backward hook",
+        )
+    if tensor.is_leaf:
+        raise refuse(
+            "a hook is registered on a parameter or an input inside of forward",
+            "register it once, outside of the model's forward, or on a tensor that forward computes",
+        )
+    try:
+        template, read = make_template(hook, trace.original)
+    except Unsupported as error:
+        cure = "give it tensors, numbers and the model's modules"
+        raise refuse(f"a tensor's hook {error}, registered", cure) from None
+    name, count = template.name, 0
+    while trace.hooks.setdefault(name, template) != template:
+        count += 1
+        name = f"{template.name}'{count}"
+    torch.ops.autoparallel.hook(tensor, [x.detach() for x in read.tensors], read.numbers, name)
+
+    def remove() -> None:
+        raise refuse("a tensor's hook is removed inside of forward", "register it where it is wanted only")
+
+    return _Handle(remove)
+
+
+def _caller() -> str:
+    """The file of the code that called a method of a tensor."""
+    skipped = (f"{_TORCH}_tensor.py", f"{_TORCH}overrides.py", f"{_TORCH}_ops.py", _OURS)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(skipped) or "__torch_function__" in frame.f_code.co_name
+    ):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _post_accumulate(trace: Trace, func: Any, *args: Any) -> Any:
+    raise refuse("a hook is registered on a parameter inside of forward", "register it once, outside of forward")
+
+
+def _retain_grad(trace: Trace, func: Any, *args: Any) -> Any:
+    raise refuse(
+        "the gradient of a tensor inside of the model is kept (retain_grad)",
+        "look at it in a hook: x.register_hook(lambda grad: ...)",
+    )
+
+
+def _grad_fn(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
+    if _caller().startswith(_TORCH):
+        return func(tensor, *rest)
+    raise refuse(
+        "the graph of autograd is read (grad_fn), which the program does not have",
+        "use Tensor.register_hook on tensors, and tensor.requires_grad to ask whether one carries a gradient",
+    )
+
+
+def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise refuse(
+        f"{func.__name__}() differentiates inside of the model",
+        "write the derivative out, put it into an autograd.Function (whose forward may call torch.autograd.grad under "
+        "torch.enable_grad), or differentiate what the model returns",
+    )
+
+
+def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) -> Any:
+    module = f"{_TORCH}nn/modules/module.py"
+    if tensor.requires_grad == value or _caller().startswith(_TORCH) and _caller() != module:
+        return func(tensor, value)
+    raise refuse(
+        f"a tensor's requires_grad becomes {value} inside of the model",
+        "use x.detach() for what carries none; freeze parameters, and make inputs require gradients, before the call",
+    )
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    Tensor.register_hook: _register_hook,
+    Tensor.register_post_accumulate_grad_hook: _post_accumulate,
+    Tensor.retain_grad: _retain_grad,
+    vars(torch._C.TensorBase)["grad_fn"].__get__: _grad_fn,
+    Tensor.backward: _differentiate,
+    vars(torch._C.TensorBase)["requires_grad"].__set__: _requires_grad,
+    Tensor.requires_grad_: _requires_grad,
+    torch.autograd.grad: _differentiate,
+}
+
+
+# ------------------------------------------------------------------------------------------- module backward hooks
+
+
+@dataclass(frozen=True)
+class ModuleEntry:
+    """Where a module with backward hooks is entered.
+
+    Attributes:
+        module: the user's, not the traced copy.
+        path: of the module in the model.
+        count: how many inputs it has.
+        tensors: the places of those through which gradients flow.
+    """
+
+    module: nn.Module
+    path: str
+    count: int
+    tensors: tuple[int, ...]
+    aliases: bool = True
+
+    def fake(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+        return [fresh(x) for x in tensors]
+
+
+@dataclass(frozen=True)
+class ModuleExit:
+    """Where a module with backward hooks is left; its last operand is what its entry has given."""
+
+    count: int
+    tensors: tuple[int, ...]
+    aliases: bool = True
+
+    def fake(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+        return [fresh(x) for x in tensors[:-1]]
+
+
+class _ModuleHooks:
+    """Stands for ``torch.utils.hooks.BackwardHook`` while a model is traced."""
+
+    def __init__(self, trace: Trace, module: nn.Module) -> None:
+        self.trace, self.module = trace, module
+        self.ticket: Tensor | None = None
+
+    def setup_input_hook(self, args: tuple[Any, ...]) -> Any:
+        args = tuple(args)
+        places = _flowing(args)
+        module = self.trace.original(self.module)
+        entry = ModuleEntry(module, self.trace.paths.get(id(self.module), type(module).__name__), len(args), places)
+        # The ticket stands for what goes from a module's entry to its exit.
+        ticket = torch.empty(0)
+        name = register(self.trace, f"{type(module).__name__} {entry.path!r} {len(args)} {places}", entry)
+        *made, self.ticket = torch.ops.autoparallel.call([*(args[i] for i in places), ticket], [], name)
+        return _with(args, places, made)
+
+    def setup_output_hook(self, result: Any) -> Any:
+        row = result if isinstance(result, tuple) else (result,)
+        places = _flowing(row)
+        assert self.ticket is not None
+        name = register(self.trace, f"exit {len(row)} {places}", ModuleExit(len(row), places))
+        made = torch.ops.autoparallel.call([*(row[i] for i in places), self.ticket.detach()], [], name)
+        out = _with(row, places, made)
+        return out if isinstance(result, tuple) else out[0]
+
+
+def _flowing(values: Sequence[Any]) -> tuple[int, ...]:
+    """The places of all tensors, where a gradient flows through one of them; else nothing happens to them."""
+    places = tuple(i for i, x in enumerate(values) if isinstance(x, Tensor))
+    return places if torch.is_grad_enabled() and any(values[i].requires_grad for i in places) else ()
+
+
+def _with(values: tuple[Any, ...], places: Sequence[int], made: Sequence[Tensor]) -> tuple[Any, ...]:
+    out = list(values)
+    for i, value in zip(places, made, strict=True):
+        out[i] = value if values[i].requires_grad or not value.requires_grad else value.detach()
+    return tuple(out) if type(values) is tuple else type(values)(*out)
+
+
+def backward_hook(module: nn.Module, hooks: Any, pre_hooks: Any) -> Any:
+    trace = listening()
+    return _torch.BackwardHook(module, hooks, pre_hooks) if trace is None else _ModuleHooks(trace, module)
+
+
+__all__ = ["HANDLERS", "ModuleEntry", "ModuleExit", "backward_hook"]

@@ -1,0 +1,175 @@
+"""An ``autograd.Function`` in a trace: one call that stands for it, whatever its forward computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoparallel import _torch
+from autoparallel.capture.trace import CURRENT, Trace, fresh, listening, refuse, register
+from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of an ``autograd.Function``.
+
+    Attributes:
+        cls: the Function.
+        template: ``(args, kwargs)``, with slots for tensors and open sizes.
+        count: how many results it has.
+        tensors: the places of the tensors among them.
+        single: whether it returns one tensor, not a tuple.
+        aliases: whether a result shares memory with an operand.
+    """
+
+    cls: type[torch.autograd.Function]
+    template: Any
+    count: int
+    tensors: tuple[int, ...]
+    single: bool
+    aliases: bool
+
+    def fake(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
+        values = {"tensor": tensors, "number": numbers}
+        args, kwargs = fill_template(self.template, lambda slot: values[slot.kind][slot.index])
+        results = _run_silently(lambda: _apply(self.cls)(*args, **kwargs), tensors)
+        return [fresh(results if self.single else results[i]) for i in self.tensors]
+
+
+def _apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What torch does to apply a Function, past the name that we replace."""
+    return super(_torch.SingleLevelFunction, cls).apply  # type: ignore[misc]
+
+
+def _run_silently(function: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
+    """Runs Python on fake tensors without a trace of it."""
+    trace = CURRENT.trace
+    assert trace is not None
+    mode = next(m for t in tensors if (m := getattr(t, "fake_mode", None)) is not None)
+    with trace.silent(), _torch.without_modes(), torch._C.DisableTorchFunction(), mode:
+        return function()
+
+
+class _Watcher(TorchDispatchMode):
+    """Notices what a Function reads that it was not given, and which of its operands it changes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.met = set(map(id, tensors))
+        self.memory = {_memory(t) for t in tensors}
+        self.held: list[Any] = [*tensors]
+        self.foreign = self.changes = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.met:
+                fake = hasattr(leaf, "fake_mode")
+                self.foreign |= fake or isinstance(leaf, nn.Parameter) or leaf.requires_grad
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                written = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+                self.changes |= any(_memory(x) in self.memory for x in written)
+        out = func(*args, **(kwargs or {}))
+        made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        self.met.update(map(id, made))
+        self.held += made
+        return out
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
+    """Records one call of an ``autograd.Function``."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    taken = Arguments()
+    try:
+        template = taken.template((args, kwargs))
+    except Unsupported as error:
+        raise refuse(
+            f"the autograd.Function {name} is given an object of type {error}, which no program holds,",
+            "pass tensors, numbers, strings and tuples of them; modules, functions and settings belong on the class",
+        ) from None
+    top = {id(x) for x in (*args, *kwargs.values())}
+    tensors = [x if id(x) in top else x.detach() for x in taken.tensors]  # autograd looks no deeper
+    if not any(hasattr(x, "fake_mode") for x in tensors):
+        return _apply(cls)(*args, **kwargs)
+    copies = [x.detach().requires_grad_(x.requires_grad).clone() for x in tensors]
+    values: dict[str, Sequence[Any]] = {"tensor": copies, "number": taken.numbers}
+    inner_args, inner_kwargs = fill_template(template, lambda slot: values[slot.kind][slot.index])
+    watcher = _Watcher(copies)
+
+    def look() -> Any:
+        with watcher:
+            return _apply(cls)(*inner_args, **inner_kwargs)
+
+    results = _run_silently(look, copies)
+    if watcher.foreign:
+        raise refuse(
+            f"the forward of the autograd.Function {name} reads a parameter or an activation that is not among its "
+            "arguments, called",
+            "pass it to apply() as a tensor",
+        )
+    if watcher.changes:
+        raise refuse(
+            f"the forward of the autograd.Function {name} changes an argument in place, called",
+            "return a new tensor (x = x.clone() first)",
+        )
+    single = isinstance(results, Tensor)
+    row = (results,) if single else results
+    if not isinstance(row, tuple) or any(not isinstance(x, Tensor) and _holds_values(x) for x in row):
+        raise refuse(
+            f"the autograd.Function {name} returns what is neither tensors nor constants, called",
+            "return a tensor or a tuple of tensors",
+        )
+    places = tuple(i for i, x in enumerate(row) if isinstance(x, Tensor))
+    aliases = any(_memory(row[i]) in watcher.memory for i in places)
+    call = FunctionCall(cls, template, len(row), places, single, aliases)
+    key = register(trace, f"{name}{template[0]}{template[1] or ''} -> {places}{' alias' if aliases else ''}", call)
+    made = torch.ops.autoparallel.call(tensors, taken.numbers, key)
+    out = list(row)
+    for i, value in zip(places, made, strict=True):
+        out[i] = value if row[i].requires_grad or not value.requires_grad else value.detach()
+    return out[0] if single else tuple(out)
+
+
+def _holds_values(value: Any) -> bool:
+    """Whether a result that is no tensor has something of the trace in it."""
+    taken = Arguments()
+    try:
+        taken.template(value)
+    except Unsupported:
+        return True
+    return bool(taken.tensors or taken.numbers)
+
+
+def _checkpoint(run: Callable[..., Any], preserve: Any, *args: Any) -> Any:
+    """Reentrant checkpointing computes what the function computes; it gives gradients where an argument has one."""
+    flows = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and flows):
+        return run(*args)
+
+
+def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    trace = listening()
+    if trace is None or torch._C._are_functorch_transforms_active():
+        return _apply(cls)(*args, **kwargs)
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        return _checkpoint(*args)
+    if cls is _torch.NoopSaveInputs:
+        return torch.empty(0)  # without a gradient torch.utils.checkpoint just runs the function
+    if cls.__module__.startswith("torch._"):
+        return _apply(cls)(*args, **kwargs)
+    return _apply_function(trace, cls, args, kwargs)
+
+
+__all__ = ["FunctionCall", "function_apply"]

@@ -1,0 +1,80 @@
+"""What one trace notes beside operators, on the thread that makes it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.hooks import HookTemplate
+from autoparallel.graph.lines import line_of_frame
+from autoparallel.operators.opaque import OpaqueCall
+
+
+class Trace:
+    """What one trace has met.
+
+    Args:
+        originals: of the objects in the traced copy of the model, by id, what they are copies of.
+        paths: of the modules of the copy, by id.
+
+    Attributes:
+        calls: what stands behind the names in ``autoparallel::call``.
+        hooks: the tensor hooks behind the names in ``autoparallel::hook``.
+        listening: whether the model's own Python runs.
+    """
+
+    def __init__(self, originals: Mapping[int, Any], paths: Mapping[int, str]) -> None:
+        self.originals, self.paths = originals, paths
+        self.calls: dict[str, OpaqueCall] = {}
+        self.hooks: dict[str, HookTemplate] = {}
+        self.listening = True
+
+    def original(self, value: Any) -> Any:
+        """What the user has for an object of the traced copy."""
+        return self.originals.get(id(value), value)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, Python runs that leaves no trace."""
+        before, self.listening = self.listening, False
+        try:
+            yield
+        finally:
+            self.listening = before
+
+
+class _Current(threading.local):
+    trace: Trace | None = None
+
+
+CURRENT = _Current()
+
+
+def listening() -> Trace | None:
+    trace = CURRENT.trace
+    return trace if trace is not None and trace.listening else None
+
+
+def refuse(what: str, cure: str) -> CaptureError:
+    return CaptureError(f"{what} at {line_of_frame(sys._getframe(1))}\nWhat to change: {cure}.")
+
+
+def register(trace: Trace, name: str, call: Any) -> str:
+    """The name of a call; equal calls share one, so that layers of them are alike."""
+    while trace.calls.setdefault(name, call) != call:
+        name += "'"
+    return name
+
+
+def fresh(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+__all__ = ["CURRENT", "Trace", "fresh", "listening", "refuse", "register"]

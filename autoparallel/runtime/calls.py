@@ -1,0 +1,124 @@
+"""One call of a model, from its inputs to its outputs: agreed upon, run, and given its outer form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoparallel import _torch
+from autoparallel.comm.groups import settle
+from autoparallel.comm.waiting import note_raised
+from autoparallel.graph.calls import Call, sizes_of
+from autoparallel.graph.captured import Captured, InputSpec, leaf_value
+from autoparallel.graph.plain_tensors import rebind, tensor_at
+from autoparallel.operators import RandomState
+from autoparallel.placements import Layout
+from autoparallel.runtime.accumulation import Weight
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.kinds import Kinds
+from autoparallel.runtime.randomness import STREAM
+from autoparallel.runtime.runner import Delivery, Kind, Outputs, refuse_detached
+
+
+def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) -> Any:
+    """The outputs of a call.
+
+    Args:
+        kinds: those that the model has had.
+        plain: the model, whose buffers and attributes the call may change.
+        problem: why this rank cannot make the call, if it cannot.
+    """
+    kind = kinds.agree(call, problem)
+    store = kinds.store
+    try:
+        store.begin_call()
+        if store.window is not None and torch.is_grad_enabled():
+            _require_weight(kind, store.window)
+        draws = kind.runner.captured.draws
+        results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
+        settle(store.prefix)
+        kinds.calls += call.is_training
+        return _deliver(kind, results, call, plain, store, kinds.maker.mesh)
+    except BaseException as error:
+        note_raised(error)
+        raise
+
+
+def _require_weight(kind: Kind, window: Any) -> None:
+    weight = kind.runner.captured.weight
+    if window.weights == "loss" and (weight is None or weight.kind == "unknown"):
+        raise ValueError(
+            "accumulate() cannot tell what the loss is a mean over: "
+            f"{weight.reason if weight else 'it is computed outside of the compiled model'}. Pass a loss_fn that "
+            'returns (sum, count) to compile(), or weights="equal" to count every microbatch alike'
+        )
+
+
+def _deliver(
+    kind: Kind, results: Sequence[Any], call: Call, plain: nn.Module, store: GradientStore, mesh: DeviceMesh
+) -> Any:
+    """Writes mutated buffers back and gives the outputs their outer form."""
+    captured = kind.runner.captured
+    count = len(captured.mutated_buffers)
+    with torch.no_grad():
+        for path, value in zip(captured.mutated_buffers, results[:count], strict=True):
+            if path in captured.rebound:
+                rebind(plain, path, value)
+            else:
+                tensor_at(plain, path).copy_(value)
+    values: list[Any] = list(results)
+    delivery = Delivery(store, _weigh(captured, values, call, store.window), kind.runner.used)
+    for i in range(count, len(values)):
+        if isinstance(values[i], torch.Tensor) and values[i].requires_grad:
+            values[i] = Outputs.apply(delivery, values[i])
+    if torch.is_grad_enabled():
+        refuse_detached(captured, values)
+    for i in range(count, len(values)):
+        placements, layout = kind.runner.specs[i]
+        if any(p.kind == "S" for p in layout):
+            values[i] = _as_dtensor(values[i], layout, placements, mesh)
+    sizes = sizes_of(captured, call.specs) if captured.returns_sizes else {}
+    for name, (spec, parts) in captured.attributes.items():
+        path, _, attribute = name.rpartition(".")
+        value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
+        setattr(plain.get_submodule(path), attribute, value)
+    leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
+    return pytree.tree_unflatten(leaves, captured.output_spec)
+
+
+def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -> Weight:
+    """What a microbatch weighs in a window of ``accumulate()``."""
+    weight = captured.weight
+    if window is None or weight is None or window.weights == "equal":
+        return Weight()
+    if weight.kind == "sum":
+        return Weight(None)
+    if weight.output is not None:
+        counts = [s.shape for s in call.specs if isinstance(s, InputSpec) and s.is_integer]
+        expected = max(map(math.prod, counts), default=call.batch) or 1
+        return Weight(values[weight.output].detach().double(), float(expected))
+    size = weight.size
+    value = float(size if isinstance(size, int) else size.node.expr.subs(sizes_of(captured, call.specs)))
+    return Weight(value, value or 1.0)
+
+
+def _as_dtensor(local: torch.Tensor, layout: Layout, placements: Any, mesh: DeviceMesh) -> DTensor:
+    """An output that stays as it lies over the mesh."""
+    if local.requires_grad:
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+    shape = list(local.shape)
+    for axis, p in enumerate(layout):
+        if p.kind == "S":
+            shape[p.dim] *= mesh.size(axis)
+    spec = _torch.make_spec(mesh, placements, torch.Size(shape), local.dtype)
+    return _torch.wrap_local(local.contiguous(), spec)
+
+
+__all__ = ["run_call"]

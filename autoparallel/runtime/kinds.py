@@ -1,0 +1,229 @@
+"""The kinds of calls of a model: which kind a call is, and one program for each.
+
+Two calls are of one kind where one trace serves both: the modules and their modes, what is trained, the form of the
+inputs and the state of Python that the trace has read are the same.  A kind is made at its first call, by all ranks
+together; from then on a call of it finds its program as soon as the ranks have shown that they make the same call.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoparallel.comm.groups import before_next_collective
+from autoparallel.graph.calls import Call, fits
+from autoparallel.graph.captured import InputSpec
+from autoparallel.graph.python_state import PythonState
+from autoparallel.placements import format_layout
+from autoparallel.plan import Plan
+from autoparallel.runtime.exchange import CHECKED_CALLS, Exchange
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.runner import Kind
+
+_LOGGER = logging.getLogger("autoparallel")
+
+MANY_VALUES = 3
+"""Of so many changes of one value of Python's a call is advised to read a tensor instead."""
+
+
+def submodules(model: nn.Module) -> tuple[nn.Module, ...]:
+    """A model and its submodules, in the order of ``model.modules()``, in a fraction of its time."""
+    listed: dict[nn.Module, None] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        if module not in listed:
+            listed[module] = None
+            if module._modules:
+                left += [child for child in reversed(module._modules.values()) if child is not None]
+    return tuple(listed)
+
+
+class KindMaker(Protocol):
+    """What makes the program of a new kind of call; every rank alike."""
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
+    def make_kind(self, call: Call) -> Kind: ...
+
+
+@dataclass(frozen=True)
+class Key:
+    """What tells kinds of calls apart.
+
+    Attributes:
+        call: what can be seen of a call.
+        state: which of the states of Python that such calls have met.
+        batch: the batch size, where the trace fixes it.
+    """
+
+    call: tuple[object, ...]
+    state: int
+    batch: int | None = None
+
+
+class Kinds:
+    """The kinds of calls that a model has had.
+
+    Args:
+        maker: makes the program of a new kind.
+        exchange: what the ranks show each other about the model.
+        store: the model's gradients.
+
+    Attributes:
+        plan: of the first kind; None before.
+        calls: how many calls in training mode the model has had.
+    """
+
+    def __init__(self, maker: KindMaker, exchange: Exchange, store: GradientStore) -> None:
+        self.maker, self.exchange, self.store = maker, exchange, store
+        self.plan: Plan | None = None
+        self.calls = 0
+        self._kinds: dict[Key, Kind] = {}
+        self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
+        self._structures: list[tuple[nn.Module, ...]] = []
+        self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
+        store.before_backward = self._agree_on_backward
+
+    def __iter__(self) -> Iterator[Kind]:
+        return iter(self._kinds.values())
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def structure_of(self, modules: tuple[nn.Module, ...]) -> int:
+        """The number of a set of submodules among those that the model has had."""
+        for number, structure in enumerate(self._structures):
+            if structure == modules:
+                return number
+        self._structures.append(modules)
+        return len(self._structures) - 1
+
+    # -- before a call and before a backward ------------------------------------------------------------------------
+
+    def agree(self, call: Call, problem: str | None) -> Kind:
+        """The program of this kind of call, once all ranks have shown that they are about to make the same call; or,
+        where that call has been made before, with its first collective waiting for them to have shown it.
+
+        Args:
+            problem: why this rank cannot make the call, if it cannot.
+        """
+        key = self._key(call)
+        sized = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
+        whole = self.calls < CHECKED_CALLS or not self._kinds
+        synchronise = self.store.synchronise
+        require_same = self.exchange.of_call(
+            call, (key, len(self._kinds)), problem, whole, lambda: self._describe(call, synchronise)
+        )
+        ready = self._ready.get(sized)
+        if ready is None or whole or problem or self.store.kept or self.exchange.broken:
+            require_same()
+            return ready or self._fitting(key, sized, call)
+        if ready.runner.captured.draws:  # what the first rank draws comes with the table
+            require_same()
+        else:
+            before_next_collective(self.store.prefix, require_same)
+        return ready
+
+    def of(self, call: Call) -> Kind:
+        """The program of this kind of call, where the ranks are known to make the same call."""
+        key = self._key(call)
+        sized = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
+        return self._ready.get(sized) or self._fitting(key, sized, call)
+
+    def _agree_on_backward(self) -> None:
+        """Has the ranks show each other that they come to a backward, before the first collective of it."""
+        if self.exchange.agreement.alone:
+            return
+        require_same = self.exchange.of_backward()
+        if self.store.everyone is None:
+            before_next_collective(self.store.prefix, require_same)
+        else:  # a pipeline sends over other groups, too
+            require_same()
+
+    def _describe(self, call: Call, synchronise: bool) -> str:
+        """A call in words, for comparison with those of other ranks."""
+        trained, count = sum(call.trainable), len(call.trainable)
+        modes = ["train" if call.is_training else "eval"]
+        modes += ["under no_grad"] * (not call.gradients) + ["in no_sync"] * (not synchronise)
+        modes += [f"{trained} of {count} parameters trained"] * (trained < count)
+        inputs = [
+            f"{s.shape} {s.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
+            if isinstance(s, InputSpec)
+            else repr(s)
+            for s, layout in zip(call.specs, call.layouts, strict=True)
+        ]
+        return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
+
+    # -- which kind -------------------------------------------------------------------------------------------------
+
+    def _key(self, call: Call) -> Key:
+        """What a trace depends on, except for the batch size where it is symbolic."""
+        specs = tuple(
+            (s.batch, s.shape[1:] if s.batch else s.shape, s.dtype, s.requires_grad) if isinstance(s, InputSpec) else s
+            for s in call.specs
+        )
+        key = (
+            call.structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts,
+            call.with_target, call.gradients, call.hooks,
+        )  # fmt: skip
+        states = self._states.get(key, [])
+        return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
+
+    def _fitting(self, key: Key, sized: object, call: Call) -> Kind:
+        """The kind whose trace has the sizes of a call; it is made where there is none."""
+        kind = self._kinds.get(key)
+        if kind is not None and not fits(kind.runner.captured, call.specs):
+            key = replace(key, batch=call.batch)
+            kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._make(key, call)
+            if not fits(kind.runner.captured, call.specs):
+                key = replace(key, batch=call.batch)
+            self._kinds[key] = kind
+        kind.runner.require_fits(call)
+        self._ready[sized] = kind
+        return kind
+
+    def _make(self, key: Key, call: Call) -> Kind:
+        """Captures and plans; says why where only a value of Python's is new."""
+        states = self._states.setdefault(key.call, [])
+        changes = [(label, state) for state in states if (label := state.changed()) is not None]
+        started = time.perf_counter()
+        with torch.inference_mode(False):  # what is made now is used for training, too
+            kind = self.maker.make_kind(call)
+        self.plan = self.plan or kind.plan
+        read = kind.runner.captured.state
+        if key.state < len(states):
+            states[key.state].merge(read)
+        else:
+            states.append(read)
+            _log_change(changes, time.perf_counter() - started)
+        return kind
+
+
+def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> None:
+    """Says which value of Python's made a new kind of call, and what that took."""
+    if not changes:
+        return
+    label, state = changes[-1]
+    before, now = state.describe(label)
+    _LOGGER.warning(
+        "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s", label, before, now,
+        seconds,
+    )  # fmt: skip
+    if sum(name == label for name, _ in changes) == MANY_VALUES:
+        _LOGGER.warning(
+            "%s has had %d values by now, each with a trace of its own: make it a tensor, such as a registered "
+            "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,
+        )  # fmt: skip
+
+
+__all__ = ["Key", "KindMaker", "Kinds", "submodules"]

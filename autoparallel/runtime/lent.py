@@ -1,0 +1,54 @@
+"""Parameters that their owner lends for each call: whole on every rank, their gradients handed back by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.runtime.gradients import GradientStore, cast
+
+
+class LentParameters(GradientStore):
+    """The parameters of one call, of which nothing is kept when it is over.
+
+    Args:
+        parameters: stand-ins, by name.
+    """
+
+    def __init__(self, mesh: DeviceMesh, prefix: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(mesh, prefix, parameters)
+        self._stand_ins = parameters
+
+    @contextmanager
+    def holding(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Inside, the parameters of a call are there."""
+        self.parameters = parameters
+        try:
+            yield
+        finally:
+            self.parameters = self._stand_ins
+
+    def versions(self, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """Nothing: autograd itself looks at changes in place of the owner's tensors."""
+        return ()
+
+    def give_back(
+        self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]
+    ) -> list[torch.Tensor | None]:
+        """The complete gradients of a bucket's parameters; None for those that the backward has not reached."""
+        reached = [i for i, row in enumerate(grads) if any(grad is not None for grad in row)]
+        if not reached:
+            return [None] * len(chains)
+        some = [chains[i] for i in reached]
+        sums = [cast(self.sum_uses(chains[i], grads[i]), chains[i].reduce_dtype) for i in reached]
+        whole = self.start(sums, [(*chain.each, *chain.sync) for chain in some])()
+        complete = {c.name: cast(value, c.rest_dtype) for c, value in zip(some, whole, strict=True)}
+        return [complete.get(chain.name) for chain in chains]
+
+
+__all__ = ["LentParameters"]

@@ -1,0 +1,37 @@
+"""Notes which factors of each operator run over the batch, where the trace has fixed the batch's size.
+
+Before (x is the first input, traced with 8 rows):
+    linear = aten.linear(x, w)      "8 k, n k -> 8 n"
+After:
+    linear = aten.linear(x, w)      batch_factors = the factor of the rows
+"""
+
+from __future__ import annotations
+
+from autoparallel.graph.captured import Captured
+from autoparallel.rules import rule_for
+from autoparallel.rules.calls import tensor_operands
+
+
+def mark_batch(captured: Captured) -> None:
+    """Sets ``batch_factors`` in the ``meta`` of every operator that has one.
+
+    The first dim of the first input, and of those as long, is the batch; it is followed from factor to factor.
+    """
+    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    inputs = [nodes[name] for name in captured.inputs if name is not None and nodes[name].meta["val"].ndim]
+    rows = inputs[0].meta["val"].shape[0] if inputs else 0
+    batched = {n: {0} for n in inputs if rows and n.meta["val"].shape[0] % rows == 0}
+    for node in captured.graph.nodes:
+        rule = rule_for(node)
+        if rule is None:
+            continue
+        factors: dict[str, None] = {}
+        for operand, dims in zip(tensor_operands(node), rule.operands, strict=True):
+            factors |= {dims[d][0]: None for d in batched.get(operand, ()) if dims[d]}
+        if factors:
+            node.meta["batch_factors"] = tuple(factors)
+            batched[node] = {d for d, dim in enumerate(rule.result) if dim and dim[0] in factors}
+
+
+__all__ = ["mark_batch"]
