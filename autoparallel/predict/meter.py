@@ -15,6 +15,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,6 +126,18 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.profile, self.axis_sizes = profile, tuple(axis_sizes)
         self.clock, self.ledger = clock, ledger
+        self._queued = replace(profile, launch=0.0)
+
+    @contextmanager
+    def copying(self, kind: str) -> Iterator[None]:
+        """What runs inside copies what is sent and received, for ``kind``: it costs its bytes, but no launches, which
+        are queued while something else computes."""
+        before, self.profile = self.profile, self._queued
+        try:
+            with self.ledger.holding(kind):
+                yield
+        finally:
+            self.profile = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
