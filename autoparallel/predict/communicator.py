@@ -46,6 +46,18 @@ class MeteredCommunicator:
     def index(self, axis: str) -> int:
         return 0
 
+    def ranks(self, axis: str) -> list[int]:
+        return list(range(self.size(axis)))
+
+    def settle(self) -> None:
+        pass
+
+    def send(self, x: torch.Tensor, axis: str, peer: int) -> Wait:
+        raise AssertionError("a dry run is of one stage of a pipeline")
+
+    def receive(self, out: torch.Tensor, axis: str, peer: int) -> Wait:
+        raise AssertionError("a dry run is of one stage of a pipeline")
+
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
         """Reduces ``x`` in place."""
         return self._send("all_reduce", x, x, _bytes(x), axis)
