@@ -77,9 +77,15 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def mesh_without_groups(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of other ranks, on which ``DTensor``s of this rank are empty; nothing is communicated to make it."""
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+def mesh_without_groups(
+    device_type: str, ranks: torch.Tensor, names: tuple[str, ...], rank: int | None = None
+) -> DeviceMesh:
+    """A mesh that nothing is communicated to make, and over which nothing can be sent.
+
+    Args:
+        rank: the one that stands here; None for this process's own.  On a mesh of other ranks ``DTensor``s are empty.
+    """
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
 def outside_of_dynamo() -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autoparallel import _torch
 from autoparallel.comm.groups import Wait, axis_index, axis_size, communicator_of
 from autoparallel.placements import (
     Invariant,
@@ -217,7 +218,7 @@ def _start_all_reduce(
     communicator, axis = communicator_of(group)
     sent = [item.sent(x) for x, item in zip(tensors, items, strict=True)]
     flat = _flatten(sent)
-    if flat.data_ptr() == sent[0].data_ptr() and not all(item.owned for item in items):
+    if _torch.same_storage(flat.untyped_storage(), sent[0].untyped_storage()) and not all(item.owned for item in items):
         flat = flat.clone()
     wait = communicator.all_reduce(flat, axis)
     shapes = [x.shape for x in sent]

@@ -29,10 +29,17 @@ Wait = Callable[[], torch.Tensor]
 
 
 class Communicator(Protocol):
-    """What our operators need of a mesh: sizes, coordinates, and collectives."""
+    """What operators and the runtime need of a mesh: sizes, coordinates, collectives, and messages between two ranks.
+
+    ``peer`` is a place on an axis.
+    """
 
     def size(self, axis: str) -> int: ...
     def index(self, axis: str) -> int: ...
+    def ranks(self, axis: str) -> list[int]: ...
+    def settle(self) -> None: ...
+    def send(self, x: torch.Tensor, axis: str, peer: int) -> Wait: ...
+    def receive(self, out: torch.Tensor, axis: str, peer: int) -> Wait: ...
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait: ...
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait: ...
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait: ...
@@ -63,11 +70,20 @@ class MeshGroups:
     sliced: bool = False
     first: Callable[[], None] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its process groups have not been destroyed."""
+        return all(_torch.is_open(group) for group, _, _ in self.groups.values())
+
     def size(self, axis: str) -> int:
         return self.groups[axis][1]
 
     def index(self, axis: str) -> int:
         return self.groups[axis][2]
+
+    def ranks(self, axis: str) -> list[int]:
+        """The ranks along an axis through this one, by their numbers in the world."""
+        return dist.get_process_group_ranks(self.groups[axis][0])
 
     def settle(self) -> None:
         """Does what must be done before the next collective."""
@@ -79,6 +95,16 @@ class MeshGroups:
         """The process group of an axis, for a collective that begins now."""
         self.settle()
         return self.groups[axis][0]
+
+    def send(self, x: torch.Tensor, axis: str, peer: int) -> Wait:
+        """Sends a contiguous ``x``; what is returned waits until its memory may be written to again."""
+        work = dist.isend(x, self.ranks(axis)[peer], self._group(axis))
+        return lambda: _finish(work, x)
+
+    def receive(self, out: torch.Tensor, axis: str, peer: int) -> Wait:
+        """Receives what a rank sends into ``out``."""
+        work = dist.irecv(out, self.ranks(axis)[peer], self._group(axis))
+        return lambda: _finish(work, out)
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
         """Reduces the contiguous ``x`` in place."""
@@ -133,14 +159,14 @@ def _copied(x: torch.Tensor) -> Wait:
     return lambda: out
 
 
-def _finish(work: Any, out: torch.Tensor, sliced: bool) -> torch.Tensor:
+def _finish(work: Any, out: torch.Tensor, sliced: bool = False) -> torch.Tensor:
     waiting.wait(work, sliced)
     return out
 
 
 _BOUND: dict[str, Communicator] = {}
 _LOCAL = threading.local()
-_GROUP_NAMES: dict[str, str] = {}
+_GROUP_NAMES: dict[str, tuple[dist.ProcessGroup, str]] = {}
 
 
 def bind(mesh: DeviceMesh) -> str:
@@ -172,17 +198,17 @@ def bind(mesh: DeviceMesh) -> str:
 def _forget_closed() -> None:
     """Forgets meshes whose process groups have been destroyed: one that is made later may be equal to them."""
     for key, communicator in list(_BOUND.items()):
-        if isinstance(communicator, MeshGroups) and not all(
-            _torch.is_open(g) for g, _, _ in communicator.groups.values()
-        ):
+        if isinstance(communicator, MeshGroups) and not communicator.is_open:
             del _BOUND[key]
-            _EXPANDED.clear()
+    for mesh, (_, groups) in list(_EXPANDED.items()):
+        if not all(map(_torch.is_open, groups)):
+            del _EXPANDED[mesh]
 
 
 def _name_groups(bound: MeshGroups) -> None:
     """A group that several meshes share (the world) is named after the axes of the mesh that was bound last."""
     for name, (group, _, _) in bound.groups.items():
-        _GROUP_NAMES[group.group_name] = active_axes(name, bound.size)
+        _GROUP_NAMES[group.group_name] = group, active_axes(name, bound.size)
 
 
 def active_axes(axis: str, size: Callable[[str], int]) -> str:
@@ -213,7 +239,8 @@ def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int
     return mine, size, index
 
 
-_EXPANDED: dict[DeviceMesh, DeviceMesh] = {}
+_EXPANDED: dict[DeviceMesh, tuple[DeviceMesh, list[dist.ProcessGroup]]] = {}
+"""With their groups, which a mesh itself knows by names that groups made later may have, too."""
 
 
 def with_data_axis(mesh: DeviceMesh) -> DeviceMesh:
@@ -224,12 +251,14 @@ def with_data_axis(mesh: DeviceMesh) -> DeviceMesh:
     """
     if mesh.ndim > 1:
         return mesh
+    _forget_closed()
     if mesh not in _EXPANDED:
         names = tuple(mesh.mesh_dim_names or ())
         if mesh.mesh.numel() != dist.get_world_size():
             raise ValueError(f"a mesh of some ranks with the one axis {names[0]!r}: give it an axis 'dp' of size 1")
-        _EXPANDED[mesh] = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(*names, "dp"))
-    return _EXPANDED[mesh]
+        expanded = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(*names, "dp"))
+        _EXPANDED[mesh] = expanded, expanded.get_all_groups()
+    return _EXPANDED[mesh][0]
 
 
 def inner_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -246,14 +275,6 @@ def other_slices(mesh: DeviceMesh, axis: str, own: DeviceMesh) -> list[DeviceMes
         own if i == here else _torch.mesh_without_groups(mesh.device_type, mesh.mesh.select(names.index(axis), i), rest)
         for i in range(mesh.size(names.index(axis)))
     ]
-
-
-def axis_group(key: str, axis: str) -> tuple[dist.ProcessGroup, int]:
-    """The process group of one axis of a bound mesh, and this rank's place in it."""
-    bound = _BOUND[key]
-    assert isinstance(bound, MeshGroups)
-    group, _, index = bound.groups[axis]
-    return group, index
 
 
 def whole_group_name(key: str) -> str:
@@ -279,10 +300,8 @@ def before_next_collective(key: str, check: Callable[[], None]) -> None:
 
 
 def settle(key: str) -> None:
-    """Does what must be done before the next collective on a bound mesh, if anything."""
-    bound = _BOUND[key]
-    assert isinstance(bound, MeshGroups)
-    bound.settle()
+    """Does what must be done before the next collective on a mesh, if anything."""
+    communicator_of(f"{key}/")[0].settle()
 
 
 def unbind_all() -> None:
@@ -294,11 +313,13 @@ def unbind_all() -> None:
 
 def axis_of_group(group_name: str) -> str | None:
     """The mesh axis that a process group stands for, if it is one of ours."""
-    return _GROUP_NAMES.get(group_name)
+    group, axis = _GROUP_NAMES.get(group_name, (None, None))
+    return axis if _torch.is_open(group) else None  # groups that are made later get the names of destroyed ones
 
 
 def names_of_groups(mesh: DeviceMesh) -> dict[str, str]:
     """Group name to mesh axis; with the groups over several axes, where the mesh is bound."""
+    _forget_closed()
     for communicator in _BOUND.values():
         if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
             return {

@@ -1,9 +1,11 @@
 """All ranks of a mesh as threads of one process, for tests and proofs: no process group, no launcher.
 
-The operators of a program communicate through ``groups.communicator_of``; here that seam leads to a rendezvous of
-threads.  Forward and backward both work, because eager autograd on a CPU runs the backward in the calling thread.
+Operators and the runtime, pipelines included, communicate through ``groups.communicator_of``; here that seam leads to
+a meeting of threads.  Forward and backward both work, because eager autograd on a CPU runs the backward in the calling
+thread.
 
-The ranks take turns: one runs until it waits for the others.  Threads that compete for the interpreter are slower.
+The ranks take turns: one runs until it waits for the others.  Threads that compete for the interpreter are slower, and
+ranks that all wait for one another are found out at once.
 """
 
 from __future__ import annotations
@@ -19,29 +21,81 @@ from autoparallel.comm.groups import Wait, use_communicator
 from autoparallel.placements import Layout
 
 
-class _Rendezvous:
-    def __init__(self, count: int, timeout: float) -> None:
-        self.barrier = threading.Barrier(count, timeout=timeout)
-        self.slots: list[Any] = [None] * count
-        self.turn = threading.Lock()
+class _Meeting:
+    """Where the ranks hand values to one another, one of them running at a time."""
 
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self.slots[rank] = value
-        self._wait()
-        values = list(self.slots)
-        self._wait()
-        return values
+    def __init__(self, count: int) -> None:
+        self.turn = threading.Condition()
+        self.failure: BaseException | None = None
+        self._running = count
+        self._waiting: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self._rounds: dict[Any, dict[int, tuple[str, Any]]] = {}
+        self._counts: dict[Any, int] = {}
+        self._messages: dict[Any, list[torch.Tensor]] = {}
+        self._asked: dict[Any, int] = {}
 
-    def _wait(self) -> None:
-        self.turn.release()
-        try:
-            self.barrier.wait()
-        finally:
-            self.turn.acquire()
+    def exchange(self, rank: int, peers: Sequence[int], call: str, value: Any) -> list[Any]:
+        """What every one of the peers, of whom this rank is one, has brought to the same call."""
+        group = tuple(peers)
+        number = self._counts[rank, group] = self._counts.get((rank, group), 0) + 1
+        met = self._rounds.setdefault((group, number), {})
+        met[rank] = call, value
+        self._wait(rank, call, lambda: len(met) == len(group))
+        if len({call for call, _ in met.values()}) > 1:
+            raise RuntimeError(f"the ranks meet in different collectives: { {r: c for r, (c, _) in met.items()} }")
+        self._rounds.pop((group, number), None)
+        return [met[peer][1] for peer in peers]
+
+    def send(self, source: int, target: int, axis: str, x: torch.Tensor) -> None:
+        """Leaves a message."""
+        self._messages.setdefault((source, target, axis), []).append(x.detach().clone())
+        self.turn.notify_all()
+
+    def receive(self, source: int, target: int, axis: str) -> Callable[[], torch.Tensor]:
+        """Asks for a message, and returns a function that waits for it: messages go to who asked first."""
+        key = source, target, axis
+        number = self._asked[key] = self._asked.get(key, -1) + 1
+        queue = self._messages.setdefault(key, [])
+
+        def wait() -> torch.Tensor:
+            self._wait(target, f"receive from rank {source} over {axis!r}", lambda: len(queue) > number)
+            return queue[number]
+
+        return wait
+
+    def leave(self, failure: BaseException | None) -> None:
+        """A rank has come to its end; its failure releases the others."""
+        self._running -= 1
+        self.failure = self.failure or failure
+        self._look()
+        self.turn.notify_all()
+
+    def _wait(self, rank: int, call: str, ready: Callable[[], bool]) -> None:
+        self._waiting[rank] = call, ready
+        self._look()
+        self.turn.notify_all()
+        self.turn.wait_for(lambda: self.failure is not None or ready())
+        del self._waiting[rank]
+        if self.failure is not None:
+            raise _Released
+
+    def _look(self) -> None:
+        """Finds out whether every rank waits for another."""
+        waits = [self._waiting[rank] for rank in sorted(self._waiting)]
+        if self.failure is not None or not waits or len(waits) < self._running or any(ready() for _, ready in waits):
+            return
+        alike = len({call for call, _ in waits}) == 1
+        why = "wait for one that did not come" if alike else "wait in different collectives"
+        calls = {rank: call for rank, (call, _) in sorted(self._waiting.items())}
+        self.failure = RuntimeError(f"the ranks {why}: {calls}")
+
+
+class _Released(BaseException):
+    """Ends a rank whose peers have failed."""
 
 
 class _ThreadCommunicator:
-    def __init__(self, rank: int, names: Sequence[str], shape: Sequence[int], meeting: _Rendezvous) -> None:
+    def __init__(self, rank: int, names: Sequence[str], shape: Sequence[int], meeting: _Meeting) -> None:
         self.rank, self.names, self.shape, self.meeting = rank, list(names), list(shape), meeting
         self.coordinates = list(torch.cartesian_prod(*[torch.arange(n) for n in shape]).view(-1, len(shape)).tolist())
 
@@ -70,13 +124,23 @@ class _ThreadCommunicator:
         ]
         return sorted(same, key=lambda rank: self._position(rank, axis))
 
+    def ranks(self, axis: str) -> list[int]:
+        return self._peers(axis)
+
+    def settle(self) -> None:
+        pass
+
+    def send(self, x: torch.Tensor, axis: str, peer: int) -> Wait:
+        self.meeting.send(self.rank, self._peers(axis)[peer], axis, x)
+        return lambda: x
+
+    def receive(self, out: torch.Tensor, axis: str, peer: int) -> Wait:
+        wait = self.meeting.receive(self._peers(axis)[peer], self.rank, axis)
+        return lambda: out.copy_(wait())
+
     def _collect(self, x: torch.Tensor, axis: str, kind: str) -> list[torch.Tensor]:
         call = f"{kind} of {x.dtype} {tuple(x.shape)} over {axis!r}"
-        met = self.meeting.exchange(self.rank, (call, x.detach().clone()))
-        calls = [call for call, _ in met]
-        if len(set(calls)) > 1:
-            raise RuntimeError(f"the ranks meet in different collectives: {dict(enumerate(calls))}")
-        return [met[peer][1] for peer in self._peers(axis)]
+        return self.meeting.exchange(self.rank, self._peers(axis), call, x.detach().clone())
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
         stacked = torch.stack(self._collect(x, axis, f"all_reduce({op})"))
@@ -99,57 +163,52 @@ class _ThreadCommunicator:
     def all_to_all_rows(
         self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str
     ) -> torch.Tensor:
-        met = self.meeting.exchange(self.rank, (axis, x.detach().clone(), list(sent)))
-        if len({name for name, _, _ in met}) > 1:
-            raise RuntimeError(f"the ranks meet in all_to_all_rows over different axes: {[m[0] for m in met]}")
+        peers = self._peers(axis)
+        brought = x.detach().clone(), list(sent)
+        met = self.meeting.exchange(self.rank, peers, f"all_to_all_rows over {axis!r}", brought)
         index = self.index(axis)
-        out = torch.cat([met[peer][1].split(met[peer][2])[index] for peer in self._peers(axis)])
+        out = torch.cat([rows.split(counts)[index] for rows, counts in met])
         if len(out) != sum(received):
             raise RuntimeError(f"rank {self.rank} expects {sum(received)} rows over {axis!r}, and is sent {len(out)}")
         return out
 
 
-def simulate(
-    function: Callable[[int], Any], shape: Sequence[int], names: Sequence[str], timeout: float = 60
-) -> list[Any]:
+def simulate(function: Callable[[int], Any], shape: Sequence[int], names: Sequence[str]) -> list[Any]:
     """Runs ``function(rank)`` for every rank of a mesh, each in a thread, and returns the results by rank.
 
     Args:
         function: what a rank does; its operators may name the axes under any prefix.
         shape, names: the mesh.
-        timeout: for how many seconds ranks wait for one another in a collective.
 
     Raises:
-        RuntimeError: when ranks meet in different collectives, or one does not come.
+        RuntimeError: when ranks meet in different collectives, or every rank waits for one that does not come.
         the first exception of any rank; the other ranks are released.
     """
     count = int(torch.Size(shape).numel())
-    meeting = _Rendezvous(count, timeout)
+    meeting = _Meeting(count)
     results: list[Any] = [None] * count
-    errors: list[BaseException] = []
 
     def body(rank: int) -> None:
+        failure: BaseException | None = None
         use_communicator(_ThreadCommunicator(rank, names, shape, meeting))
-        try:
-            with meeting.turn:
+        with meeting.turn:
+            try:
                 results[rank] = function(rank)
-        except threading.BrokenBarrierError:
-            pass
-        except BaseException as error:  # noqa: BLE001 - handed to the caller
-            errors.append(error)
-            meeting.barrier.abort()
-        finally:
-            use_communicator(None)
+            except _Released:
+                pass
+            except BaseException as error:  # noqa: BLE001 - handed to the caller
+                failure = error
+            finally:
+                meeting.leave(failure)
+                use_communicator(None)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
-    if meeting.barrier.broken:
-        raise RuntimeError(f"a rank did not come to a collective that the others waited in for {timeout} s")
+    if meeting.failure is not None:
+        raise meeting.failure
     return results
 
 

@@ -15,6 +15,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,6 +126,18 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.profile, self.axis_sizes = profile, tuple(axis_sizes)
         self.clock, self.ledger = clock, ledger
+        self._queued = replace(profile, launch=0.0)
+
+    @contextmanager
+    def copying(self, kind: str) -> Iterator[None]:
+        """What runs inside copies what is sent and received, for ``kind``: it costs its bytes, but no launches, which
+        are queued while something else computes."""
+        before, self.profile = self.profile, self._queued
+        try:
+            with self.ledger.holding(kind):
+                yield
+        finally:
+            self.profile = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -199,11 +212,17 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> float:
     return 2.0 * a.numel() * b.shape[-1]
 
 
-def _attention(args: Sequence[Any], kwargs: Any, first: int, products: tuple[int, int]) -> float:
+def _attention(args: Sequence[Any], kwargs: Any, first: int, causal: int, products: tuple[int, int]) -> float:
+    """Of a fused attention.
+
+    Args:
+        first, causal: where ``q`` and ``is_causal`` stand among the arguments.
+        products: how many products have the size of ``q k^T``, and of the scores with ``v``.
+    """
     q, k, v = args[first : first + 3]
     rows = math.prod(q.shape[:-1]) * k.shape[-2]
-    causal = kwargs.get("is_causal", any(x is True for x in args))
-    return 2.0 * rows * (products[0] * q.shape[-1] + products[1] * v.shape[-1]) * (0.5 if causal else 1.0)
+    is_causal = args[causal] if len(args) > causal else kwargs.get("is_causal", False)
+    return 2.0 * rows * (products[0] * q.shape[-1] + products[1] * v.shape[-1]) * (0.5 if is_causal else 1.0)
 
 
 def _grouped(args: Sequence[Any]) -> float:
@@ -235,20 +254,8 @@ _FLOPS: dict[str, Callable[[Sequence[Any], Any, Any], float]] = {
     "autoparallel::grouped_linear_exchanged": lambda a, k, out: _grouped(a),
     "autoparallel::grouped_linear_backward": lambda a, k, out: 2 * _grouped(a),
     "autoparallel::grouped_linear_exchanged_backward": lambda a, k, out: 2 * _grouped(a),
-    **{
-        f"aten::{name}": lambda a, k, out: _attention(a, k, 0, (1, 1))
-        for name in (
-            "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_attention_math",
-        )
-    },
+    # The one fused attention of a dry run (see ``predict.attention``).
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda a, k, out: _attention(a, k, 0, 4, (1, 1)),
     # The scores once more, and the gradients of q, k, v and of the scores.
-    **{
-        f"aten::{name}": lambda a, k, out: _attention(a, k, 1, (3, 2))
-        for name in (
-            "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
-            "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
-        )
-    },
-}  # fmt: skip
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda a, k, out: _attention(a, k, 1, 7, (3, 2)),
+}

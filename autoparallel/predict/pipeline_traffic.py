@@ -19,9 +19,9 @@ from autoparallel.passes.cut_stages import StageGraph
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements.redistribution import Redistributor, local_numel
 from autoparallel.plan import Plan
+from autoparallel.predict.communicator import BACKWARD, FORWARD, UNSHARD
 from autoparallel.predict.dry_run import dry_run
 from autoparallel.predict.reductions import gradient_collectives
-from autoparallel.predict.transfers import BACKWARD, FORWARD, UNSHARD
 from autoparallel.program import StagedProgram
 from autoparallel.runtime.microbatches import shared_forms
 from autoparallel.runtime.stages import form_of

@@ -14,10 +14,10 @@ from autoparallel.hardware import Profile
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
+from autoparallel.predict.communicator import BACKWARD, FORWARD, GRADIENTS, UNSHARD
 from autoparallel.predict.cost import OPTIMIZER_STATES, bytes_kept, update_seconds
 from autoparallel.predict.dry_run import GRADIENT_BUFFERS, dry_run
 from autoparallel.predict.reductions import accumulator_bytes, total_costs
-from autoparallel.predict.transfers import BACKWARD, FORWARD, GRADIENTS, UNSHARD
 from autoparallel.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
 

@@ -7,7 +7,7 @@ backward gathers the bucket again.  The next bucket's gather is started ahead, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,8 @@ from torch import nn
 from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.recompute_layers import Region
-from autoparallel.runtime.backwards import Tensors, Travel
-from autoparallel.runtime.gradients import GradientReceiver, cast
+from autoparallel.runtime.backwards import Tensors
+from autoparallel.runtime.gradients import Gather, GradientReceiver
 from autoparallel.runtime.lent import LentParameters
 
 
@@ -39,7 +39,7 @@ class ParameterBucket(nn.Module):
         self.placeholders = [name for chain in bucket.chains for name in chain.placeholders]
         self.hooks: RegatherHooks | None = None
         self.following: ParameterBucket | None = None
-        self._started: list[Travel] | None = None
+        self._started: Gather | None = None
         self._kept: tuple[Tensors, Tensors] | None = None  # what was gathered, and the parameters then
 
     def forward(self) -> tuple[torch.Tensor, ...]:
@@ -63,20 +63,20 @@ class ParameterBucket(nn.Module):
     def drop(self) -> None:
         """Waits for what is under way of a gather that has been started, and forgets it."""
         started, self._started = self._started, None
-        for travel in started or ():
-            travel.abandon()
+        if started is not None:
+            started.abandon()
 
     def gather(self) -> Tensors:
         """This rank's values for every use."""
         if self.bucket.gather == "per_step":
             return self._once_per_step()
         started, self._started = self._started or self._start(), None
-        return self._arrived(started)
+        return started()
 
     def _once_per_step(self) -> Tensors:
         """Keeps what is gathered under ``no_sync()`` for the calls that follow (see ``GradientStore.drop_stale``)."""
         kept, self._kept = self._kept, None
-        values = self._arrived(self._start()) if kept is None else kept[0]
+        values = self._start()() if kept is None else kept[0]
         if self.store.synchronise:
             self.store.kept.pop(self, None)
         else:
@@ -97,22 +97,21 @@ class ParameterBucket(nn.Module):
         """Drops the kept copy."""
         self._kept = None
 
-    def _start(self) -> list[Travel]:
-        """Begins to gather; one way for each use of the parameters."""
-        chains = self.bucket.chains
-        values = [cast(value, c.dtype) for value, c in zip(self.local_parameters(), chains, strict=True)]
-        return [self.store.start(values, [c.paths[use] for c in chains]) for use in range(len(chains[0].uses))]
-
-    def _arrived(self, started: Sequence[Travel]) -> Tensors:
-        columns = [travel() for travel in started]
-        return [column[i] for i in range(len(self.bucket.chains)) for column in columns]
+    def _start(self) -> Gather:
+        return self.store.gather(self.bucket.chains, self.local_parameters())
 
 
-def gather_ahead(regions: Sequence[Region]) -> None:
-    """Lets each region that runs again start the gather that the one before it will need when it does."""
-    buckets = [[m for m in region.program.modules() if isinstance(m, ParameterBucket)] for region in regions]
-    for region, before in zip(regions, [[], *buckets], strict=False):
-        region.around = partial(_then_prefetch, before[0]) if before else nullcontext
+def gather_ahead(regions: Sequence[Region], buckets: Mapping[str, ParameterBucket]) -> None:
+    """Lets each region that runs again start the gather that the one before it will need when it does.
+
+    Args:
+        buckets: those that the regions gather, by the name under which they call them.
+    """
+    first: ParameterBucket | None = None
+    for region in regions:
+        region.around = partial(_then_prefetch, first) if first is not None else nullcontext
+        calls = (n.target for n in region.program.graph.nodes if n.op == "call_module")
+        first = next((buckets[name] for name in calls if name in buckets), None)
 
 
 @contextmanager
@@ -170,7 +169,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, buckets: Sequence[ParameterBucket]) -> None:
         self._buckets = list(buckets)
-        self._owners: dict[int, tuple[_torch.StorageWeakRef, ParameterBucket, int, int]] = {}
+        self._owners: dict[_torch.StorageWeakRef, tuple[ParameterBucket, int, int]] = {}
         self._notes: dict[ParameterBucket, int] = dict.fromkeys(buckets, 0)
         self._gathered: dict[ParameterBucket, Tensors] = {}
         self._seen: set[ParameterBucket] = set()
@@ -190,24 +189,21 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
 
     def own(self, bucket: ParameterBucket, values: Sequence[torch.Tensor]) -> None:
         """Notes the storages of a bucket that has just been gathered."""
-        at_rest = {p.untyped_storage().data_ptr() for p in bucket.local_parameters()}
+        at_rest = {_torch.StorageWeakRef(p.untyped_storage()) for p in bucket.local_parameters()}
         for i, value in enumerate(values):
-            storage = value.untyped_storage()
-            if storage.data_ptr() not in at_rest:
-                self._owners[storage.data_ptr()] = (
-                    _torch.StorageWeakRef(storage), bucket, i, int(value.storage_offset())
-                )  # fmt: skip
+            storage = _torch.StorageWeakRef(value.untyped_storage())
+            if storage not in at_rest:
+                self._owners[storage] = bucket, i, int(value.storage_offset())
 
     def regathered(self) -> list[Bucket]:
         """The buckets that the backward will gather again."""
         return [b.bucket for b, count in self._notes.items() if count]
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        owner = self._owners.get(storage.data_ptr())
-        if owner is None or owner[0].expired():
+        owner = self._owners.get(_torch.StorageWeakRef(tensor.untyped_storage()))
+        if owner is None:
             return tensor
-        _, bucket, value, base = owner
+        bucket, value, base = owner
         self._notes[bucket] += 1
         offset = int(tensor.storage_offset()) - base
         return _Note(bucket, value, tensor.size(), tensor.stride(), offset)

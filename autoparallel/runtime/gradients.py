@@ -46,6 +46,28 @@ class KeptCopy(Protocol):
     def forget(self) -> None: ...
 
 
+class Gather:
+    """The parameters of a bucket on their way to their uses; a call waits for them.
+
+    Args:
+        count: of the parameters.
+        travels: one for each use, of all parameters.
+    """
+
+    def __init__(self, count: int, travels: Sequence[Travel]) -> None:
+        self._count, self._travels = count, travels
+
+    def __call__(self) -> Tensors:
+        """This rank's values, parameter by parameter, for each of its uses; asked for once."""
+        columns = [travel() for travel in self._travels]
+        return [column[i] for i in range(self._count) for column in columns]
+
+    def abandon(self) -> None:
+        """Waits for what is under way, and forgets it."""
+        for travel in self._travels:
+            travel.abandon()
+
+
 class GradientReceiver(Protocol):
     """What the boundary between parameters and a program needs: the parameters, and where their gradients go."""
 
@@ -57,7 +79,7 @@ class GradientReceiver(Protocol):
     def passes(self) -> BackwardPasses: ...
     @property
     def kept(self) -> dict[KeptCopy, None]: ...
-    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Travel: ...
+    def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather: ...
     def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None: ...
 
 
@@ -151,6 +173,12 @@ class GradientStore:
         return None
 
     # -- collectives over many tensors ------------------------------------------------------------------------------
+
+    def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather:
+        """Starts to take the parameters of a bucket from rest to their uses."""
+        values = [cast(value, c.dtype) for value, c in zip(values, chains, strict=True)]
+        uses = range(len(chains[0].uses))
+        return Gather(len(chains), [self.start(values, [c.paths[use] for c in chains]) for use in uses])
 
     def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:
         """Takes each tensor along its path; all paths go the same way.  The first collective starts at once, in the

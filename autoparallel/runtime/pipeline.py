@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from autoparallel.comm.groups import axis_group, settle
+from autoparallel.comm.groups import Wait, group_name, settle
 from autoparallel.comm.waiting import cause_elsewhere
 from autoparallel.graph.calls import Call, batch_dim, micro_specs, microbatch, require_divisible, sizes_of
 from autoparallel.graph.captured import InputSpec
@@ -72,7 +71,7 @@ class _Run:
         values: what has arrived for a stage: (kind, crossing, stage it comes to or came from, microbatch).
         arriving: the same, still under way.
         leaving: what is to be sent.
-        sending: sends under way, with their tensors.
+        sending: sends under way.
         buffers: buffers as the last microbatch has left them.
         results: for each kept result and the loss, its value for each microbatch.
     """
@@ -84,9 +83,9 @@ class _Run:
     count: int
     scale: float
     values: dict[tuple[str, int, int, int], torch.Tensor] = field(default_factory=dict)
-    arriving: dict[tuple[str, int, int, int], tuple[Any, torch.Tensor, Transfer]] = field(default_factory=dict)
+    arriving: dict[tuple[str, int, int, int], tuple[Wait, Transfer]] = field(default_factory=dict)
     leaving: dict[tuple[str, int, int, int], torch.Tensor] = field(default_factory=dict)
-    sending: list[tuple[Any, torch.Tensor, Transfer]] = field(default_factory=list)
+    sending: list[tuple[Wait, Transfer]] = field(default_factory=list)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     results: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
@@ -116,7 +115,7 @@ class PipelineRunner:
         self.staged, self.stages, self.store, self.tied, self.plain = staged, dict(stages), store, tied, plain
         self.plan = staged.plan
         self.captured = captured = staged.captured
-        self.group, self.rank, self.ranks = tied.group, tied.rank, tied.ranks
+        self.communicator, self.axis, self.rank = tied.communicator, tied.axis, tied.rank
         self.device = torch.device(store.mesh.device_type)
         whole: Layout = ()
         results = len(captured.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -186,8 +185,8 @@ class PipelineRunner:
                 stage.begin(differentiate)
             for step in self.steps(differentiate, count):
                 self._do(run, step)
-            for work, _, transfer in run.sending:
-                self._wait(work, transfer)
+            for sent, transfer in run.sending:
+                self._wait(sent, transfer)
             sums = {i: stage.end() for i, stage in self.stages.items()}
             totals = self._exchanging(lambda: self.tied.merge(sums)) if differentiate else {}
             self._exchanging(lent)
@@ -220,24 +219,22 @@ class PipelineRunner:
 
     def _transfer(self, run: _Run, transfer: Transfer) -> None:
         key = _key(transfer)
-        peer = self.ranks[transfer.peer]
         try:
             if transfer.what == SEND:
-                tensor = run.leaving.pop(key)
-                run.sending.append((dist.isend(tensor, peer, self.group), tensor, transfer))
+                sent = self.communicator.send(run.leaving.pop(key), self.axis, transfer.peer)
+                run.sending.append((sent, transfer))
                 if len(run.sending) > AHEAD:
-                    work, _, oldest = run.sending.pop(0)
-                    self._wait(work, oldest)
+                    self._wait(*run.sending.pop(0))
             else:
                 form = run.forms[transfer.value]
                 buffer = torch.empty(form.shape, dtype=form.dtype, device=self.device)
-                run.arriving[key] = (dist.irecv(buffer, peer, self.group), buffer, transfer)
+                run.arriving[key] = self.communicator.receive(buffer, self.axis, transfer.peer), transfer
         except RuntimeError as error:
             self._fail(transfer, error)
 
-    def _wait(self, work: Any, transfer: Transfer) -> None:
+    def _wait(self, wait: Wait, transfer: Transfer) -> torch.Tensor:
         try:
-            work.wait()
+            return wait()
         except RuntimeError as error:
             self._fail(transfer, error)
 
@@ -250,7 +247,7 @@ class PipelineRunner:
         to = "to" if transfer.what == SEND else "from"
         raise PipelineError(
             f"{self._name(mine)} failed {way} {what} of microbatch {transfer.microbatch} {to} stage {other} on rank "
-            f"{self.ranks[transfer.peer]}: that rank is gone or has stopped ({_reason(error)})"
+            f"{self.communicator.ranks(self.axis)[transfer.peer]}: that rank is gone or has stopped ({_reason(error)})"
         ) from error
 
     def _name(self, stage: int) -> str:
@@ -258,9 +255,7 @@ class PipelineRunner:
 
     def _arrived(self, run: _Run, key: tuple[str, int, int, int]) -> torch.Tensor:
         if key in run.arriving:
-            work, buffer, transfer = run.arriving.pop(key)
-            self._wait(work, transfer)
-            return buffer
+            return self._wait(*run.arriving.pop(key))
         return run.values.pop(key)
 
     def _forward(self, run: _Run, action: Action) -> None:
@@ -353,7 +348,7 @@ class PipelineRunner:
     def _share(self, run: _Run, combined: dict[int, torch.Tensor], call: Call) -> None:
         """Tells all ranks of the pipeline what one of them has made: the loss, outputs that are kept, buffers."""
         actual = sizes_of(self.captured, call.specs)
-        sends: list[tuple[Any, torch.Tensor]] = []
+        sends: list[Wait] = []
         for stage, graph in enumerate(self.staged.graphs):
             wanted, forms = shared_forms(self.captured, graph, actual)
             if not wanted:
@@ -363,7 +358,8 @@ class PipelineRunner:
                 paths = self.captured.mutated_buffers
                 values = [run.buffers[paths[i]] if i < len(paths) else combined[i] for i in wanted]
                 packed = pack(values)
-                sends += [(self._isend(packed, peer), packed) for peer in range(len(self.ranks)) if peer != root]
+                peers = (peer for peer in range(self.plan.ranks) if peer != root)
+                sends += [self.communicator.send(packed, self.axis, peer) for peer in peers]
             else:
                 received = self._receive(forms, root)
                 for i, value in zip(wanted, received, strict=True):
@@ -373,19 +369,13 @@ class PipelineRunner:
                         combined[i] = value
         for i, path in enumerate(self.captured.mutated_buffers):
             combined[i] = run.buffers[path]
-        for work, _ in sends:
-            self._wait_shared(work, "sending its results")
-
-    def _isend(self, packed: torch.Tensor, peer: int) -> Any:
-        return dist.isend(packed, self.ranks[peer], self.group)
+        for sent in sends:
+            self._exchanging(sent, "sending its results after the schedule")
 
     def _receive(self, forms: Sequence[Form], root: int) -> list[torch.Tensor]:
         packed = torch.empty(sum(form.bytes for form in forms), dtype=torch.uint8, device=self.device)
-        self._wait_shared(dist.irecv(packed, self.ranks[root], self.group), "receiving the results")
-        return unpack(packed, forms)
-
-    def _wait_shared(self, work: Any, what: str) -> None:
-        self._exchanging(work.wait, f"{what} after the schedule")
+        wait = self.communicator.receive(packed, self.axis, root)
+        return unpack(self._exchanging(wait, "receiving the results after the schedule"), forms)
 
     def _exchanging(self, exchange: Callable[[], T], what: str = "exchanging the parameters that stages share") -> T:
         """What an exchange with other ranks returns; its error names this rank's stages."""
@@ -456,13 +446,12 @@ def attach_stages(
         owners: the rank on the pipeline's axis on which each parameter lies.
     """
     plan = staged.plan
-    group, rank = axis_group(prefix, plan.axis)
     chains = [staged.chains(stage) for stage in range(plan.count)]
     ties = find_ties(chains, owners, plan.rank_of, redistributor)
-    tied = TiedParameters(ties, store, group, rank)
+    tied = TiedParameters(ties, store, group_name(prefix, [plan.axis], [0]))
     loss = staged.captured.objective
     stages = {}
-    for index in plan.stages_of(rank):
+    for index in plan.stages_of(tied.rank):
         graph, program = staged.graphs[index], staged.programs[index]
         body = compile_body(program) if compile_body is not None else program.body
         mine = {name: p for name, p in tied.borrowed.items() if name in chains[index]}

@@ -26,6 +26,7 @@ class Runner:
 
     Attributes:
         used: the names of the parameters that it uses.
+        modules: the buckets that it gathers where it uses them, by the name under which it calls them.
     """
 
     def __init__(
@@ -37,20 +38,24 @@ class Runner:
         self.hoisted = [b for b in buckets if not b.bucket.per_use]
         self.per_use = [b for b in buckets if b.bucket.per_use]
         self.used = tuple(chain.name for bucket in program.buckets for chain in bucket.chains)
-        modules = {bucket.bucket.name: bucket for bucket in self.per_use}
-        for graph in program.graphs():
-            for node in graph.graph.nodes:
-                if node.op == "call_module" and node.target in modules:
-                    graph.add_submodule(node.target, modules[node.target])
-            graph.graph.lint()
-            graph.recompile()
-        gather_ahead(list(program.regions.values()))
+        self.modules = {bucket.bucket.name: bucket for bucket in self.per_use}
+        self._complete_graphs()
+        gather_ahead(list(program.regions.values()), self.modules)
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
         self.fixed: dict[str, torch.Tensor] = dict(captured.constants)
         self.leaf_names = captured.inputs
         self.saved_buffers = captured.saved_buffers  # copied, because the call changes them before the backward
         self.specs = [(to_dtensor_placements(layout), layout) for layout in program.output_layouts]
         self.regathered: list[int] = []
+
+    def _complete_graphs(self) -> None:
+        """Gives the program the modules that it calls by name."""
+        for graph in self.program.graphs():
+            for node in graph.graph.nodes:
+                if node.op == "call_module" and node.target in self.modules:
+                    graph.add_submodule(node.target, self.modules[node.target])
+            graph.graph.lint()
+            graph.recompile()
 
     def require_fits(self, call: Call) -> None:
         """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""

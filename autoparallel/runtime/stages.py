@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoparallel import _torch
 from autoparallel.comm.collectives import settled
 from autoparallel.passes.cut_stages import Crossing, StageGraph
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
 from autoparallel.placements import largest_piece
-from autoparallel.placements.redistribution import Step
 from autoparallel.program import LocalProgram
-from autoparallel.runtime.backwards import BackwardPasses, Tensors, Travel
+from autoparallel.runtime.backwards import BackwardPasses, Tensors
 from autoparallel.runtime.buckets import ParameterBucket
-from autoparallel.runtime.gradients import GradientStore, KeptCopy
+from autoparallel.runtime.gradients import Gather, GradientStore, KeptCopy
 from autoparallel.runtime.runner import Runner
 
 
@@ -49,7 +49,7 @@ class StageGradients:
         self.sums: dict[str, torch.Tensor] = {}
         self._held: list[tuple[ParameterChain, list[torch.Tensor]]] = []
         self._without: list[torch.Tensor] = []  # leaves that have no gradient yet
-        self._taken: set[int] = set()  # where the memory of gradients lies that the leaves, or others, have
+        self._taken: set[_torch.StorageWeakRef] = set()  # the memory of gradients that the leaves, or others, have
 
     def hold(self, bucket: ParameterBucket, differentiate: bool) -> dict[str, torch.Tensor]:
         """A bucket's parameters for all microbatches, by placeholder (see [Note: parameters of a schedule])."""
@@ -69,15 +69,15 @@ class StageGradients:
         """Sees to it, after a backward, that the leaves' gradients share no memory with each other or with others."""
         if not self._without:
             return
-        self._taken.update(x.untyped_storage().data_ptr() for x in others)
+        self._taken.update(_torch.StorageWeakRef(x.untyped_storage()) for x in others)
         without = []
         for leaf in self._without:
             if leaf.grad is None:
                 without.append(leaf)
                 continue
-            if leaf.grad.untyped_storage().data_ptr() in self._taken:
+            if _torch.StorageWeakRef(leaf.grad.untyped_storage()) in self._taken:
                 leaf.grad = leaf.grad.clone(memory_format=torch.contiguous_format)
-            self._taken.add(leaf.grad.untyped_storage().data_ptr())
+            self._taken.add(_torch.StorageWeakRef(leaf.grad.untyped_storage()))
         self._without = without
 
     @property
@@ -90,9 +90,9 @@ class StageGradients:
         """The model's kept copies of gathered parameters."""
         return self.store.kept
 
-    def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]]) -> Travel:
-        """Takes tensors along their paths, as the store does."""
-        return self.store.start(tensors, paths)
+    def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather:
+        """Starts to take parameters to their uses, as the store does."""
+        return self.store.gather(chains, values)
 
     def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
         """Adds one microbatch's gradients to the sums."""

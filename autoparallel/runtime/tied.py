@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autoparallel import _torch
+from autoparallel.comm.groups import Wait, communicator_of
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.placements import largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
@@ -76,12 +75,16 @@ class TiedParameters:
 
     Args:
         store: the gradients of the parameters that lie on this rank.
-        group, rank: the pipeline's process group, and this rank's place in it.
+        group: the name of the group of all ranks of the pipeline.
+
+    Attributes:
+        rank: this rank's place in the pipeline.
     """
 
-    def __init__(self, ties: Sequence[Tie], store: GradientStore, group: Any, rank: int) -> None:
-        self.ties, self.store, self.group, self.rank = ties, store, group, rank
-        self.ranks = dist.get_process_group_ranks(group)
+    def __init__(self, ties: Sequence[Tie], store: GradientStore, group: str) -> None:
+        self.ties, self.store = ties, store
+        self.communicator, self.axis = communicator_of(group)
+        self.rank = rank = self.communicator.index(self.axis)
         self.borrowed: dict[str, nn.Parameter] = {}
         for tie in ties:
             if rank in tie.borrowers:
@@ -100,21 +103,19 @@ class TiedParameters:
 
     def lend(self) -> Callable[[], None]:
         """Sends parameters to those who borrow them; returns what waits for the sends."""
-        sends: list[tuple[Any, torch.Tensor]] = []
+        sends: list[Wait] = []
         for tie in self.ties:
             name = tie.chain.name
             if self.rank == tie.owner:
                 local = _torch.local_of(self.store.parameters[name]).detach().contiguous()
-                sends += [(dist.isend(local, self.ranks[r], self.group), local) for r in tie.borrowers]
+                sends += [self.communicator.send(local, self.axis, borrower) for borrower in tie.borrowers]
             elif self.rank in tie.borrowers:
                 local = _torch.local_of(self.borrowed[name]).detach()
-                buffer = torch.empty_like(local)
-                dist.irecv(buffer, self.ranks[tie.owner], self.group).wait()  # type: ignore[union-attr]
-                local.copy_(buffer)
+                local.copy_(self.communicator.receive(torch.empty_like(local), self.axis, tie.owner)())
 
         def wait() -> None:
-            for work, _ in sends:
-                work.wait()
+            for sent in sends:
+                sent()
 
         return wait
 
@@ -125,21 +126,19 @@ class TiedParameters:
             The totals of the parameters that lie on this rank, as their ``chain`` makes them.
         """
         totals: dict[str, torch.Tensor] = {}
-        sends: list[tuple[Any, torch.Tensor]] = []
+        sends: list[Wait] = []
         for tie in self.ties:
             if not tie.chain.trainable or self.rank not in tie.users and self.rank != tie.owner:
                 continue
             own = self._own(tie, sums)
             if self.rank != tie.owner:
-                sends.append((dist.isend(own, self.ranks[tie.owner], self.group), own))
+                sends.append(self.communicator.send(own, self.axis, tie.owner))
                 continue
             for borrower in tie.borrowers:
-                buffer = torch.empty_like(own)
-                dist.irecv(buffer, self.ranks[borrower], self.group).wait()  # type: ignore[union-attr]
-                own = own + buffer
+                own = own + self.communicator.receive(torch.empty_like(own), self.axis, borrower)()
             totals[tie.chain.name] = own
-        for work, _ in sends:
-            work.wait()
+        for sent in sends:
+            sent()
         return totals
 
     def _own(self, tie: Tie, sums: Mapping[int, dict[str, torch.Tensor]]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoparallel
 from autoparallel import _torch
+from autoparallel.comm.groups import communicator_of, use_communicator
+from autoparallel.comm.simulate import simulate
 from autoparallel.hardware import CPU
+from autoparallel.plan import Plan
+from autoparallel.predict.communicator import FORWARD, MeteredCommunicator
 from autoparallel.predict.meter import Clock, Ledger, Meter
 from tests.distributed import run_distributed
 
@@ -63,6 +68,24 @@ class TestMeter:
         # Two products of the same size.
         assert clock.now - forward == pytest.approx(2 * (product + CPU.launch))
 
+    @pytest.mark.parametrize("by_name", [False, True])
+    def test_causal_attention_costs_half_and_no_other_option_does(self, by_name: bool) -> None:
+        seconds = []
+        for causal in (False, True):
+            meter, clock, _ = self.meter()
+            with meter, torch.device("meta"):
+                q = torch.empty(1, 1, 256, 64, requires_grad=True)
+                mask = None if causal else torch.empty(256, 256)
+                options = {"is_causal": causal} if by_name else {}
+                out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    q, q, q, 0.0, *([] if by_name else [causal]), attn_mask=mask, **options
+                )[0]
+                forward = clock.now
+                torch.autograd.backward(out, torch.empty_like(out))
+                seconds.append((forward - CPU.launch, clock.now))
+        assert seconds[0][0] == pytest.approx(2 * seconds[1][0])
+        assert seconds[0][1] > 1.8 * seconds[1][1]
+
     def test_views_and_allocations_are_free(self) -> None:
         meter, clock, _ = self.meter()
         with _torch.make_fake_mode(), meter:
@@ -97,6 +120,45 @@ class TestMeter:
             with ledger.holding("values"):
                 y = x + 1
         assert ledger.live == {"values": y.numel() * 4}
+
+
+class TestMeteredCommunicator:
+    """A dry run gets tensors of the forms that ranks get, and counts and pays for what they send."""
+
+    KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+    def test_results_have_the_forms_of_real_ones(self) -> None:
+        def shapes(device: str) -> list[torch.Size]:
+            communicator, axis = communicator_of("m/tp")
+            x = torch.ones(3, 4, device=device)
+            return [getattr(communicator, kind)(x.clone(), axis)().shape for kind in self.KINDS]
+
+        real = simulate(lambda rank: shapes("cpu"), (2, 3), ("dp", "tp"))[0]
+        metered = self.metered()
+        before = use_communicator(metered)
+        try:
+            assert shapes("meta") == real
+        finally:
+            use_communicator(before)
+        # The bytes of the whole tensors, as ``sent_bytes`` means them.
+        full = dict(zip(self.KINDS, (48, 3 * 48, 48, 3 * 48), strict=True))
+        counted = metered.counters[FORWARD].result().volumes
+        assert counted == {(kind, "tp", 3): (1, full[kind]) for kind in self.KINDS}
+        spent = sum(CPU.step_seconds((2, 3), kind, (1,), full[kind]) for kind in self.KINDS)
+        assert metered.clock.now == pytest.approx(spent)
+
+    def test_what_is_sent_lives_until_it_is_waited_for(self) -> None:
+        x = torch.empty(8, device="meta")
+        sent = weakref.ref(x.untyped_storage())
+        wait = self.metered().all_gather(x, "tp")
+        del x
+        assert sent() is not None
+        wait()
+        assert sent() is None
+
+    def metered(self) -> MeteredCommunicator:
+        plan = Plan((("dp", 2), ("tp", 3)), "auto", "", {}, {}, {})
+        return MeteredCommunicator(plan, CPU, Clock(0.0))
 
 
 class Net(nn.Module):

@@ -1,0 +1,134 @@
+"""The communicator of a dry run: nothing is sent, but every collective is counted and takes its time.
+
+The runtime and the operators talk to it as they do to that of a mesh.  What would arrive is an empty tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from autoparallel.comm.groups import Wait, active_axes
+from autoparallel.comm.traffic import TrafficCounter
+from autoparallel.hardware import Profile
+from autoparallel.plan import Plan
+from autoparallel.predict.meter import Clock
+
+UNSHARD, FORWARD, BACKWARD, GRADIENTS = "unshard", "forward", "backward", "gradients"
+PHASES = (UNSHARD, FORWARD, BACKWARD, GRADIENTS)
+"""Forward and backward of one microbatch; once a step, what is gathered before them and the gradients' reduction."""
+
+
+class MeteredCommunicator:
+    """Stands at the origin of the mesh, where the pieces of tensors that cannot be cut evenly are the largest.
+
+    Attributes:
+        phase: the one that runs.
+        counters: of what is sent, by phase.
+        seconds: by phase; what overlaps is counted once (see [Note: two clocks] in ``predict.meter``).
+    """
+
+    def __init__(self, plan: Plan, profile: Profile, clock: Clock) -> None:
+        self.mesh, self.names, self.sizes = dict(plan.mesh), plan.axis_names, plan.axis_sizes
+        self.profile, self.clock = profile, clock
+        self.phase = FORWARD
+        self.counters = {phase: TrafficCounter() for phase in PHASES}
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    # -- what the runtime asks --------------------------------------------------------------------------------------
+
+    def size(self, axis: str) -> int:
+        return math.prod(self.mesh[name] for name in axis.split("+"))
+
+    def index(self, axis: str) -> int:
+        return 0
+
+    def ranks(self, axis: str) -> list[int]:
+        return list(range(self.size(axis)))
+
+    def settle(self) -> None:
+        pass
+
+    def send(self, x: torch.Tensor, axis: str, peer: int) -> Wait:
+        raise AssertionError("a dry run is of one stage of a pipeline")
+
+    def receive(self, out: torch.Tensor, axis: str, peer: int) -> Wait:
+        raise AssertionError("a dry run is of one stage of a pipeline")
+
+    def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
+        """Reduces ``x`` in place."""
+        return self._send("all_reduce", x, x, _bytes(x), axis)
+
+    def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
+        """Gathers ``[...]`` into ``[n, ...]``."""
+        out = x.new_empty((self.size(axis), *x.shape))
+        return self._send("all_gather", x, out, _bytes(out), axis)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
+        """Leaves a row of ``[n, ...]``."""
+        return self._send("reduce_scatter", x, x.new_empty(x.shape[1:]), _bytes(x), axis)
+
+    def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
+        """Exchanges the rows of ``[n, ...]``."""
+        return self._send("all_to_all", x, torch.empty_like(x), _bytes(x) * self.size(axis), axis)
+
+    def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
+        raise AssertionError("how many rows go where is not known without values")
+
+    def _send(self, kind: str, x: torch.Tensor, out: torch.Tensor, full_bytes: int, axis: str) -> Wait:
+        done = self.begin(kind, active_axes(axis, self.mesh.__getitem__), full_bytes, self.size(axis))
+        arriving, sent = [out], [x]
+        if kind in self.profile.copies:
+            copy = x.new_empty(full_bytes // x.element_size())
+            self.clock.hold(copy, done)
+            if kind == "reduce_scatter":
+                sent = [copy]
+
+        def wait() -> torch.Tensor:
+            self.clock.wait(done)
+            sent.clear()  # what was sent ends with its collective
+            return arriving.pop()
+
+        return wait
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def add(self, kind: str, axis: str, full_bytes: int, ranks: int) -> None:
+        """Counts one collective in the phase that runs now, and waits for it."""
+        self.clock.wait(self.begin(kind, axis, full_bytes, ranks))
+
+    def begin(self, kind: str, axis: str, full_bytes: int, ranks: int) -> float:
+        """Counts one collective in the phase that runs now, and starts it."""
+        self.counters[self.phase].add(kind, axis, full_bytes, ranks)
+        if ranks == 1:
+            return self.clock.now
+        axes = [self.names.index(name) for name in axis.split("+")]
+        begun = self.clock.now
+        done = self.clock.start(self.profile.step_seconds(self.sizes, kind, axes, full_bytes))
+        if self.phase == GRADIENTS:  # what the backward cannot hide of it
+            self.seconds[GRADIENTS] += self.clock.now - begun
+        return done
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What is sent inside counts in a phase, whichever runs."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def begin_phase(self, phase: str) -> None:
+        """Ends the phase that runs: the time since the one before was its."""
+        self.seconds[self.phase] += self.clock.now - sum(self.seconds.values())
+        self.phase = phase
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+__all__ = ["BACKWARD", "FORWARD", "GRADIENTS", "PHASES", "UNSHARD", "MeteredCommunicator"]
