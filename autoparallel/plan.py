@@ -30,17 +30,26 @@ class Plan(Decisions):
         """The same plan, able to say what the next best would have cost."""
         return replace(self, reasons=reasons)
 
-    def explain(self, module: str | None = None) -> str:
+    def explain(self, module: str | None = None, *, passes: bool = False) -> str:
         """The plan in words and tables: layouts, collectives and bytes per step, predicted time and memory.
 
         Args:
             module: instead explains what was decided about the modules and parameters of this pattern, such as
                 ``"layers.0.mlp"`` or ``"layers.*.mlp.up"``: each decision, and what the next best would cost, for all
                 of them together. Each alternative is a search of its own, on this rank alone.
+            passes: instead prints the program before and after each pass that makes a rank's program of the captured
+                graph, with how long it took. The program is built once more for that, on this rank alone.
 
         Raises:
             PlanError: when nothing matches, or the plan was loaded from a file and is not compiled yet.
         """
+        if passes:
+            if self.pipeline is not None or self.reasons is None:
+                raise PlanError(
+                    "the passes of a program are shown for the plan of a compiled model (model.plan), or one that was "
+                    "made just now, and not for a pipeline"
+                )
+            return self.reasons.history(self)
         if module is not None:
             return explain_module(self, module)
         return explain_plan(self)

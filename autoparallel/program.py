@@ -16,13 +16,13 @@ from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import batch_dim, require_divisible, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity, is_loss
 from autoparallel.graph.sizes import Sizes
+from autoparallel.passes.adapt_captured import leave_only_loss
 from autoparallel.passes.bucket_collectives import Bucket, Buckets, bucket_collectives
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
+from autoparallel.passes.find_divisors import Divisors, find_divisors
 from autoparallel.passes.hoist_parameter_chains import Chains, ParameterChain, hoist_parameter_chains
 from autoparallel.passes.insert_collectives import insert_collectives
-from autoparallel.passes.mark_gradients import Detached, detach_outputs, mark_backward
 from autoparallel.passes.name_nodes import layer_of
-from autoparallel.passes.pad_vocabulary import pad_vocabulary
 from autoparallel.passes.recompute_layers import Region, Regions, recompute_layers
 from autoparallel.passes.runner import CAPTURED, Fact, Findings, Pass, PassList, Watch, ignore, run_passes
 from autoparallel.passes.set_device import set_device
@@ -31,10 +31,9 @@ from autoparallel.passes.specification import Specification, specify_program
 from autoparallel.passes.split_weight_gradients import split_weight_gradients
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.pipeline.schedules import SPLIT, Passing
-from autoparallel.placements import Invariant, Layout, parse_layout, shards_of
+from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
-from autoparallel.rules.calls import is_tensor
 from autoparallel.rules.ways import typed_call
 
 
@@ -112,46 +111,6 @@ def input_layouts(captured: Captured, specs: Sequence[object], given: Sequence[L
 
 
 # ------------------------------------------------------------------------------------------- the passes in their order
-
-
-def padding_passes(parameters: Mapping[str, str], rows: Mapping[str, int]) -> PassList:
-    """What makes of a captured graph the one that a plan is about; it is a captured graph still.
-
-    Args:
-        parameters: placeholder name to parameter name.
-        rows: parameter name to the rows that it is used with.
-    """
-    pad = Pass(
-        "pad_vocabulary",
-        lambda module, findings: pad_vocabulary(module, parameters, rows),
-        requires={Fact.CANONICAL, Fact.DIFFERENTIABLE, Fact.NAMED, Fact.BACKWARD, Fact.GLOBAL},
-    )
-    return PassList([pad], given=CAPTURED, promised=CAPTURED)
-
-
-def leaving_passes(buffers: int, loss: int) -> PassList:
-    """What leaves a captured graph nothing but its loss to be differentiated.
-
-    Args:
-        buffers: the number of outputs that are new values of buffers.
-        loss: the index of the loss.
-    """
-    passes = [
-        Pass(
-            "detach_outputs",
-            lambda module, findings: detach_outputs(module.graph, buffers, loss),
-            requires={Fact.NAMED, Fact.DIFFERENTIABLE, Fact.GLOBAL},
-            provides={Fact.DETACHED},
-            removes={Fact.BACKWARD},
-        ),
-        Pass(
-            "mark_backward",
-            lambda module, findings: mark_backward(module.graph),
-            requires={Fact.DIFFERENTIABLE, Fact.DETACHED},
-            provides={Fact.BACKWARD},
-        ),
-    ]
-    return PassList(passes, given=CAPTURED, promised=CAPTURED)
 
 
 def placing_passes(
@@ -307,12 +266,6 @@ def _verify(module: fx.GraphModule, findings: Findings) -> None:
 # ------------------------------------------------------------------------------------------------------ running them
 
 
-def pad(captured: Captured, rows: Mapping[str, int], watch: Watch = ignore) -> None:
-    """Makes a captured graph the one that a plan is about, in place; one that is so already is left as it is."""
-    if rows:
-        run_passes(padding_passes(captured.parameters, rows), captured.module, watch)
-
-
 def lay_out(
     captured: Captured,
     plan: Plan,
@@ -368,30 +321,6 @@ def build_program(
     layouts = [node.meta["placements"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
     buckets, regions = list(findings[Buckets].buckets), findings[Regions].regions
     return LocalProgram(captured, module, buckets, layouts, list(findings[Divisors].pairs), regions)
-
-
-@dataclass(frozen=True)
-class Divisors:
-    """What must divide evenly for a program to run: for each symbolic size that is cut its expression, and into how
-    many pieces."""
-
-    pairs: tuple[tuple[object, int], ...]
-
-
-def find_divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> Divisors:
-    """Finds the symbolic sizes that a program cuts; rewrites nothing."""
-    pairs: dict[tuple[object, int], None] = {}
-    for node in module.graph.nodes:
-        if not is_tensor(node) or "placements" not in node.meta:
-            continue
-        layout: Layout = node.meta["placements"]
-        for dim, size in enumerate(node.meta["val"].shape):
-            if isinstance(size, int):
-                continue
-            count = math.prod(axis_sizes[axis] for axis in shards_of(layout, dim))
-            if count > 1:
-                pairs[size.node.expr, count] = None
-    return Divisors(tuple(pairs))
 
 
 @dataclass(frozen=True)
@@ -509,15 +438,6 @@ def _kept(captured: Captured, outputs: str) -> list[int]:
     weight = captured.weight.output if captured.weight is not None else None
     every = captured.objective is None or outputs == "gather"
     return [i for i in range(first, len(results)) if every or i in (captured.objective, weight)]  # type: ignore[arg-type]
-
-
-def leave_only_loss(captured: Captured) -> None:
-    """Detaches what a pipeline does not differentiate: everything but its loss."""
-    loss = captured.objective
-    if loss is not None and captured.flowing != [loss]:
-        findings = run_passes(leaving_passes(len(captured.mutated_buffers), loss), captured.module)
-        captured.detached = [*captured.detached, *findings[Detached].outputs]
-        captured.flowing = [loss]
 
 
 def _require_loss(captured: Captured) -> None:

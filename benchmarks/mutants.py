@@ -16,7 +16,7 @@ from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import Redistribution
-from autoparallel.passes.verify_placements import Asked
+from autoparallel.passes.specification import Specification
 from autoparallel.placements import (
     ACTIONS,
     Invariant,
@@ -64,7 +64,7 @@ class Mutant:
     equivalent: str = ""
 
 
-def graph_mutants(graph: fx.Graph, whole: fx.Graph, asked: Asked) -> Iterator[Mutant]:
+def graph_mutants(graph: fx.Graph, whole: fx.Graph, asked: Specification) -> Iterator[Mutant]:
     """The mutants of a program's graph, whose parameters are gathered in it.
 
     Args:
@@ -110,7 +110,7 @@ def _layouts(node: fx.Node) -> Iterator[tuple[str, Change, str]]:
             yield detail, change, ""
 
 
-def _collectives(node: fx.Node, asked: Asked) -> Iterator[tuple[str, str, Change, str]]:
+def _collectives(node: fx.Node, asked: Specification) -> Iterator[tuple[str, str, Change, str]]:
     step: Step = node.meta["redistribution"].step
     silent = not node.meta["backward"] and action(step.src, step.dst) == "nothing"
     alone = "the axis has one rank" if asked.ranks(step.axes) == 1 else ""
@@ -185,7 +185,9 @@ def _set(node: fx.Node, name: str, value: Any) -> None:
     node.args, node.kwargs = with_argument(node.args, dict(node.kwargs), node, name, value)
 
 
-def _arguments(node: fx.Node, origins: Mapping[str, fx.Node], asked: Asked) -> Iterator[tuple[str, Change, str]]:
+def _arguments(
+    node: fx.Node, origins: Mapping[str, fx.Node], asked: Specification
+) -> Iterator[tuple[str, Change, str]]:
     """What a rank's call says otherwise than the global one: each argument as it was, or of other axes."""
     if node.target is operator.floordiv or node.target is operator.mul and not is_tensor(node):
         yield f"{node.target.__name__} by {node.args[1]} dropped", _drop, ""
@@ -224,14 +226,14 @@ def _globalise(node: fx.Node, origin: fx.Node) -> None:
     node.args, node.kwargs = fx.map_arg((origin.args, origin.kwargs), lambda x: next(operands))
 
 
-def chain_mutants(chains: list[ParameterChain], asked: Asked) -> Iterator[Mutant]:
+def chain_mutants(chains: list[ParameterChain], asked: Specification) -> Iterator[Mutant]:
     """The mutants of the ways of parameters to their uses and of their gradients back."""
     for chain in chains:
         for kind, detail, change in (*_gathers(chain), *(_syncs(chain, asked) if chain.trainable else ())):
             yield Mutant(kind, chain.name, detail, on_chain=change)
 
 
-def _syncs(chain: ParameterChain, asked: Asked) -> Found:
+def _syncs(chain: ParameterChain, asked: Specification) -> Found:
     kind = "gradient reduction"
     yield f"{kind} dropped", "no gradient comes back", lambda c: replace(c, trainable=False)
     if chain.sync:

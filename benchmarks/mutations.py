@@ -35,14 +35,9 @@ from autoparallel.graph.captured import Captured
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import profile_for
 from autoparallel.operators.random import RandomState, set_random_state
-from autoparallel.passes.hoist_parameter_chains import (
-    GradientError,
-    ParameterChain,
-    hoist_parameter_chains,
-    require_complete,
-)
+from autoparallel.passes.hoist_parameter_chains import ParameterChain, hoist_parameter_chains
 from autoparallel.passes.settle_interleaving import settle_interleaving
-from autoparallel.passes.verify_placements import Asked, PlacementError, verify_placements
+from autoparallel.passes.verify_placements import PlacementError, verify_placements
 from autoparallel.placements import Layout, chunk, dual_layout
 from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.plan import Plan
@@ -126,10 +121,9 @@ class Program:
         self.arguments = arguments_of(captured, task, batch)
         parameters = {n: self.plan.at_rest(p) for n, p in captured.parameters.items() if p in self.plan.parameters}
         outputs = outputs_of(request, captured)
-        lay_out(captured, self.plan, parameters, {}, outputs, PREFIX, request.redistributor)
+        self.asked = lay_out(captured, self.plan, parameters, {}, outputs, PREFIX, request.redistributor)
         self.captured = captured
         self.redistributor: Redistributor = request.redistributor
-        self.asked = Asked(modes, parameters, outputs, self.axes, PREFIX)
         self.expected = self._run_whole()
 
     def _run_whole(self) -> Result:
@@ -146,7 +140,7 @@ class Program:
     def hoisted(self, captured: Captured) -> list[ParameterChain]:
         """Takes the ways of parameters out of a program, as ``build_program`` does."""
         sizes = Sizes(captured.actual)
-        return hoist_parameter_chains(captured.module, captured.parameters, self.redistributor, sizes)
+        return list(hoist_parameter_chains(captured.module, captured.parameters, self.redistributor, sizes).chains)
 
     def run(self, captured: Captured, chains: Sequence[ParameterChain], layouts: Sequence[Layout]) -> Result:
         """What a program without the ways of its parameters computes on all ranks."""
@@ -178,9 +172,8 @@ class Program:
             chains = self.hoisted(captured)
             if mutant.on_chain is not None:
                 chains = [mutant.on_chain(c) if c.name == mutant.key else c for c in chains]
-                for chain in chains:
-                    require_complete(chain)
-        except (PlacementError, GradientError):
+                verify_placements(captured.module, self.asked, chains)
+        except PlacementError:
             return "verifier"
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # fx prints the line of an error

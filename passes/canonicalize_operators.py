@@ -151,7 +151,8 @@ def _replace_batch_norm(emit: Emitter, node: fx.Node) -> None:
     x, weight, bias, running_mean, running_var, training, momentum, eps = node.args
     assert isinstance(x, fx.Node)
     if not training:
-        _replace_parts(node, lambda i: _frozen_norm(emit, x, weight, bias, running_mean, running_var, eps))
+        frozen = _frozen_norm(emit, x, weight, bias, running_mean, running_var, eps)
+        _replace_parts(node, lambda i: {0: frozen, 3: running_mean, 4: running_var}[i])
         return
     y, mean, variance, dims = _batch_statistics_norm(emit, x, weight, bias, eps)
     cache: dict[int, fx.Node] = {0: y}
@@ -364,8 +365,8 @@ def _replace_sparse_embedding(emit: Emitter, node: fx.Node) -> None:
 
 def _replace_pool_with_indices(emit: Emitter, node: fx.Node) -> None:
     if all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
-        pooled: list[fx.Node] = []
-        _replace_parts(node, lambda i: pooled[0] if pooled else emit(aten.max_pool2d.default, *node.args))
+        pooled = emit(aten.max_pool2d.default, *node.args)
+        _replace_parts(node, lambda i: pooled)
 
 
 def _replace_variance_and_mean(emit: Emitter, node: fx.Node) -> None:

@@ -108,16 +108,18 @@ class PassList:
 
     def __post_init__(self) -> None:
         facts = {*self.given}
-        for each in self.passes:
-            self._require(each.name, each.requires, facts)
+        for i, each in enumerate(self.passes):
+            self._require(each.name, each.requires, facts, self.passes[:i])
             facts = facts.union(each.provides).difference(each.removes)
-        self._require("what comes after the list", self.promised, facts)
+        self._require("what comes after the list", self.promised, facts, self.passes)
 
-    def _require(self, name: str, required: Collection[Fact], facts: Collection[Fact]) -> None:
+    def _require(
+        self, name: str, required: Collection[Fact], facts: Collection[Fact], before: Sequence[Pass]
+    ) -> None:
         missing = [fact for fact in Fact if fact in required and fact not in facts]
         if missing:
             providers = [p.name for p in self.passes if missing[0] in p.provides]
-            removers = [p.name for p in self.passes if missing[0] in p.removes]
+            removers = [p.name for p in before if missing[0] in p.removes]
             cure = f"put it after {providers[0]}" if providers else "no pass of the list makes it so"
             if removers:
                 cure = f"put it before {removers[0]}"

@@ -41,6 +41,9 @@ class Reasons(Protocol):
             excluded: name of a parameter or key of an operator to the layouts, or the ways of running, to leave out.
         """
 
+    def history(self, plan: Decisions) -> str:
+        """The program before and after each pass that makes a plan's program of the captured graph, with its time."""
+
 
 @dataclass(frozen=True)
 class Decisions:

@@ -13,6 +13,7 @@ from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.passes.adapt_captured import leave_only_loss, pad
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.plan import Plan
@@ -27,7 +28,7 @@ from autoparallel.planner.stages import StagePlanner
 from autoparallel.predict.forecast import Forecast, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
-from autoparallel.program import input_layouts, leave_only_loss, pad
+from autoparallel.program import input_layouts
 
 
 class Evaluator:

@@ -12,6 +12,8 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import Call, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured
+from autoparallel.passes.adapt_captured import leave_only_loss, pad
+from autoparallel.passes.runner import Watch, ignore
 from autoparallel.pipeline.schedules import SPLIT
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_fits
@@ -22,8 +24,6 @@ from autoparallel.program import (
     build_program,
     build_stages,
     input_layouts,
-    leave_only_loss,
-    pad,
     wanted_outputs,
 )
 
@@ -33,8 +33,10 @@ def outputs_of(request: Request, captured: Captured) -> Sequence[Any]:
     return wanted_outputs(captured, request.outputs, len(request.axes))
 
 
-def local_program(request: Request, captured: Captured, plan: Plan, call: Call, prefix: str) -> LocalProgram:
-    """A rank's program; the captured graph becomes its body."""
+def local_program(
+    request: Request, captured: Captured, plan: Plan, call: Call, prefix: str, watch: Watch = ignore
+) -> LocalProgram:
+    """A rank's program; the captured graph becomes its body; ``watch`` is told of each pass."""
     return build_program(
         captured,
         plan,
@@ -45,6 +47,7 @@ def local_program(request: Request, captured: Captured, plan: Plan, call: Call, 
         device=torch.device(request.device),
         hoist_all=request.hoist_all,
         reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
+        watch=watch,
     )
 
 

@@ -10,9 +10,11 @@ from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
+from autoparallel.passes.adapt_captured import pad
+from autoparallel.passes.history import PassHistory
 from autoparallel.plan import Plan
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import prepare
+from autoparallel.planner.programs import local_program, prepare
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,15 @@ class PlanAgain:
             return None
         prepare(request, captured, best, self.call)
         return planner.finish(captured, best, self.call, "mesh0")[0]
+
+    def history(self, plan: Decisions) -> str:
+        """See ``Reasons.history``."""
+        assert isinstance(plan, Plan)
+        captured = self._captured.copy()
+        history = PassHistory(captured.module)
+        pad(captured, plan.padded, history)
+        local_program(self.planner.request, captured, plan, self.call, "mesh0", history)
+        return str(history)
 
     @cached_property
     def _captured(self) -> Captured:

@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--real-tensors", action="store_true", help="give the factory real memory, not meta tensors")
     parser.add_argument("--seed", type=int, default=0, help="seed of the factory (default: 0)")
     parser.add_argument("--explain", action="store_true", help="print the whole plan, too")
+    parser.add_argument("--passes", action="store_true", help="print the program before and after each pass, too")
     parser.add_argument("--out", help="write the plan as JSON")
     parser.add_argument("--report", help="write a report as one HTML file that needs no network")
 
@@ -102,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
     print(plain_text(f"{compared.title}: {compared.step}", *choice_blocks(choice), *comparison_blocks(compared)))
     if options.explain:
         print(f"\n{plan.explain()}")
+    if options.passes:
+        print(f"\n{plan.explain(passes=True)}")
     if options.out:
         plan.save(options.out)
         precision = f", precision={request.precision!r}" if request.precision is not None else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,16 +28,16 @@ class Stack(nn.Module):
 
 def bucketed(
     model: nn.Module, gather: dict[str, str], at_rest: dict[str, str] | None = None, **options: Any
-) -> tuple[fx.GraphModule, list[Bucket]]:
+) -> tuple[fx.GraphModule, tuple[Bucket, ...]]:
     graph = captured(model, torch.rand(8, 4))
     modes = {n.meta["key"]: ["shard:...0"] for n in graph.graph.nodes if n.op == "call_function"}
     parameters = {name: "S0" for name in graph.parameters.values()} | (at_rest or {})
     module = localized(graph, modes, parameters, axes=[("dp", 2)], outputs=[None])
-    chains = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual))
-    return module, bucket_collectives(module, chains, gather, **options)
+    chains = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual)).chains
+    return module, bucket_collectives(module, chains, gather, **options).buckets
 
 
-def names(buckets: list[Bucket]) -> list[list[str]]:
+def names(buckets: Sequence[Bucket]) -> list[list[str]]:
     return [[c.name.removeprefix("layers.").removesuffix(".weight") for c in b.chains] for b in buckets]
 
 
@@ -94,8 +95,8 @@ def test_chains_of_a_bucket_are_alike_in_every_way_of_reducing() -> None:
     graph = captured(Stack(), torch.rand(8, 4))
     modes = {n.meta["key"]: ["shard:...0"] for n in graph.graph.nodes if n.op == "call_function"}
     module = localized(graph, modes, dict.fromkeys(graph.parameters.values(), "S0"), axes=[("dp", 2)], outputs=[None])
-    one, two = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual))
+    one, two = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual)).chains
     # The time of reducing is chosen for a bucket once it is made: it must be one collective at any time.
     assert one.ways["per_microbatch"][0] and one.each == two.each
     other = replace(two, ways={**two.ways, "per_microbatch": ((), two.sync)})
-    assert names(bucket_collectives(module, [one, other], {})) == [["0"], ["1"]]
+    assert names(bucket_collectives(module, [one, other], {}).buckets) == [["0"], ["1"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from autoparallel._torch import make_fake_mode
+from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from tests.passes.support import captured, show
 
 
@@ -124,3 +127,39 @@ def test_changes_in_place_are_gone() -> None:
 
     for line in lines_of(change, torch.rand(8, 4)):
         assert not re.search(r"aten\.\w+_[.(]", line), line
+
+
+class TestSeveralResults:
+    @staticmethod
+    def canonical(target: Any, results: list[int], *shapes: tuple[int, ...], rest: tuple[Any, ...] = ()) -> fx.Graph:
+        """The graph of one call, of whose results some are returned, after the pass."""
+        graph = fx.Graph()
+        with make_fake_mode():
+            inputs = [graph.placeholder(f"x{i}") for i in range(len(shapes))]
+            for node, shape in zip(inputs, shapes, strict=True):
+                node.meta["val"] = torch.empty(shape)
+            call = graph.call_function(target, (*inputs, *rest))
+            call.meta["val"] = target(*(node.meta["val"] for node in inputs), *rest)
+        parts = [graph.call_function(operator.getitem, (call, i)) for i in results]
+        for part, i in zip(parts, results, strict=True):
+            part.meta["val"] = call.meta["val"][i]
+        graph.output(tuple(parts))
+        canonicalize_operators(fx.GraphModule(nn.Module(), graph))
+        return graph
+
+    def test_readers_of_a_pooled_tensor_share_one_pool(self) -> None:
+        pool = torch.ops.aten.max_pool2d_with_indices.default
+        graph = self.canonical(pool, [0, 0, 0], (2, 3, 8, 8), rest=([2, 2],))
+        made = [node for node in graph.nodes if node.op == "call_function"]
+        assert [node.target for node in made] == [torch.ops.aten.max_pool2d.default]
+        assert graph.output_node().args[0] == (made[0],) * 3
+
+    def test_running_statistics_that_are_not_trained_stay_what_they_are(self) -> None:
+        norm = torch.ops.aten._native_batch_norm_legit_functional.default
+        shapes = ((6, 3), (3,), (3,), (3,), (3,))
+        graph = self.canonical(norm, [0, 3, 4], *shapes, rest=(False, 0.1, 1e-5))
+        values = [torch.randn(6, 3), torch.randn(3), torch.randn(3), torch.randn(3), torch.rand(3) + 0.5]
+        made = fx.GraphModule(nn.Module(), graph)(*values)
+        expected = norm(*values, False, 0.1, 1e-5)
+        for ours, i in zip(made, (0, 3, 4), strict=True):
+            torch.testing.assert_close(ours, expected[i])

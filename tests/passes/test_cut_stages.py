@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, staged_nodes
-from autoparallel.passes.recompute_layers import recompute_layers
-from autoparallel.passes.split_weight_gradients import collect_deferred, split_weight_gradients
 from tests.passes.support import captured, show
 
 
@@ -131,82 +128,3 @@ def test_a_cut_must_be_where_a_stage_can_begin() -> None:
         cut_stages(graph, ["/aten.gt.Scalar#0"], [0])
     with pytest.raises(CutError, match="order"):
         cut_stages(graph, list(reversed(CUTS)), [0])
-
-
-class TestSplitWeightGradients:
-    def test_gradients_of_parameters_come_when_they_are_run(self) -> None:
-        torch.manual_seed(0)
-        model, x = Masked().double(), torch.randn(6, 4, dtype=torch.float64)
-        F.mse_loss(model(x), x).backward()
-        graph = captured(Masked().double(), torch.randn(8, 4, dtype=torch.float64))
-        count = split_weight_gradients(graph.module, list(graph.parameters))
-        assert count == 3
-        weights = {n: model.get_parameter(p).detach().requires_grad_() for n, p in graph.parameters.items()}
-        inner = x.clone().requires_grad_()
-        inputs = [weights.get(n.name, inner) for n in graph.graph.nodes if n.op == "placeholder"]
-        with collect_deferred() as deferred:
-            (result,) = graph.module(*inputs)
-        F.mse_loss(result, x).backward()
-        assert inner.grad is not None and inner.grad.abs().sum() > 0
-        assert all(w.grad is None for w in weights.values())
-        sums: dict[int, Tensor] = {}
-        for left in deferred:
-            for weight, grad in left.run():
-                sums[id(weight)] = sums.get(id(weight), torch.zeros_like(grad)) + grad
-        for name, parameter in graph.parameters.items():
-            torch.testing.assert_close(sums[id(weights[name])], model.get_parameter(parameter).grad)
-
-    def test_without_anything_to_collect_it_is_the_call_itself(self) -> None:
-        graph = captured(Masked(), torch.randn(8, 4))
-        split_weight_gradients(graph.module, list(graph.parameters))
-        model = Masked()
-        weights = {n: model.get_parameter(p) for n, p in graph.parameters.items()}
-        x = torch.randn(6, 4)
-        inputs = [weights.get(n.name, x) for n in graph.graph.nodes if n.op == "placeholder"]
-        (result,) = graph.module(*inputs)
-        result.sum().backward()
-        assert all(w.grad is not None for w in weights.values())
-
-    def test_what_a_layer_that_runs_again_reads_is_differentiated_once(self) -> None:
-        """Both layers read one value that follows from parameters alone; the first one runs again."""
-        torch.manual_seed(0)
-        model, x = Sharing().double(), torch.randn(6, 4, dtype=torch.float64)
-        F.mse_loss(model(x), x).backward()
-        graph = captured(Sharing().double(), torch.randn(8, 4, dtype=torch.float64))
-        recompute_layers(graph.module, ["layers.0"])
-        assert split_weight_gradients(graph.module, list(graph.parameters)) == 1, "the bias of the other layer"
-        weights = {n: model.get_parameter(p).detach().requires_grad_() for n, p in graph.parameters.items()}
-        inputs = [weights.get(n.name, x) for n in graph.graph.nodes if n.op == "placeholder"]
-        with collect_deferred() as deferred:
-            (result,) = graph.module(*inputs)
-        F.mse_loss(result, x).backward()
-        for weight, grad in [found for left in deferred for found in left.run()]:
-            torch.autograd.backward([weight], [grad])
-        for name, parameter in graph.parameters.items():
-            torch.testing.assert_close(weights[name].grad, model.get_parameter(parameter).grad)
-
-
-class Biased(nn.Module):
-    """A matrix product, of a weight that is given, and a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.tanh(x @ weight).pow(2) + self.bias
-
-
-class Sharing(nn.Module):
-    """Two layers that read one computed weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 1))
-        self.layers = nn.ModuleList(Biased() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = torch.tanh(self.weight * self.scale)
-        for layer in self.layers:
-            x = layer(x, weight)
-        return x

@@ -16,9 +16,10 @@ from autoparallel.passes.hoist_parameter_chains import (
     hoist_parameter_chains,
     require_complete,
 )
+from autoparallel.passes.verify_placements import PlacementError, verify_placements
 from autoparallel.placements import Replicate, format_layout, parse_layout
 from autoparallel.placements.redistribution import Step
-from tests.passes.support import captured, localized, redistributor, show
+from tests.passes.support import captured, localized, placed, redistributor, show
 
 
 class Linear(nn.Module):
@@ -32,11 +33,11 @@ class Linear(nn.Module):
 
 def hoisted(
     model: nn.Module, modes: dict[str, list[str]], parameters: dict[str, str], axes: Any = (("dp", 2),)
-) -> tuple[fx.GraphModule, list[ParameterChain]]:
+) -> tuple[fx.GraphModule, tuple[ParameterChain, ...]]:
     graph = captured(model, torch.rand(8, 4))
     module = localized(graph, modes, parameters, axes=axes, outputs=[None])
     rows = redistributor(*(n for _, n in axes))
-    return module, hoist_parameter_chains(module, graph.parameters, rows, Sizes(graph.actual))
+    return module, hoist_parameter_chains(module, graph.parameters, rows, Sizes(graph.actual)).chains
 
 
 class TestTheExample:
@@ -53,7 +54,7 @@ class TestTheExample:
             "linear = aten.linear(redistribute, redistribute_1)  S0",
             "return [linear]",
         ]
-        (chain,) = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual))
+        (chain,) = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual)).chains
         body = [line.replace(chain.placeholders[0], "w") for line in show(module)]
         assert body == [
             "w  R",
@@ -143,10 +144,11 @@ class TestAnIncompleteChain:
             require_complete(replace(chain, paths=((self.step("S1", "R"),),)))
 
     def test_is_found_in_a_program(self) -> None:
-        """A collective of the chain that says it begins elsewhere, so that its transpose ends elsewhere."""
+        """A parameter that lies otherwise at rest than its way begins, so that its gradient ends elsewhere."""
         graph = captured(Linear(), torch.rand(8, 4))
         modes = {"w/aten.linear#0": ["shard:...0"]}
-        module = localized(graph, modes, {"w.weight": "S0"}, axes=[("dp", 2)], outputs=[None])
+        module, specification = placed(graph, modes, {"w.weight": "S0"}, axes=[("dp", 2)], outputs=[None])
         next(n for n in module.graph.nodes if n.name == "p_model_w_weight").meta["placements"] = parse_layout("S1")
-        with pytest.raises(GradientError, match=r"w\.weight lies as S1 before .*src=S0"):
-            hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual))
+        chains = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual)).chains
+        with pytest.raises(PlacementError, match=r"w\.weight lies as S0 at rest, not as S1, where its way begins"):
+            verify_placements(module, specification, chains)

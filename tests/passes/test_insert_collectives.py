@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Shard
 from autoparallel.rules.ways import call_modes
-from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, localized, show
+from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, localized, placed, show
 
 DATA_MODES = {f"{name}/aten.linear#0": ["shard:...0"] for name in ("pre", "w1", "w2")}
 
@@ -27,7 +27,7 @@ class TestTheMegatronPair:
             "linear_2 = aten.linear(linear_1, p_model_w2_weight)",
             "return [linear_2]",
         ]
-        program = localized(graph, PAIR_MODES, PAIR_PARAMETERS)
+        program, specification = placed(graph, PAIR_MODES, PAIR_PARAMETERS)
         assert show(program) == [
             "p_model_pre_weight  I",
             "p_model_w1_weight  S0",
@@ -40,7 +40,7 @@ class TestTheMegatronPair:
             "redistribute_1 = collectives.redistribute(linear_2, 'P', 'I', 'mesh0/tp')  I",
             "return [redistribute_1]",
         ]
-        verify_placements(program)
+        verify_placements(program, specification)
 
     def test_an_input_without_a_gradient_needs_nothing(self) -> None:
         model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
@@ -146,10 +146,10 @@ class TestSeveralAxes:
             "w2/aten.linear#0": ["shard:...0", "shard:k"],
         }
         parameters = {"w1.weight": "S0,S0", "w2.weight": "I,S1"}
-        program = localized(
+        program, specification = placed(
             captured(MLP(), torch.rand(8, 4)), modes, parameters, axes=[("dp", 2), ("tp", 2)], outputs=[None]
         )
-        verify_placements(program)
+        verify_placements(program, specification)
         text = "\n".join(show(program))
         # Only the innermost of the axes that cut a dim may be gathered alone: w1 goes S0,S0 -> R,S0 in more than one.
         assert "aten.linear(redistribute" in text and text.rstrip().endswith("]")

@@ -1,4 +1,4 @@
-"""`interleave_projections` and `settle_interleaving`: one linear that is split is sharded as if it were several."""
+"""`interleave_projections`: one linear that is split is sharded as if it were several."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 from autoparallel import operators
 from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, describe_inputs
-from autoparallel.passes.settle_interleaving import settle_interleaving
-from autoparallel.placements.modes import parse_mode
 from tests.models.fused import GATES, WAYS, FusedAttention, FusedConfig, GatedMLP
 from tests.passes.support import show
 
@@ -125,33 +123,3 @@ def test_rows_that_nobody_reads_are_a_piece_of_their_own() -> None:
     captured = _captured(Fused(12, lambda y: y[:, 4:8] * y[:, 8:]), torch.randn(8, 4))
     (interleave,) = (n for n in captured.graph.nodes if n.target is operators.interleave)
     assert interleave.args[1:] == (0, [0, 4, 8, 12], 4)
-
-
-class TestSettling:
-    @staticmethod
-    def settled(piece: str, linear: str) -> list[str]:
-        captured = _captured(Fused(12, _gate), torch.randn(8, 4))
-        modes = {n.meta["key"]: (parse_mode("I"),) for n in captured.graph.nodes if n.op == "call_function"}
-        for key in modes:
-            if "piece" in key:
-                modes[key] = (parse_mode(piece),)
-            elif "linear" in key:
-                modes[key] = (parse_mode(linear),)
-        settle_interleaving(captured.module, modes, (2,))
-        return [line for line in show(captured.module) if any(x in line for x in ("linear(", "piece(", "interleave("))]
-
-    def test_without_shards_nothing_is_interleaved(self) -> None:
-        assert self.settled("I", "shard:...0") == [
-            "linear = aten.linear(args_0, p_model_joined_weight)",
-            "piece = tables.piece(linear, 1, 0, 8, 1)",
-            "piece_1 = tables.piece(linear, 1, 8, 12, 1)",
-        ]
-
-    @pytest.mark.parametrize(("piece", "linear"), [("shard:o", "shard:n"), ("shard:o", "I"), ("I", "shard:n")])
-    def test_there_are_as_many_blocks_as_shards(self, piece: str, linear: str) -> None:
-        assert self.settled(piece, linear) == [
-            "interleave = tables.interleave(p_model_joined_weight, 0, [0, 8, 12], 2)",
-            "linear = aten.linear(args_0, interleave)",
-            "piece = tables.piece(linear, 1, 0, 8, 2)",
-            "piece_1 = tables.piece(linear, 1, 8, 12, 2)",
-        ]

@@ -7,6 +7,7 @@ from torch import fx
 
 from autoparallel.graph.captured import is_loss
 from autoparallel.passes.mark_gradients import (
+    Detached,
     detach_outputs,
     differentiable_outputs,
     mark_backward,
@@ -65,7 +66,7 @@ def test_new_values_of_buffers_and_what_lies_beside_a_loss_are_detached() -> Non
     ]
     assert _text(graph) == [*before, "(mul_tensor, sum_default, mul_tensor, sum_default_1)"]
     mark_differentiable(graph, {"w"})
-    assert detach_outputs(graph, 1, loss=1) == [2]
+    assert detach_outputs(graph, 1, loss=1) == Detached((2,))
     assert _text(graph) == [
         *before,
         "detach_default_1(mul_tensor)",
@@ -104,5 +105,5 @@ def test_without_a_loss_outputs_stay_differentiable() -> None:
     mark_differentiable(graph, {"w"})
     product, _, _, count = graph.output_node().args[0]  # type: ignore[misc]
     graph.output_node().args = ((product, product, count),)
-    assert detach_outputs(graph, 1) == []
+    assert detach_outputs(graph, 1) == Detached(())
     assert str(graph.output_node().args[0]) == "(detach_default_1, mul_tensor, sum_default_1)"

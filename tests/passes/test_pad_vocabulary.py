@@ -51,6 +51,7 @@ def captured(model: nn.Module, *inputs: Any, shards: int, loss_fn: Any = None) -
     graph = capture(model, specs, spec, loss_fn=loss_fn, least_batch=8, batch=batch)
     found = find_vocabularies(graph.graph, graph.parameters, shards)
     pad_vocabulary(graph.module, graph.parameters, found)
+    graph.module.recompile()
     return graph
 
 

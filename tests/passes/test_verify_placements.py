@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from autoparallel.comm.collectives import redistribute
-from autoparallel.passes.verify_placements import Asked, PlacementError, verify_placements
+from autoparallel.passes.specification import Specification
+from autoparallel.passes.verify_placements import PlacementError, verify_placements
 from autoparallel.placements import Invariant, Replicate, Shard
 from autoparallel.placements.modes import parse_mode
-from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, localized
+from benchmarks.mutants import Mutant
+from benchmarks.mutations import Program
+from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, placed
 
 
-def program() -> fx.GraphModule:
-    return localized(captured(MLP(), torch.rand(8, 4)), PAIR_MODES, PAIR_PARAMETERS)
+def program() -> tuple[fx.GraphModule, Specification]:
+    return placed(captured(MLP(), torch.rand(8, 4)), PAIR_MODES, PAIR_PARAMETERS)
 
 
 def node(module: fx.GraphModule, name: str) -> fx.Node:
@@ -39,6 +45,10 @@ def lay_a_result_otherwise(module: fx.GraphModule) -> None:
 
 def redistribute_from_elsewhere(module: fx.GraphModule) -> None:
     node(module, "redistribute_1").replace_input_with(node(module, "linear_2"), node(module, "linear"))
+
+
+def read_another_tensor(module: fx.GraphModule) -> None:
+    node(module, "linear").replace_input_with(node(module, "args_0"), node(module, "p_model_pre_weight"))
 
 
 def forget_the_layouts(module: fx.GraphModule) -> None:
@@ -67,32 +77,40 @@ def forget_that_it_is_trained(module: fx.GraphModule) -> None:
     node(module, "linear_2").meta["differentiable"] = False
 
 
+def call_another_operator(module: fx.GraphModule) -> None:
+    node(module, "linear_2").target = torch.ops.aten.matmul.default
+
+
 CORRUPTIONS: dict[Callable[[fx.GraphModule], Any], str] = {
     drop_a_collective: r"w1/aten\.linear#0 runs as shard:n and needs operand 0 as R; it lies as I",
-    lay_a_parameter_otherwise: r"w2/aten\.linear#0 runs as shard:k and needs operand 1 as S1; it lies as S0",
-    lay_a_result_otherwise: r"w[12]/aten\.linear#0",
+    lay_a_parameter_otherwise: r"p_model_w2_weight#0 enters as S1; it is said to lie as S0",
+    lay_a_result_otherwise: r"w1/aten\.linear#0 runs as shard:n and gives S1; it is said to lie as S0",
     redistribute_from_elsewhere: r"w2/aten\.linear#0->I: redistributes from P, its operand lies as I",
+    read_another_tensor: r"pre/aten\.linear#0 reads p_model_pre_weight where its rule gives it args_0",
     forget_the_layouts: r"w1/aten\.linear#0 has no layouts",
-    call_a_summand_whole: r"w2/aten\.linear#0->I",
-    redistribute_otherwise_than_noted: r"w2/aten\.linear#0->I: redistributes from P to R, not from P to I",
-    note_another_way_to_run: r"w1/aten\.linear#0 runs as shard:k and needs operand 0 as S1; it lies as R",
-    forget_that_it_is_trained: r"w2/aten\.linear#0 (is|cannot|runs)",
-    swap_the_operands_layouts: r"pre/aten\.linear#0|redistributes from I, its operand lies as S1",
+    call_a_summand_whole: r"w2/aten\.linear#0->I becomes I; it is said to lie as R",
+    redistribute_otherwise_than_noted: r"w2/aten\.linear#0->I: redistributes from P to R over the axes \(0,\), noted",
+    note_another_way_to_run: r"w1/aten\.linear#0 runs as shard:n, not as shard:k",
+    forget_that_it_is_trained: r"w2/aten\.linear#0 is differentiable, and was laid out as if it were otherwise",
+    swap_the_operands_layouts: r"pre/aten\.linear#0 runs as I and gives I; it is said to lie as S1",
+    call_another_operator: r"w2/aten\.linear#0 must be aten\.linear\.default on a rank; it is aten\.matmul\.default",
 }
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda c: c.__name__)
 def test_a_corrupted_program_is_refused(corrupt: Callable[[fx.GraphModule], Any]) -> None:
-    module = program()
+    module, specification = program()
     corrupt(module)
     with pytest.raises(PlacementError, match=CORRUPTIONS[corrupt]):
-        verify_placements(module)
+        verify_placements(module, specification)
 
 
 def test_a_right_program_passes_and_is_not_changed() -> None:
-    module = program()
+    module, specification = program()
     before = str(module.graph)
-    assert verify_placements(module) is module and str(module.graph) == before
+    for _ in range(2):
+        verify_placements(module, specification)
+    assert str(module.graph) == before
     assert any(n.target is redistribute for n in module.graph.nodes)
     assert node(module, "linear").meta["placements"] == (Invariant,)
 
@@ -108,21 +126,22 @@ class Mean(nn.Module):
         return self.w(x).mean()
 
 
-def asked_for() -> tuple[fx.GraphModule, Asked]:
-    """A program over two axes, and what it was to be."""
+def mean_program() -> tuple[fx.GraphModule, Specification]:
+    """A program over two axes."""
     graph = captured(Mean(), torch.rand(8, 4))
-    calls = [n.meta["key"] for n in graph.graph.nodes if n.op == "call_function"]
-    linear, mean = calls
+    linear, mean = [n.meta["key"] for n in graph.graph.nodes if n.op == "call_function"]
     modes = {linear: ["shard:...0", "I"], mean: ["shard:d0", "I"]}
-    ways = {key: tuple(map(parse_mode, texts)) for key, texts in modes.items()}
-    axes = (("dp", 2), ("tp", 2))
-    module = localized(graph, modes, axes=axes)
-    return module, Asked(ways, {}, [(Invariant, Invariant)], axes, "mesh0")
+    return placed(graph, modes, axes=(("dp", 2), ("tp", 2)))
 
 
 def communicate_over_another_axis(module: fx.GraphModule) -> None:
     last = [n for n in module.graph.nodes if n.target is redistribute][-1]
     last.args = (*last.args[:3], "mesh0/tp")
+
+
+def communicate_over_another_mesh(module: fx.GraphModule) -> None:
+    last = [n for n in module.graph.nodes if n.target is redistribute][-1]
+    last.args = (*last.args[:3], "mesh1/dp")
 
 
 def forget_to_divide(module: fx.GraphModule) -> None:
@@ -135,6 +154,10 @@ def divide_by_another_count(module: fx.GraphModule) -> None:
     division.args = (division.args[0], 4)
 
 
+def sum_for_mean(module: fx.GraphModule) -> None:
+    next(n for n in module.graph.nodes if "mean" in n.name).target = torch.ops.aten.sum.default
+
+
 def take_a_parameter_as_it_does_not_lie(module: fx.GraphModule) -> None:
     node(module, "p_model_w_weight").meta["placements"] = (Invariant, Shard(0))
 
@@ -144,19 +167,80 @@ def return_a_summand(module: fx.GraphModule) -> None:
     output.args = ((next(n for n in module.graph.nodes if "scales" in n.meta),),)
 
 
+def return_another_tensor(module: fx.GraphModule) -> None:
+    module.graph.output_node().args = ((node(module, "linear"),),)
+
+
 FAULTS: dict[Callable[[fx.GraphModule], Any], str] = {
-    communicate_over_another_axis: r"communicates over 'mesh0/tp', not over the axes \(0,\)",
+    communicate_over_another_axis: r"redistributes from P, its operand lies as P,I|no step|noted",
+    communicate_over_another_mesh: r"communicates over 'mesh1/dp', which is no group of the mesh",
     forget_to_divide: r"aten\.mean#0 is of one of 2 parts, and is read without taking that into account",
     divide_by_another_count: r"aten\.mean#0 is of one of 2 parts",
-    take_a_parameter_as_it_does_not_lie: r"w\.weight|p_model_w_weight",
+    sum_for_mean: r"aten\.mean#0 must be aten\.mean\.default on a rank; it is aten\.sum\.default",
+    take_a_parameter_as_it_does_not_lie: r"p_model_w_weight",
     return_a_summand: r"output 0 leaves as P,I, not as I,I",
+    return_another_tensor: r"output 0 is linear, not /aten\.mean#0",
 }
 
 
 @pytest.mark.parametrize("corrupt", FAULTS, ids=lambda c: c.__name__)
-def test_a_program_that_is_not_what_was_asked_for_is_refused(corrupt: Callable[[fx.GraphModule], Any]) -> None:
-    module, asked = asked_for()
-    assert verify_placements(module, asked) is module
+def test_a_program_over_two_axes_that_is_not_what_it_must_be_is_refused(
+    corrupt: Callable[[fx.GraphModule], Any],
+) -> None:
+    module, specification = mean_program()
+    verify_placements(module, specification)
     corrupt(module)
     with pytest.raises(PlacementError, match=FAULTS[corrupt]):
-        verify_placements(module, asked)
+        verify_placements(module, specification)
+
+
+# ------------------------------------------------------------------------------------------- any fault of any program
+
+PROGRAMS = (
+    ("mlp", "tensor_parallel", (2, 2)),
+    ("gpt", "fsdp", (2,)),
+    ("norm", "data_parallel", (2,)),
+    ("moe", "tensor_parallel", (2,)),
+    ("functions", "tensor_parallel", (2, 2)),
+)
+KINDS = ("layout", "collective", "sum for mean", "mean for sum", "weight", "argument", "parameter", "gradient")
+"""What a fault's kind begins with: a placement, a redistribution, a kind of reduction, a parameter's way."""
+
+
+@cache
+def faulty(model: str, plan: str, mesh: tuple[int, ...]) -> tuple[Program, list[Mutant]]:
+    """A program, and every fault of it that changes something."""
+    made = Program(model, plan, mesh)
+    return made, [m for m in made.mutants() if m.kind.startswith(KINDS) and not m.equivalent]
+
+
+def is_refused(made: Program, mutant: Mutant) -> bool:
+    """Whether the verifier objects to one fault."""
+    graph = made.captured.copy()
+    try:
+        if mutant.on_graph is not None:
+            mutant.on_graph(graph.graph)
+            verify_placements(graph.module, made.asked)
+        chains = made.hoisted(graph)
+        if mutant.on_chain is not None:
+            chains = [mutant.on_chain(c) if c.name == mutant.key else c for c in chains]
+        verify_placements(graph.module, made.asked, chains)
+    except PlacementError:
+        return True
+    return False
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(PROGRAMS), st.data())
+def test_a_program_with_any_one_fault_is_refused(which: tuple[str, str, tuple[int, ...]], data: Any) -> None:
+    made, mutants = faulty(*which)
+    mutant = mutants[data.draw(st.integers(0, len(mutants) - 1))]
+    assert is_refused(made, mutant), f"{mutant.kind} of {mutant.key}: {mutant.detail}"
+
+
+@pytest.mark.parametrize("which", PROGRAMS, ids=lambda which: which[0])
+def test_a_right_program_with_its_chains_passes(which: tuple[str, str, tuple[int, ...]]) -> None:
+    made, _ = faulty(*which)
+    graph = made.captured.copy()
+    verify_placements(graph.module, made.asked)
+    verify_placements(graph.module, made.asked, made.hoisted(graph))

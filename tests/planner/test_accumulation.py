@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -33,18 +34,18 @@ class Stack(nn.Module):
         return torch.cat([layer(self.frozen(x)) for layer in self.layers], dim=1)
 
 
-def buckets(at_rest: str, sizes: tuple[int, ...]) -> list[Bucket]:
+def buckets(at_rest: str, sizes: tuple[int, ...]) -> Sequence[Bucket]:
     graph = captured(Stack(), torch.rand(16, 64))
     count = len(sizes)
     modes = {n.meta["key"]: ["shard:...0"] * count for n in graph.graph.nodes if "linear" in str(n.target)}
     parameters = dict.fromkeys(graph.parameters.values(), at_rest)
     axes = list(zip(("dp", "fsdp"), sizes, strict=False))
     module = localized(graph, modes, parameters, axes=axes, outputs=[None])
-    chains = hoist_parameter_chains(module, graph.parameters, redistributor(*sizes), Sizes(graph.actual))
-    return bucket_collectives(module, chains, {}, bucket_bytes=1)
+    chains = hoist_parameter_chains(module, graph.parameters, redistributor(*sizes), Sizes(graph.actual)).chains
+    return bucket_collectives(module, chains, {}, bucket_bytes=1).buckets
 
 
-def total(made: list[Bucket], chosen: dict[str, str], sizes: tuple[int, ...]) -> ReductionCost:
+def total(made: Sequence[Bucket], chosen: dict[str, str], sizes: tuple[int, ...]) -> ReductionCost:
     costs = [reduction_cost(b, chosen[b.chains[0].name], sizes, PROFILE) for b in made if b.chains[0].trainable]
     return sum(costs, ReductionCost())
 

@@ -30,6 +30,7 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import outputs_of, prepare
 from autoparallel.planner.request import Request
 from autoparallel.program import lay_out
+from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.tools.parity.comparison import difference
 from autoparallel.tools.parity.recording import Recorder, Recording, arguments_of, line_of_node, record, run_recorded
@@ -224,7 +225,7 @@ class _Comparison:
             operator = str(node.meta["key"])
             operands = tensor_operands(call)
             modes = ", ".join(map(str, call.meta.get("modes", ())))
-            rule = f"{call.meta['rule'] or 'none'}, runs as {modes}" if "rule" in call.meta else ""
+            rule = f"{rule_for(source) or 'none'}, runs as {modes}" if "modes" in call.meta else ""
         layouts = ", ".join(format_layout(x.meta["placements"]) for x in operands if "placements" in x.meta)
         line = line_of_node(source)
         return Deviation(
