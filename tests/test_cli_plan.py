@@ -65,7 +65,7 @@ def test_planned_here_and_run_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     out, page = tmp_path / "plan.json", tmp_path / "report.html"
     status = main(
         ["plan", "--model", MODEL, "--mesh", "dp=2,tp=2", "--hardware", "cpu", "--batch", "16", "--plan",
-         "tensor_parallel", "--compare", "fsdp", "--out", str(out), "--report", str(page), "--explain"]
+         "tensor_parallel", "--compare", "fsdp", "--out", str(out), "--report", str(page), "--explain", "--passes"]
     )  # fmt: skip
     printed = capsys.readouterr()
     assert status == 0
@@ -74,6 +74,7 @@ def test_planned_here_and_run_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert heads[2:5] == ["rows/s", "MFU", "memory"] and "all_reduce" in heads
     assert {line[0] for line in lines if line} >= {"tensor_parallel", "fsdp"}
     assert "Net on (dp=2, tp=2), cpu: 16 rows a step" in printed.out and "Predicted memory per device" in printed.out
+    assert "# captured" in printed.out and "# insert_collectives: " in printed.out
     phases = [line.rsplit(" ", 2)[0] for line in printed.err.splitlines()]
     assert phases[:3] == ["tensor_parallel: trace", "tensor_parallel: search", "tensor_parallel: predict"]
 

@@ -55,7 +55,7 @@ class TestTheOrder:
 
     def test_a_pass_after_what_takes_it_away(self) -> None:
         late = Pass("pad_vocabulary", rename, {Fact.GLOBAL})
-        with pytest.raises(PassOrderError, match="pad_vocabulary requires GLOBAL .* put it before insert_collectives"):
+        with pytest.raises(PassOrderError, match=r"pad_vocabulary requires GLOBAL .* put it before insert_collectives"):
             PassList([NAME, PLACE, late], given={Fact.GLOBAL})
 
     def test_what_nobody_makes(self) -> None:
