@@ -2,6 +2,7 @@
 
 - ``capture``: traces a model, and describes what it traced; ``training`` is what is traced, ``outputs`` says which is
   the loss.
+- ``passes``: the passes of a capture, in their order.
 - ``layers``: those that repeat, traced once.
 - ``tracing``: what decides about gradients beside operators, made visible to a trace: ``functions``
   (``autograd.Function``) and ``backward_hooks``; ``trace`` is what one trace notes of them.

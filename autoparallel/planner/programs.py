@@ -36,7 +36,7 @@ def outputs_of(request: Request, captured: Captured) -> Sequence[Any]:
 def local_program(
     request: Request, captured: Captured, plan: Plan, call: Call, prefix: str, watch: Watch = ignore
 ) -> LocalProgram:
-    """A rank's program; the captured graph becomes its body."""
+    """A rank's program; the captured graph becomes its body; ``watch`` is told of each pass."""
     return build_program(
         captured,
         plan,

@@ -45,10 +45,10 @@ class PlanAgain:
     def history(self, plan: Decisions) -> str:
         """See ``Reasons.history``."""
         assert isinstance(plan, Plan)
-        request, captured = replace(self.planner.request, plan=plan), self._captured.copy()
+        captured = self._captured.copy()
         history = PassHistory(captured.module)
         pad(captured, plan.padded, history)
-        local_program(request, captured, plan, self.call, "mesh0", history)
+        local_program(self.planner.request, captured, plan, self.call, "mesh0", history)
         return str(history)
 
     @cached_property

@@ -196,13 +196,8 @@ def test_a_program_over_two_axes_that_is_not_what_it_must_be_is_refused(
 
 # ------------------------------------------------------------------------------------------- any fault of any program
 
-PROGRAMS = (
-    ("mlp", "tensor_parallel", (2, 2)),
-    ("gpt", "fsdp", (2,)),
-    ("norm", "data_parallel", (2,)),
-    ("moe", "tensor_parallel", (2,)),
-    ("functions", "tensor_parallel", (2, 2)),
-)
+FEW = (("mlp", "tensor_parallel", (2, 2)), ("functions", "tensor_parallel", (2, 2)))
+PROGRAMS = (*FEW, ("gpt", "fsdp", (2,)), ("norm", "data_parallel", (2,)), ("moe", "tensor_parallel", (2,)))
 KINDS = ("layout", "collective", "sum for mean", "mean for sum", "weight", "argument", "parameter", "gradient")
 """What a fault's kind begins with: a placement, a redistribution, a kind of reduction, a parameter's way."""
 
@@ -230,14 +225,28 @@ def is_refused(made: Program, mutant: Mutant) -> bool:
     return False
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(PROGRAMS), st.data())
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(FEW), st.data())
 def test_a_program_with_any_one_fault_is_refused(which: tuple[str, str, tuple[int, ...]], data: Any) -> None:
+    refuse_any(which, data)
+
+
+@pytest.mark.wide
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(PROGRAMS), st.data())
+def test_programs_of_more_models_with_any_one_fault_are_refused(
+    which: tuple[str, str, tuple[int, ...]], data: Any
+) -> None:
+    refuse_any(which, data)
+
+
+def refuse_any(which: tuple[str, str, tuple[int, ...]], data: Any) -> None:
     made, mutants = faulty(*which)
     mutant = mutants[data.draw(st.integers(0, len(mutants) - 1))]
     assert is_refused(made, mutant), f"{mutant.kind} of {mutant.key}: {mutant.detail}"
 
 
+@pytest.mark.wide_where(lambda which: which not in FEW)
 @pytest.mark.parametrize("which", PROGRAMS, ids=lambda which: which[0])
 def test_a_right_program_with_its_chains_passes(which: tuple[str, str, tuple[int, ...]]) -> None:
     made, _ = faulty(*which)
