@@ -24,6 +24,7 @@ from autoparallel.comm import simulate
 from autoparallel.comm.simulate import coordinates
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.insert_collectives import insert_collectives
+from autoparallel.passes.specification import specify_program
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Layout, dual_layout, format_layout
 from autoparallel.placements.modes import Mode
@@ -277,18 +278,20 @@ class Run:
 
     def localize(self) -> None:
         """Makes the local program and cuts the operands and the cotangent."""
+        names = NAMES[-len(self.mesh) :]
+        common: dict[str, Any] = {
+            "modes": {self.node.meta["key"]: self.modes},
+            "placeholders": {f"x{i}": layout for i, layout in enumerate(self.needs)},
+            "outputs": [self.result],
+            "prefix": "proof",
+            "sizes": Sizes({}),
+        }
+        specification = specify_program(self.module, axes=[*zip(names, self.mesh, strict=True)], **common)
         insert_collectives(
-            self.module,
-            modes={self.node.meta["key"]: self.modes},
-            placeholders={f"x{i}": layout for i, layout in enumerate(self.needs)},
-            shared={},
-            outputs=[self.result],
-            axis_names=NAMES[-len(self.mesh) :],
-            prefix="proof",
-            redistributor=_redistributor(self.mesh),
-            sizes=Sizes({}),
+            self.module, shared={}, axis_names=names, redistributor=_redistributor(self.mesh), **common
         )
-        verify_placements(self.module)
+        self.module.recompile()
+        verify_placements(self.module, specification)
         generator = self.reference.generator
         tensors = self.call.example.tensors
         self.pieces = [cut(x.detach(), n, self.mesh, generator) for x, n in zip(tensors, self.needs, strict=True)]
