@@ -50,7 +50,7 @@ from autoparallel.placements import Invariant, Layout, dual_layout
 from autoparallel.placements.modes import Mode
 from autoparallel.placements.redistribution import Redistributor, local_numel
 from autoparallel.plan import Plan
-from autoparallel.planner.balance import most_even
+from autoparallel.planner.cuts import most_even
 from autoparallel.planner.stage_rows import Row, largest_layer
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.cost import bytes_kept, exchange_seconds, operator_seconds
