@@ -38,7 +38,8 @@ def _lines(graph: fx.GraphModule) -> list[str]:
 
 def test_before_and_after() -> None:
     module = _module()
-    regions = recompute_layers(module, ["layers.0"])
+    regions = recompute_layers(module, ["layers.0"]).regions
+    module.recompile()  # as the runner of passes does
     assert [line.partition(";")[0] for line in _lines(module)] == [
         "recompute_0 = self.recompute_0(x, w0)",
         "getitem = recompute_0[0]",
@@ -59,6 +60,7 @@ def test_before_and_after() -> None:
 def test_it_computes_the_same_and_keeps_less(layers: list[str]) -> None:
     plain, module = _module(), _module()
     recompute_layers(module, layers)
+    module.recompile()
     found = []
     for program in (plain, module):
         torch.manual_seed(0)
