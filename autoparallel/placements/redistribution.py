@@ -25,7 +25,6 @@ from autoparallel.placements.placement import (
     Placement,
     Replicate,
     Shard,
-    action,
     divides,
     dual,
     dual_layout,
@@ -336,8 +335,3 @@ def step_between(before: Layout, after: Layout) -> Step:
     """The one step from a layout to another."""
     axes = tuple(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
     return Step(axes, before[axes[0]], after[axes[0]])
-
-
-def communicates(step: Step) -> bool:
-    """Whether the step is a collective."""
-    return action(step.src, step.dst) in COLLECTIVES

@@ -39,7 +39,7 @@ def _lines(graph: fx.GraphModule) -> list[str]:
 def test_before_and_after() -> None:
     module = _module()
     regions = recompute_layers(module, ["layers.0"]).regions
-    module.recompile()
+    module.recompile()  # as the runner of passes does
     assert [line.partition(";")[0] for line in _lines(module)] == [
         "recompute_0 = self.recompute_0(x, w0)",
         "getitem = recompute_0[0]",

@@ -35,16 +35,13 @@ class Terms:
         scopes: its variables there, in ascending order, filled up with the last one.
     """
 
-    def __init__(self, tables: Sequence[Array], places: Sequence[Scopes]) -> None:
-        """``places`` has for each table a row of variables for each place."""
+    def __init__(self, tables: Sequence[Array], places: Sequence[tuple[int, Scopes]]) -> None:
+        """``places`` are numbers of tables, each with a row of variables for each place."""
         self.tables = tables
-        arity = [scopes.shape[1] for scopes in places]
-        width = max([1, *arity])
-        columns = [[*range(n), *[n - 1] * (width - n)] for n in arity]
-        filled = [scopes[:, of] for scopes, of in zip(places, columns, strict=True) if scopes.shape[1]]
+        width = max([1, *(scopes.shape[1] for _, scopes in places)])
+        filled = [np.pad(scopes, ((0, 0), (0, width - scopes.shape[1])), mode="edge") for _, scopes in places]
         self.scopes = np.concatenate([np.zeros((0, width), dtype=np.intp), *filled])
-        numbers = [number for number, n in enumerate(arity) if n]
-        self.table = np.repeat(numbers, [len(scopes) for scopes in filled]).astype(np.intp)
+        self.table = np.repeat([number for number, _ in places], [len(scopes) for scopes in filled]).astype(np.intp)
 
     def of(self, table: int, scope: Sequence[int]) -> Scope:
         """The variables of a table, without those that fill up."""

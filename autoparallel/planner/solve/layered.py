@@ -212,7 +212,9 @@ class LayeredNetwork:
         counts = np.array(sizes, dtype=np.intp)
         place = np.full(len(sizes), -1, dtype=np.intp)
         place[self._free] = np.arange(len(self._free))
-        tables: dict[Hashable, tuple[Array, list[Scopes]]] = {}
+        tables: list[Array] = []
+        numbers: dict[Hashable, int] = {}  # equal tables are one, whoever made them
+        places: list[tuple[int, Scopes]] = []
         costs, constants = 0, [0.0 for _ in sums]
         for number, factors in enumerate(sums):
             for table, scopes in factors.everywhere():
@@ -231,12 +233,15 @@ class LayeredNetwork:
                     ranked = scopes[:, order]
                     ascending = (ranked[:, 1:] > ranked[:, :-1]).all(axis=1)
                     squeezed = _squeezed(cost, [axes[i] for i in order])
-                    key = number, squeezed.shape, hashlib.blake2b(squeezed.data).digest()  # equal tables are one
-                    tables.setdefault(key, (squeezed, []))[1].append(ranked[ascending])
+                    which = numbers.setdefault(
+                        (number, squeezed.shape, hashlib.blake2b(squeezed.data).digest()), len(tables)
+                    )
+                    if which == len(tables):
+                        tables.append(squeezed)
+                    places.append((which, ranked[ascending]))
                     scopes = scopes[~ascending]
             costs = costs if number else len(tables)
-        different = [table for table, _ in tables.values()]
-        return Terms(different, [np.concatenate(places) for _, places in tables.values()]), costs, constants
+        return Terms(tables, places), costs, constants
 
 
 def _as_it_is(table: Array) -> Array:
