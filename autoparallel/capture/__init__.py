@@ -7,5 +7,6 @@
   (``autograd.Function``) and ``backward_hooks``; ``trace`` is what one trace notes of them.
 - ``recorder``: records what a copy of the model reads and writes of its attributes.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators.
-- ``data_access``, ``seeding``, ``refusals``: what no program can have, refused; ``user_warnings``: a model's own warnings.
+- ``data_access``, ``seeding``, ``refusals``: what no program can have, refused; ``user_warnings``: a model's own
+  warnings, let through.
 """
