@@ -16,7 +16,7 @@ from torch import fx
 
 from autoparallel.capture.layers import Run, fill_up
 from autoparallel.capture.outputs import Objective
-from autoparallel.capture.tracing import Trace
+from autoparallel.capture.trace import Trace
 from autoparallel.graph.captured import Captured
 from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
