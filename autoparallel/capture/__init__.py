@@ -10,5 +10,4 @@
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators.
 - ``data_access``, ``seeding``, ``refusals``: what no program can have, refused.
 - ``user_warnings``: a model's own warnings, given once.
-- ``passes``: the list of those that every graph goes through.
 """
