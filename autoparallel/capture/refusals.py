@@ -52,8 +52,8 @@ def require_positions(graph: fx.Graph) -> None:
 
 def explain_failure(error: Exception, model: nn.Module) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    package = __file__.rpartition("/graph/")[0]
-    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((package, "<"))]
+    package = __file__.rpartition("/capture/")[0]
+    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((f"{package}/", "<"))]
     if own:
         where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}'
     else:
