@@ -16,7 +16,7 @@ from autoparallel.hardware import Profile
 from autoparallel.placements import Layout, Placement
 from autoparallel.placements.modes import Mode
 from autoparallel.planner.signatures import Signatures
-from autoparallel.predict.cost import exchange_seconds, operator_seconds
+from autoparallel.predict.cost import operator_seconds
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import arguments, tensor_operands
 from autoparallel.rules.typing import Typed
@@ -135,7 +135,6 @@ class _Pricer:
         self.runs = runs
         self.rule, self.ways, self.axis_sizes, self.profile, self.sizes = rule, ways, axis_sizes, profile, sizes
         self.dtype = node.meta["val"].dtype
-        self.itemsize = node.meta["val"].element_size()
         self.backward = bool(node.meta["backward"])
         # What communicates inside the operator costs differently on each axis; the rest counts pieces only.
         self.by_axis = rule is not None and (bool(rule.exchange) or "composite" in rule.reductions.values())
@@ -145,14 +144,9 @@ class _Pricer:
         """The time of the call and, where gradients flow, of its backward."""
         key: Hashable = (moved, tuple(row) if self.by_axis else tuple(sorted(zip(row, self.axis_sizes, strict=True))))
         if key not in self.known:
-            self.known[key] = self._price([self.ways[w].mode for w in row], moved)
+            modes = [self.ways[w].mode for w in row]
+            forward, backward = operator_seconds(
+                self.profile, self.rule, modes, self.axis_sizes, self.sizes, moved, self.dtype
+            )
+            self.known[key] = self.runs * forward + backward if self.backward else forward
         return self.known[key]
-
-    def _price(self, modes: Sequence[Mode], moved: int) -> float:
-        seconds, backward = operator_seconds(
-            self.profile, self.rule, modes, self.axis_sizes, self.sizes, moved, self.dtype
-        )
-        if self.rule is not None and self.rule.exchange:
-            moving = exchange_seconds(self.profile, self.rule, modes, self.axis_sizes, self.sizes, self.itemsize)
-            seconds, backward = seconds + moving, backward + 2 * moving
-        return self.runs * seconds + backward if self.backward else seconds

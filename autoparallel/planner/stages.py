@@ -53,7 +53,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.cuts import most_even
 from autoparallel.planner.stage_rows import Row, largest_layer
 from autoparallel.planner.thresholds import THRESHOLDS
-from autoparallel.predict.cost import bytes_kept, exchange_seconds, operator_seconds
+from autoparallel.predict.cost import bytes_kept, operator_seconds
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import typed_call
@@ -378,9 +378,6 @@ class StagePlanner:
             for x, layout in zip(operands, needs, strict=True)
         )
         forward, backward = operator_seconds(self.profile, rule, modes, self.sizes, size, moved, val.dtype)
-        if rule is not None and rule.exchange:
-            moving = exchange_seconds(self.profile, rule, modes, self.sizes, size, val.element_size())
-            forward, backward = forward + moving, backward + 2 * moving
         flows = bool(node.meta["backward"])
         backward = backward if flows else 0.0
         for x, need in zip(operands, needs, strict=True):

@@ -30,6 +30,8 @@ def operator_seconds(
 ) -> tuple[float, float]:
     """The time of one rank's call of an operator, and of its backward (twice the work, as for a matrix product).
 
+    What an operator exchanges between the ranks of an axis is part of its time.
+
     Args:
         rule: gives the arithmetic; None for an operator without a rule, which is priced by the bytes it moves.
         modes: how the operator runs on each mesh axis; empty for one that every rank runs whole.
@@ -42,13 +44,15 @@ def operator_seconds(
     for mode, n in zip(modes, axis_sizes, strict=bool(modes)):
         if mode.kind == "shard":
             points /= n
-    return (
-        profile.compute_seconds(points, moved_bytes, dtype),
-        profile.compute_seconds(2 * points, 2 * moved_bytes, dtype),
-    )
+    forward = profile.compute_seconds(points, moved_bytes, dtype)
+    backward = profile.compute_seconds(2 * points, 2 * moved_bytes, dtype)
+    if rule is None or not rule.exchange:
+        return forward, backward
+    moving = _exchange_seconds(profile, rule, modes, axis_sizes, size, dtype.itemsize)
+    return forward + moving, backward + 2 * moving
 
 
-def exchange_seconds(
+def _exchange_seconds(
     profile: Profile,
     rule: Rule,
     modes: Sequence[Mode],
