@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoparallel import _torch
 from autoparallel.comm.groups import axis_of_group, bind, communicator_of, with_data_axis
-from tests.distributed import WorkerPool
+from tests.distributed import open_pool, run_in
 
 
 def _start() -> None:
@@ -38,9 +38,9 @@ def _restarted() -> dict[str, bool]:
 
 
 def test_a_new_start_does_not_meet_destroyed_groups() -> None:
-    pool = WorkerPool(1)  # of its own, as it leaves its process group
+    pool = open_pool(1)  # of its own, as it leaves its process group
     try:
-        (found,) = pool.run(_restarted)
+        (found,) = run_in(pool, _restarted)
     finally:
         pool.close()
     assert all(found.values()), found

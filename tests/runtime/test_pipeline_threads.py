@@ -17,8 +17,10 @@ from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState
 from autoparallel.placements import to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
-from autoparallel.planner.planning import Request, call_of
-from autoparallel.planner.staged import StagedPlanner
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.programs import prepare, stage_programs
+from autoparallel.planner.request import Request
 from autoparallel.program import find_owners
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.pipeline import attach_stages
@@ -48,16 +50,21 @@ def test_loss_and_gradients_are_those_of_one_process(schedule: str, preset: str)
     model = Tied().double()
     plain = copy.deepcopy(model)
     rows, targets = torch.randint(12, (8,)), torch.randint(12, (8,))
-    request = Request((("dp", 2),), profile_for("cpu"), preset, loss_fn=F.cross_entropy)
+    pipeline = autoparallel.Pipeline(schedule, 4, 2 if schedule == "zero_bubble_v" else 1)
+    axes, profile = (("dp", 2),), profile_for("cpu")
+    request = Request(axes, profile, preset, loss_fn=F.cross_entropy, stages=2, pipeline=pipeline)
     call = call_of((rows, targets), {}, True)
-    per_rank = 2 if schedule == "zero_bubble_v" else 1
-    planner = StagedPlanner(model, request, 2, autoparallel.Pipeline(schedule, 4, per_rank))
+    planner = Planner(model, request)
     captured = planner.capture(call)
     plan = planner.search(captured, call)
     # A program holds the modules that gather its parameters, so every rank has its own.
-    programs = [planner.build_stages(captured.copy(), plan, call, "mesh0") for _ in range(4)]
+    programs = []
+    for _ in range(4):
+        graph = captured.copy()
+        prepare(request, graph, plan, call)
+        programs.append(stage_programs(request, graph, plan, call, "mesh0"))
     owners = find_owners(programs[0], plan.parameters)
-    redistributor: Redistributor = planner.redistributor
+    redistributor: Redistributor = request.redistributor
     places = coordinates(SHAPE)
 
     def rank(number: int) -> tuple[float, dict[str, torch.Tensor]]:
