@@ -114,3 +114,9 @@ def test_the_drawing_shows_every_room_in_the_order_of_imports() -> None:
     assert {*drawn} == rooms().keys() - {"__init__", "__main__"}
     for place, room in enumerate(drawn):
         assert rooms()[room] <= {*drawn[:place], "dynamo"}, f"{room} stands above what it imports"
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "passes"])  # there a name is what it does
+def test_a_package_names_its_files(package: str) -> None:
+    text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
+    assert not {path.stem for path in (ROOT / package).glob("[a-z]*.py")} - set(re.findall(r"``(\w+)``", text))

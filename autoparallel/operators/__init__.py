@@ -6,7 +6,8 @@ when the operator runs, so that the program is the same text on every rank.  May
 
 - ``random``: numbers by global position, and the seed and call that they belong to.
 - ``draws``: what is drawn with them: dropout, the usual distributions.
-- ``torch_random``: torch's random operators in terms of these.
+- ``torch_random``: torch's random operators in terms of these; ``composite_random`` those that are made of others.
+- ``opaque``: what has a backward of its own: an ``autograd.Function``, a hook.
 - ``plain_randomness``: the same numbers for a plain model in eager.
 - ``tables``: sharded, padded and interleaved tables, and look-ups in them.
 - ``losses``: cross-entropy as a sum and a weight, also of sharded classes.

@@ -1,5 +1,24 @@
-"""Chooses a plan: the space of choices, their prices, and the search.
+"""Chooses a plan: candidates are proposed, each is searched and predicted, and the best is kept.
 
 May import ``predict``, ``program``, ``plan``, ``decisions``, ``hardware``, ``pipeline``, ``capture``, ``passes``,
 ``graph``, ``rules``, ``operators``, ``comm`` and ``placements``.
+
+What is asked, and what is answered:
+
+- ``request``: what is asked; ``pins`` and ``presets`` constrain it; ``thresholds`` bound the work.
+- ``planner``: from a call to a graph, a plan and a program; ``draft`` does so without ranks; ``programs`` makes the
+  programs, ``fits`` checks a plan, ``reasons`` tells what another decision would have cost.
+
+The loop:
+
+- ``candidates``: the ways to plan that are compared, and the one loop over them; ``evaluation`` plans and predicts one.
+- ``proposals``, ``paddings``, ``memory``, ``microbatches``, ``meshes``: the generators of candidates.
+
+One search:
+
+- ``layouts``: the cheapest layouts; ``axis_pairs`` where tables are too large; ``solve`` has the solvers.
+- ``space``: what can be chosen; ``options`` of an operator, ``at_rest`` of a parameter; ``experts`` and
+  ``interleaving`` find what is special; ``signatures`` tell calls that are alike.
+- ``problem``: the choices as a factor graph, with ``prices``; ``infeasible`` explains why there is no plan.
+- ``stages``: cuts and schedules of a pipeline; ``cuts`` finds the most even, ``stage_rows`` what operators cost there.
 """

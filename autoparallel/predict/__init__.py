@@ -4,8 +4,8 @@ May import ``runtime``, ``program``, ``plan``, ``decisions``, ``hardware``, ``pa
 ``operators``, ``comm``, ``placements`` and ``_torch``.
 
 - ``cost``: what operators and exchanges take, and what is kept.
-- ``dry_run``: runs a program without values; ``meter`` keeps its clock and its ledger, ``transfers`` its collectives,
-  ``attention`` and ``unseen`` what its operators do not show.
+- ``dry_run``: the runtime on tensors without values, behind a ``communicator`` that counts and keeps time; ``meter``
+  has the clock and the ledger, ``attention`` and ``unseen`` what operators do not show.
 - ``predict``: a step of one program; ``stages``: of a pipeline; ``forecast``: from fewer layers, where they repeat.
 - ``pipeline_traffic``: what a pipeline sends.
 - ``reductions``: when gradients are reduced, and what that costs.
