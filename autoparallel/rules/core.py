@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from autoparallel.rules.calls import operand_shapes, shape_of
+from autoparallel.rules.calls import Shape, operand_shapes, shape_of
 from autoparallel.rules.localize import Localize
 
 DimFactors = tuple[str, ...]
@@ -127,6 +127,7 @@ def make_rule(
     node: fx.Node,
     notation: str | Notation,
     *,
+    shapes: Sequence[Shape] | None = None,
     sizes: Mapping[str, Any] | None = None,
     reductions: Mapping[str, str] | None = None,
     linear: Sequence[Sequence[int]] = (),
@@ -139,12 +140,13 @@ def make_rule(
     """The rule of one call, from its notation and the shapes of its tensors; the options are those of ``Rule``.
 
     A named factor that the result does not bear is summed, unless ``reductions`` or ``blocked`` say otherwise.
+    ``shapes`` are those that the operands count with, where they have others.
 
     Raises:
         RuleError: when ranks or sizes contradict the notation.
     """
     left, right = parse_factors(notation) if isinstance(notation, str) else notation
-    shapes, result_shape = operand_shapes(node), shape_of(node)
+    shapes, result_shape = shapes or operand_shapes(node), shape_of(node)
     if len(left) != len(shapes):
         raise RuleError(f"the rule {notation!r} is for {len(left)} tensors, the call has {len(shapes)}")
     factor_sizes: dict[str, Any] = dict(sizes or {})

@@ -9,8 +9,8 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.rules.calls import Shape, arguments, dims_of, operand_shapes, shape_of
-from autoparallel.rules.core import Rule, dim_names, dimwise
-from autoparallel.rules.localize import LocalCall
+from autoparallel.rules.core import Rule, dim_names, dimwise, make_rule
+from autoparallel.rules.localize import LocalCall, divide_counts
 
 
 def _localize_embedding(call: LocalCall) -> None:
@@ -20,6 +20,13 @@ def _localize_embedding(call: LocalCall) -> None:
         values = arguments(call.node)
         call.target = operators.embedding_sharded
         call.args, call.kwargs = (weight, indices, values["padding_idx"], group, values.get("rows")), {}
+
+
+def padding(node: fx.Node) -> Rule:
+    """Of rows that are added to a table: a rank fills up its own piece, since the pieces that ``torch.chunk`` cuts
+    begin where those of the padded whole do."""
+    localize = divide_counts("rows", factor="v")
+    return make_rule(node, "v ... -> v ...", shapes=[shape_of(node)], linear=[(0,)], localize=localize)
 
 
 def embedding(node: fx.Node) -> Rule:

@@ -17,7 +17,7 @@ from autoparallel.operators import draws
 from autoparallel.operators.experts import grouped_linear
 from autoparallel.rules import convolution, indexing, losses, matmul, random, reductions, shapes
 from autoparallel.rules.core import RuleMaker, make_rule
-from autoparallel.rules.localize import divide_counts, divide_sizes
+from autoparallel.rules.localize import divide_sizes
 from autoparallel.rules.pointwise import masked_fill, pointwise, prelu, quotient, scaled
 
 aten = torch.ops.aten
@@ -165,10 +165,7 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     operators.cross_entropy_weight: losses.cross_entropy_weight,
     aten.embedding.default: indexing.embedding,
     operators.padded_embedding: indexing.embedding,
-    # A rank fills up its own piece: the pieces that torch.chunk cuts begin where those of the padded whole do.
-    operators.pad_rows: partial(
-        make_rule, notation="v ... -> v ...", linear=[(0,)], localize=divide_counts("rows", factor="v")
-    ),
+    operators.pad_rows: indexing.padding,
     aten.gather.default: indexing.gather,
     aten.take_along_dim.default: indexing.gather,
     aten.index_select.default: indexing.index_select,
