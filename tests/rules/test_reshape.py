@@ -40,10 +40,10 @@ def _rule(source: tuple[int, ...], target: tuple[int, ...]) -> str:
 
 
 def test_the_rule_is_the_finest_that_strides_allow() -> None:
-    assert _rule((6, 2, 8), (12, 8)) == "f0 i1 f2 -> (f0 o0) f2"
-    assert _rule((12, 8), (3, 4, 8)) == "(f0 i0) f1 -> f0 o1 f1"
+    assert _rule((6, 2, 8), (12, 8)) == "f0 xi1 f2 -> (f0 xo0) f2"
+    assert _rule((12, 8), (3, 4, 8)) == "(f0 xi0) f1 -> f0 xo1 f1"
     assert _rule((1, 6, 1), (6,)) == "1 f1 1 -> f1"
-    assert _rule((4, 6), (6, 4)) == "(f0 i0) i1 -> (f0 o0) o1"
+    assert _rule((4, 6), (6, 4)) == "(f0 xi0) xi1 -> (f0 xo0) xo1"
     assert _rule((4, 0), (0, 2)) == "None"
 
 
