@@ -178,9 +178,12 @@ class Compiler:
         """Gives every parameter its layout at rest, in place, once; what an owner lends lies so already."""
         if self.at_rest is not None:
             return
-        self.at_rest = at_rest
-        if self.settings.lent:
-            return
+        if not self.settings.lent:
+            self._lay_out(at_rest)
+        self.at_rest = at_rest  # not before: what failed is tried again at the next call
+
+    def _lay_out(self, at_rest: dict[str, ParameterPlan]) -> None:
+        """Gives parameters values, where they are on the meta device, and their layouts."""
         model, store = self.settings.model, self.settings.store
         layouts = {name: parse_layout(plan.at_rest) for name, plan in at_rest.items()}
         homes = dict.fromkeys(store.parameters, store.mesh)

@@ -150,7 +150,7 @@ class Program:
         def rank(index: int) -> tuple[list[Tensor], dict[str, Tensor]]:
             return _Rank(self, captured, chains, index).run()
 
-        ranks = simulate(rank, self.sizes, self.names, timeout=20)
+        ranks = simulate(rank, self.sizes, self.names)
         outputs = [
             combine([r[0][i].detach() for r in ranks], layout, self.sizes) for i, layout in enumerate(layouts)
         ]
