@@ -12,6 +12,14 @@ from autoparallel.passes.mark_gradients import Detached, detach_outputs, mark_ba
 from autoparallel.passes.pad_vocabulary import pad_vocabulary
 from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, Watch, ignore, run_passes
 
+MARK_BACKWARD = Pass(
+    "mark_backward",
+    lambda module, findings: mark_backward(module.graph),
+    requires={Fact.DIFFERENTIABLE, Fact.DETACHED},
+    provides={Fact.BACKWARD},
+)
+"""Says which calls the backward reaches, once it is known which outputs are differentiated."""
+
 
 def padding_passes(parameters: Mapping[str, str], rows: Mapping[str, int]) -> PassList:
     """What makes of a captured graph the one that a plan is about; it is a captured graph still.
@@ -43,12 +51,7 @@ def leaving_passes(buffers: int, loss: int) -> PassList:
             provides={Fact.DETACHED},
             removes={Fact.BACKWARD},
         ),
-        Pass(
-            "mark_backward",
-            lambda module, findings: mark_backward(module.graph),
-            requires={Fact.DIFFERENTIABLE, Fact.DETACHED},
-            provides={Fact.BACKWARD},
-        ),
+        MARK_BACKWARD,
     ]
     return PassList(passes, given=CAPTURED, promised=CAPTURED)
 
@@ -68,4 +71,4 @@ def leave_only_loss(captured: Captured) -> None:
         captured.flowing = [loss]
 
 
-__all__ = ["leave_only_loss", "leaving_passes", "pad", "padding_passes"]
+__all__ = ["MARK_BACKWARD", "leave_only_loss", "leaving_passes", "pad", "padding_passes"]

@@ -19,10 +19,11 @@ from autoparallel.capture.outputs import Objective
 from autoparallel.capture.trace import Trace
 from autoparallel.graph.captured import Captured
 from autoparallel.operators.opaque import CALL, HOOK
+from autoparallel.passes.adapt_captured import MARK_BACKWARD
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
 from autoparallel.passes.interleave_projections import interleave_projections
-from autoparallel.passes.mark_gradients import detach_outputs, mark_backward, mark_differentiable
+from autoparallel.passes.mark_gradients import detach_outputs, mark_differentiable
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.passes.replace_random_operators import replace_random_operators
 from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
@@ -122,12 +123,7 @@ def describing_passes(
                 requires={Fact.NAMED, Fact.DIFFERENTIABLE, Fact.OBJECTIVE},
                 provides={Fact.DETACHED},
             ),
-            Pass(
-                "mark_backward",
-                lambda module, findings: mark_backward(module.graph),
-                requires={Fact.DIFFERENTIABLE, Fact.DETACHED},
-                provides={Fact.BACKWARD},
-            ),
+            MARK_BACKWARD,
         ],
         given={Fact.FLAT, Fact.GLOBAL},
         promised=CAPTURED,

@@ -73,7 +73,7 @@ def stage_programs(request: Request, captured: Captured, plan: Plan, call: Call,
         hoist_all=request.hoist_all,
         reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
         node=request.profile.node,
-        training=call.training[0] if call.training else True,
+        training=call.is_training,
     )
 
 

@@ -32,6 +32,23 @@ class MLP(nn.Module):
         return self.w2(self.w1(self.pre(x)))
 
 
+class Masked(nn.Module):
+    """A mask that follows from the input alone, a skip, a tied weight, and a size of an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4, bias=False)
+        self.b = nn.Linear(4, 4, bias=False)
+        self.c = nn.Linear(4, 4, bias=False)
+        self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).to(x.dtype)
+        first = self.a(x)
+        y = self.b(first) * mask
+        return self.c(y.reshape(y.shape[0], 4)) + first
+
+
 PAIR_MODES = {"w1/aten.linear#0": ["shard:n"], "w2/aten.linear#0": ["shard:k"]}
 PAIR_PARAMETERS = {"w1.weight": "S0", "w2.weight": "S1"}
 

@@ -10,24 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, staged_nodes
-from tests.passes.support import captured, show
-
-
-class Masked(nn.Module):
-    """A mask that follows from the input alone, a skip, a tied weight, and a size of an activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4, bias=False)
-        self.b = nn.Linear(4, 4, bias=False)
-        self.c = nn.Linear(4, 4, bias=False)
-        self.c.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = (x > 0).to(x.dtype)
-        first = self.a(x)
-        y = self.b(first) * mask
-        return self.c(y.reshape(y.shape[0], 4)) + first
+from tests.passes.support import Masked, captured, show
 
 
 def keys(model: nn.Module, *args: Tensor) -> list[str]:

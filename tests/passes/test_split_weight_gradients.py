@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.recompute_layers import recompute_layers
 from autoparallel.passes.split_weight_gradients import collect_deferred, deferring, split_weight_gradients
-from tests.passes.support import captured, show
+from tests.passes.support import Masked, captured, show
 
 
 def split(graph: Captured) -> int:
@@ -17,23 +17,6 @@ def split(graph: Captured) -> int:
     split_weight_gradients(graph.module, list(graph.parameters))
     graph.module.recompile()
     return sum(node.target is deferring for node in graph.graph.nodes)
-
-
-class Tied(nn.Module):
-    """A mask that follows from the input alone, a skip and a tied weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4, bias=False)
-        self.b = nn.Linear(4, 4, bias=False)
-        self.c = nn.Linear(4, 4, bias=False)
-        self.c.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = (x > 0).to(x.dtype)
-        first = self.a(x)
-        y = self.b(first) * mask
-        return self.c(y.reshape(y.shape[0], 4)) + first
 
 
 class Biased(nn.Module):
@@ -120,9 +103,9 @@ class TestWhatIsLeftForLater:
 class TestTheGradients:
     def test_gradients_of_parameters_come_when_they_are_run(self) -> None:
         torch.manual_seed(0)
-        model, x = Tied().double(), torch.randn(6, 4, dtype=torch.float64)
+        model, x = Masked().double(), torch.randn(6, 4, dtype=torch.float64)
         F.mse_loss(model(x), x).backward()
-        graph = captured(Tied().double(), torch.randn(8, 4, dtype=torch.float64))
+        graph = captured(Masked().double(), torch.randn(8, 4, dtype=torch.float64))
         assert split(graph) == 3
         weights = {n: model.get_parameter(p).detach().requires_grad_() for n, p in graph.parameters.items()}
         inner = x.clone().requires_grad_()
@@ -140,9 +123,9 @@ class TestTheGradients:
             torch.testing.assert_close(sums[id(weights[name])], model.get_parameter(parameter).grad)
 
     def test_without_anything_to_collect_it_is_the_call_itself(self) -> None:
-        graph = captured(Tied(), torch.randn(8, 4))
+        graph = captured(Masked(), torch.randn(8, 4))
         split(graph)
-        model = Tied()
+        model = Masked()
         weights = {n: model.get_parameter(p) for n, p in graph.parameters.items()}
         x = torch.randn(6, 4)
         inputs = [weights.get(n.name, x) for n in graph.graph.nodes if n.op == "placeholder"]
