@@ -25,6 +25,8 @@ from autoparallel.planner.programs import prepare, stage_programs
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, Settled
 from autoparallel.program import LocalProgram, StagedProgram, find_owners
+from autoparallel.report.explain import headline
+from autoparallel.report.progress import Progress
 from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
@@ -76,6 +78,7 @@ class Compiler:
         self.owners: dict[str, int] = {}
         self.at_rest: dict[str, ParameterPlan] | None = None
         self.first: Plan | None = None
+        self._progress = Progress(type(settings.model).__name__, is_shown=False)
         self._lie_on(mesh, request)
         if settings.lent and not isinstance(request.plan, Plan):
             self.at_rest = dict.fromkeys(settings.store.parameters, self._whole())
@@ -90,6 +93,8 @@ class Compiler:
 
     def make_kind(self, call: Call) -> Kind:
         """Captures, plans, builds and attaches; every rank alike, before any collective of the model."""
+        title = f"{type(self.settings.model).__name__} in {'training' if call.is_training else 'evaluation'}"
+        self._progress = Progress(title, self.settings.agreement.is_first)
         captured = self._choose_mesh(call) if self.is_open else None
         at_rest = self.at_rest
         if at_rest is None and not call.is_training:
@@ -100,7 +105,10 @@ class Compiler:
         plan = self._plan(captured, call, at_rest)
         plan = replace(plan, choice=self.choice or plan.choice)
         attach = self._attach_stages if self.request.stages else self._attach
-        return attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
+        with self._progress.phase("build"):
+            kind = attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
+        self._progress.conclude(headline(kind.plan) if call.is_training else "a program of its own")
+        return kind
 
     def _choose_mesh(self, call: Call) -> Captured:
         """Chooses the mesh on the training graph, all ranks together; the graph."""
@@ -108,7 +116,8 @@ class Compiler:
         captured = self._capture(call, training=None if call.is_training else True)
         unable = settings.unable or (_attributes_in_pipeline(captured) if captured.attributes else "")
         search = MeshSearch(request, captured, call, mesh.size(), unable)
-        self.choice, self.is_open = search.choose(settings.agreement.share), False
+        with self._progress.phase("mesh"):
+            self.choice, self.is_open = search.choose(settings.agreement.share), False
         axes = self.choice.mesh
         if axes != request.axes:
             mesh = make_mesh(mesh.device_type, axes)
@@ -119,7 +128,8 @@ class Compiler:
         return captured
 
     def _capture(self, call: Call, training: bool | None = None) -> Captured:
-        captured = self.settings.agreement.together(lambda: self.planner.capture(call, training=training))
+        with self._progress.phase("capture"):
+            captured = self.settings.agreement.together(lambda: self.planner.capture(call, training=training))
         if self.settings.lent and not captured.actual:  # Dynamo fixes the batch size of the first call
             mark_batch(captured)
         return captured
@@ -131,7 +141,8 @@ class Compiler:
         if not isinstance(plan, Plan) or at_rest is not None:
             settled = Settled(at_rest, first.pipeline, first.recompute) if first is not None else Settled(at_rest)
             make = self.settings.agreement.from_first
-            plan = Plan.from_json(make(lambda: self.planner.search(captured, call, settled).to_json()))
+            with self._progress.phase("plan"):
+                plan = Plan.from_json(make(lambda: self.planner.search(captured, call, settled).to_json()))
         prepare(self.request, captured, plan, call)
         self.first = first or plan
         return plan

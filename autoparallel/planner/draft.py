@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,7 @@ from autoparallel.planner.programs import prepare, stage_programs
 from autoparallel.planner.request import Request
 from autoparallel.predict.stages import predict_stages
 from autoparallel.program import LocalProgram, find_owners
-
-Told = Callable[[str], None]
-"""Is told the phase that begins, in a word or two."""
+from autoparallel.report.progress import UNSHOWN, Progress
 
 
 @dataclass(frozen=True)
@@ -44,28 +42,36 @@ class Draft:
         return prediction
 
 
-def draft(model: nn.Module, call: Call, request: Request, told: Told = lambda phase: None) -> Draft:
+def draft(model: nn.Module, call: Call, request: Request) -> Draft:
     """Plans one call of a model in training, without ranks.
 
     Args:
         model: the plain model; meta tensors will do.
-        told: is told each phase as it begins.
 
     Raises:
         PlanError, CaptureError: when the model cannot be planned so.
     """
     planner = Planner(model, request)
-    told("trace")
-    return draft_captured(planner, planner.capture(call), call, told)
+    return draft_captured(planner, planner.capture(call), call)
 
 
-def draft_captured(planner: Planner, captured: Captured, call: Call, told: Told = lambda phase: None) -> Draft:
+def draft_captured(planner: Planner, captured: Captured, call: Call, progress: Progress = UNSHOWN) -> Draft:
     """The draft for a graph that has been captured already; the graph is used up."""
+    with progress.phase("search"):
+        plan = _chosen(planner, captured, call)
+    with progress.phase("predict"):
+        return _predicted(planner, captured, plan, call)
+
+
+def _chosen(planner: Planner, captured: Captured, call: Call) -> Plan:
     request = planner.request
-    told("search")
     plan = request.plan if isinstance(request.plan, Plan) else planner.search(captured, call)
     prepare(request, captured, plan, call)
-    told("predict")
+    return plan
+
+
+def _predicted(planner: Planner, captured: Captured, plan: Plan, call: Call) -> Draft:
+    request = planner.request
     if not request.stages:
         return Draft(*planner.finish(captured, plan, call, "mesh0"))
     predicted = predict_stages(captured, plan, request.profile)
@@ -84,4 +90,4 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_t
     return Call((), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
 
 
-__all__ = ["Draft", "Told", "call_of", "draft", "draft_captured"]
+__all__ = ["Draft", "call_of", "draft", "draft_captured"]

@@ -6,5 +6,6 @@ May import ``decisions``, ``hardware``, ``pipeline``, ``placements``, ``comm`` a
 - ``explain``: a plan; with ``meshes``, how its mesh was chosen, and ``pipeline``, its stages and schedule.
 - ``reasons``: why a module's decisions were made.
 - ``diff``: what two plans decide differently; ``comparison``: plans side by side.
+- ``progress``: what is being done, while it takes long.
 - ``html``: blocks as one file; ``text`` prints them for a terminal.
 """

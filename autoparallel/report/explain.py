@@ -27,12 +27,25 @@ def explain_plan(plan: Decisions) -> str:
     return plain_text(*(block for blocks in plan_sections(plan).values() for block in blocks))
 
 
+def headline(plan: Decisions) -> str:
+    """The plan in a line: who made it, on which mesh, and what a step is predicted to take."""
+    prediction = plan.prediction
+    if prediction is None:
+        return _decided(plan)
+    took = f"a step of {duration(prediction.seconds())} and {units(prediction.total_memory)} per device"
+    return f"{_decided(plan)}; predicted for {prediction.profile}: {took}"
+
+
+def _decided(plan: Decisions) -> str:
+    origin = "chosen by the search" if plan.origin == "auto" else f"the preset {plan.origin!r}"
+    return f"{origin}, on the mesh {mesh_text(plan.whole_mesh)}"
+
+
 def plan_sections(plan: Decisions) -> dict[str, list[Block]]:
     """All that a plan says of itself, under titles."""
-    origin = "chosen by the search" if plan.origin == "auto" else f"the preset {plan.origin!r}"
     prediction = plan.prediction
     return {
-        "The plan": [f"Decisions: {origin}, on the mesh {mesh_text(plan.whole_mesh)}"],
+        "The plan": [f"Decisions: {_decided(plan)}"],
         "The mesh beside the alternatives": choice_blocks(plan.choice),
         "The pipeline": pipeline_blocks(plan.pipeline),
         "Parameters and results, module by module": [_modules_table(plan)],
@@ -192,4 +205,4 @@ def _notes(plan: Decisions) -> list[Block]:
     return blocks
 
 
-__all__ = ["OPERATORS", "SENT", "UNSHARDED", "explain_plan", "operators_table", "plan_sections"]
+__all__ = ["OPERATORS", "SENT", "UNSHARDED", "explain_plan", "headline", "operators_table", "plan_sections"]

@@ -96,6 +96,11 @@ class Agreement:
         return self.control.models
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that makes what only one of them makes."""
+        return self.alone or dist.get_rank() == self.ranks[0]
+
+    @property
     def broken(self) -> str | None:
         """Why these ranks cannot go on, if they cannot."""
         return waiting.broken(self.ranks)
@@ -214,7 +219,7 @@ class Agreement:
             return make()
         error: Exception | None = None
         box: list[Any] = [None]
-        if dist.get_rank() == self.ranks[0]:
+        if self.is_first:
             try:
                 box = [(None, make())]
             except Exception as caught:  # noqa: BLE001 - raised below, on every rank

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of
 from autoparallel.decisions.meshes import MeshChoice
@@ -22,7 +19,7 @@ from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import PROFILES, profile_for
 from autoparallel.plan import Plan
-from autoparallel.planner.draft import Told, call_of, draft_captured
+from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.meshes import MeshSearch, refusal
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.planner import Planner
@@ -32,6 +29,7 @@ from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.predict.cost import model_flops
 from autoparallel.report.comparison import Comparison, Workload, comparison_blocks, report
 from autoparallel.report.meshes import choice_blocks
+from autoparallel.report.progress import Progress
 from autoparallel.text import plain_text
 from autoparallel.tools.sources import Source, UsageError, from_config, from_factory
 
@@ -90,11 +88,11 @@ def limit(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Plans, prints the comparison, and writes what was asked for."""
     source, request, call, mesh = prepare(options)
-    with phase(f"{request.origin}: trace"):
+    with _progress(request.origin).phase("trace"):
         captured = Planner(source.model, request).capture(call)
     choice: MeshChoice | None = None
     if isinstance(mesh, int):
-        with phase("mesh: search"):
+        with _progress("mesh").phase("search"):
             choice = MeshSearch(request, captured, call, mesh, refusal=_refusal(request)).choose()
         request = _on(choice.mesh, request)
     compared = compare(source, request, call, captured, _presets(options, request), choice)
@@ -226,9 +224,8 @@ def compare(
         # Presets are compared as they are: without pins, and without a limit that would change them.
         asked = request if chosen else replace(request, plan=name, pins=Pins(), memory_limit=None)
         try:
-            with phases(name) as told:
-                planner = Planner(source.model, asked)
-                made = draft_captured(planner, captured.copy(), call, told)
+            planner = Planner(source.model, asked)
+            made = draft_captured(planner, captured.copy(), call, _progress(name))
         except ValueError as error:
             if chosen:
                 raise PlanError(str(error)) from error
@@ -240,28 +237,8 @@ def compare(
     return Comparison(type(source.model).__name__, workload_of(captured, call), request.profile, plans, problems)
 
 
-@contextmanager
-def phases(name: str) -> Iterator[Told]:
-    """One phase after another; each begins when it is told."""
-    running = ExitStack()
-
-    def told(what: str) -> None:
-        running.close()
-        running.enter_context(phase(f"{name}: {what}"))
-
-    try:
-        yield told
-    finally:
-        running.close()
-
-
-@contextmanager
-def phase(text: str) -> Iterator[None]:
-    """Shows a phase while it runs, where there is a terminal, and how long it took, on the error stream."""
-    errors, begin = Console(stderr=True, highlight=False), time.perf_counter()
-    with errors.status(f"{text} ...") if errors.is_terminal else nullcontext():
-        yield
-    errors.print(f"{text} {time.perf_counter() - begin:.1f} s", markup=False)
+def _progress(title: str) -> Progress:
+    return Progress(title, is_printed=True)
 
 
 def workload_of(captured: Captured, call: Call) -> Workload:

@@ -1,0 +1,40 @@
+"""What is said while a model is captured and planned."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import autoparallel
+from autoparallel.report.progress import Progress
+
+
+def test_a_call_that_compiles_logs_its_phases_and_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
+    model = autoparallel.compile(nn.Linear(4, 2), loss_fn=nn.functional.mse_loss)
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    with caplog.at_level(logging.INFO, "autoparallel"):
+        model(x, y)
+        first = [record.getMessage() for record in caplog.records]
+        model(x, y)
+    phases = [re.sub(r"took .*", "took", line) for line in first[:-1]]
+    assert phases == [f"Linear in training: {name} took" for name in ("capture", "plan", "build")]
+    assert "chosen by the search, on the mesh (dp=1); predicted for cpu: a step of" in first[-1]
+    assert len(caplog.records) == len(first), "a call of a kind that is known says nothing"
+
+
+def test_nothing_is_printed_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress("a model")
+    with progress.phase("capture"):
+        pass
+    progress.conclude("planned")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_phase_that_fails_is_not_said_to_have_ended(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "autoparallel"), pytest.raises(ValueError), Progress("a model").phase("plan"):
+        raise ValueError
+    assert not caplog.records
