@@ -306,6 +306,7 @@ def test_frozen_parameters_take_no_part_in_the_backward() -> None:
     assert flows["1.weight"] and not flows["0.weight"]
 
 
+@pytest.mark.wide
 def test_experts_in_a_python_loop_are_told_apart() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -327,6 +328,7 @@ class _Warns(nn.Module):
         return 2 * x
 
 
+@pytest.mark.wide
 def test_the_models_own_warnings_are_given_once_and_torchs_are_not() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

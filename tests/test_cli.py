@@ -53,6 +53,7 @@ def test_verify_of_a_file(factories: Path, capsys: pytest.CaptureFixture[str]) -
     torch.set_rng_state(state)
 
 
+@pytest.mark.wide
 def test_explain_of_a_module_as_a_command(factories: Path) -> None:
     command = [sys.executable, "-m", "autoparallel", "explain", "cli_factories:mlp", "--mesh", "2"]
     done = subprocess.run([*command, "--plan", "data_parallel"], capture_output=True, text=True, timeout=250)

@@ -123,6 +123,7 @@ def test_prices_are_those_of_the_plan_that_a_given_mesh_gets() -> None:
             assert planner.search(search.captured, search.call).cost == alternative.seconds
 
 
+@pytest.mark.wide
 def test_a_pipeline_must_not_change_results_unasked() -> None:
     for model, loss, why in ((Deep(norm=True), F.mse_loss, "batch statistics"), (WithLoss(), None, "beside the loss")):
         choice = _search(model, 4, loss=loss).choose()

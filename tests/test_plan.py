@@ -81,7 +81,7 @@ class TestFiles:
     def test_every_plan_fits_its_own_graph(self, preset: str, graph: Captured) -> None:
         require_fits(planned(graph, preset=preset), graph.graph, MESH, graph.parameters)
 
-    @pytest.mark.wide_where(lambda name: name != "gpt")
+    @pytest.mark.wide
     @pytest.mark.parametrize("name", ["gpt", "resnet"])
     def test_plans_of_larger_models_fit(self, name: str) -> None:
         case = build(name)

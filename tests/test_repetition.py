@@ -124,12 +124,12 @@ def test_the_graph_is_that_of_the_whole_trace(stacks: list[list[Stack]], monkeyp
     ("make", "ends", "first"),
     [
         (lambda i: Block(i, 0.5 if i != 4 else 0.25), lambda xs: xs[-1], None),
-        (Odd, lambda xs: xs[-1], None),
-        (Block, lambda xs: xs[1:], None),
+        pytest.param(Odd, lambda xs: xs[-1], None, marks=pytest.mark.wide),
+        pytest.param(Block, lambda xs: xs[1:], None, marks=pytest.mark.wide),
         (Block, lambda xs: xs[-1] + xs[3], None),
-        (Block, lambda xs: xs[-1] / len(xs), None),
-        (lambda i: Block(i).requires_grad_(i > 1), lambda xs: xs[-1], 2),
-        (lambda i: Block(i, 0.5 if i else 0.25), lambda xs: xs[-1] + xs[1], 1),
+        pytest.param(Block, lambda xs: xs[-1] / len(xs), None, marks=pytest.mark.wide),
+        pytest.param(lambda i: Block(i).requires_grad_(i > 1), lambda xs: xs[-1], 2, marks=pytest.mark.wide),
+        pytest.param(lambda i: Block(i, 0.5 if i else 0.25), lambda xs: xs[-1] + xs[1], 1, marks=pytest.mark.wide),
     ],
     ids=["a constant", "code", "all are returned", "one is read later", "their number", "frozen", "the first differs"],
 )

@@ -20,12 +20,12 @@ def commands_of_readme() -> list[str]:
 
 def test_checks_run_the_second_command_of_the_readme() -> None:
     second = commands_of_readme()[1]
-    assert second.endswith("-m pytest")
+    assert second.endswith("-m pytest -n 2")
     assert f"{{ {second}; }}" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_checks_run_the_wider_tier_of_the_readme() -> None:
-    (command,) = re.findall(r"`pytest (-m \"wide and not slow\")`", (ROOT / "README.md").read_text())
+    (command,) = re.findall(r"`pytest (-n 2 -m \"wide and not slow\")`", (ROOT / "README.md").read_text())
     assert f".venv/bin/python -m pytest {command}" in (ROOT / ".ci" / "run").read_text()
 
 

@@ -43,6 +43,7 @@ def kinds(report: autoparallel.VerifyReport) -> set[str]:
 # ------------------------------------------------------------------------------------------------- plans that are right
 
 
+@pytest.mark.wide
 @needs_fork
 def test_unpicklable_model_and_loss_are_verified_and_left_alone() -> None:
     class Local(nn.Module):
@@ -98,6 +99,7 @@ class OwnLoss(nn.Module):
         return {"loss": F.cross_entropy(logits.float(), labels), "logits": logits}
 
 
+@pytest.mark.wide
 def test_own_loss_buffers_and_casts() -> None:
     inputs = {"x": torch.randn(8, 6), "labels": torch.randint(0, 4, (8,))}
     report = autoparallel.verify(OwnLoss(), 2, inputs, plan="data_parallel", steps=2)
@@ -285,6 +287,7 @@ def test_a_process_that_hangs_is_stopped_and_shown() -> None:
     assert "rank 1:" in str(caught.value) and "in _do" in str(caught.value)
 
 
+@pytest.mark.wide
 def test_spawning_needs_what_can_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_start_method", lambda: "spawn")
     with pytest.raises(RuntimeError, match="must be picklable"):

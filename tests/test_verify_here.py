@@ -87,7 +87,7 @@ def _next_number(numbering: _Numbering) -> int:
     return numbering.count
 
 
-@pytest.mark.wide_where(lambda owner: owner is not Stream)
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("owner", "method", "wrong"), [(Stream, "draw", _next_call), (_Numbering, "take", _next_number)]
 )
@@ -193,6 +193,7 @@ def test_hooks_of_parameters_are_copied() -> None:
 # ------------------------------------------------------------------------------------------------ the model's own dtype
 
 
+@pytest.mark.wide
 def test_a_bfloat16_model_passes_and_its_faults_do_not() -> None:
     model = FAULTS["Attribute"](0.3).to(torch.bfloat16)
     inputs = X.to(torch.bfloat16), Y

@@ -40,7 +40,7 @@ def deviation(plan: str, mesh: tuple[int, ...]) -> Deviation | None:
     return program_deviation(task, drafted, batch, RandomState(3, 1), 1e-9)
 
 
-@pytest.mark.wide_where(lambda plan: plan != "tensor_parallel")
+@pytest.mark.wide
 @pytest.mark.parametrize("plan", ["tensor_parallel", "fsdp"])
 def test_right_programs_have_no_deviation(plan: str) -> None:
     assert deviation(plan, (2, 2)) is None
@@ -52,6 +52,7 @@ def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "verify_placements", lambda *_, **__: None)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("unverified")
 def test_a_local_call_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rule_of = RULES[aten.linear.default]

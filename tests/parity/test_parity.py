@@ -73,7 +73,7 @@ def test_parity_in_float32(recipe: Recipe) -> None:
     check(recipe, tolerance=1e-5)
 
 
-@pytest.mark.wide_where(lambda plan: plan != "fsdp")
+@pytest.mark.wide
 @pytest.mark.slow_where(lambda plan: plan == "tensor_parallel")
 @pytest.mark.parametrize("plan", PLANS)
 def test_mean_squared_error(plan: str) -> None:

@@ -107,6 +107,7 @@ def _measure() -> str:
     return calibrate(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "here").to_json()
 
 
+@pytest.mark.wide
 def test_calibration_measures_every_kind_and_all_ranks_agree() -> None:
     texts = run_distributed(_measure, world_size=2)
     assert texts[0] == texts[1]

@@ -55,6 +55,7 @@ def _drafted(
     return draft(model, call_of((x, y), with_target=True), request)
 
 
+@pytest.mark.wide
 def test_a_limit_too_small_for_replication_gathers_every_weight_for_each_use() -> None:
     width, layers, rows = 4096, 4, 524288
 
@@ -125,6 +126,7 @@ def test_a_long_sequence_and_narrow_layers_are_cut_along_the_sequence() -> None:
     assert {kind for kind, _ in found.prediction.gradients.collectives} <= {"all_reduce", "reduce_scatter"}
 
 
+@pytest.mark.wide_where(lambda way: way != "groups")
 @pytest.mark.parametrize(("way", "plan"), [("conv1d", "tensor_parallel"), ("groups", "auto"), ("unbind", "auto")])
 def test_fused_projections_are_cut_by_head_and_nothing_but_their_weights_is_dealt_out(way: str, plan: str) -> None:
     config = FusedConfig(width=2048, heads=32, keys=8, hidden=5632)

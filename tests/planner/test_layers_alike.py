@@ -242,6 +242,7 @@ class TestWideGraphs:
         else:
             assert (bounds <= np.array(least) * (1 + 1e-12)).all() and bounds.min() < min(least)
 
+    @pytest.mark.wide
     @pytest.mark.parametrize("limited", [False, True])
     def test_what_is_left_is_handed_to_highs(self, limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """The ring again, where no elimination is possible: against all assignments, with a limit and without."""
@@ -278,6 +279,7 @@ class TestWideGraphs:
         monkeypatch.setattr(highs, "_GRACE", 0.0)  # not even Python starts so fast
         assert integer_program.solve_if_small(sizes, Factors.of(factors)) is None
 
+    @pytest.mark.wide
     def test_layers_that_read_all_before_them_are_planned(self) -> None:
         """Added up with weights, as in DenseFormer: no elimination within the tables allowed, so HiGHS is asked."""
         with torch.device("meta"):

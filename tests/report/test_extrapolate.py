@@ -46,7 +46,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.wide_where(lambda preset, recompute: (preset, recompute) != ("auto", 0))
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("preset", "recompute"), [("auto", 0), ("data_parallel", 0), ("fsdp", 0), ("tensor_parallel", 0), ("fsdp", 4)]
 )

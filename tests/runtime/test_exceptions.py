@@ -171,7 +171,7 @@ def _on_ranks(plan: str) -> dict[str, float]:
     return _all_failures(*compiled_pair(plan=plan), NONE)
 
 
-@pytest.mark.wide_where(lambda plan: plan != "fsdp")
+@pytest.mark.wide
 @pytest.mark.parametrize("plan", PLANS)
 def test_zero_grad_gives_a_clean_state_on_two_ranks(plan: str) -> None:
     for results in run_on_ranks(_on_ranks, plan, world_size=2):

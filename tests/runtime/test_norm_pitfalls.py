@@ -77,6 +77,7 @@ def _tied() -> dict[str, float]:
     return results
 
 
+@pytest.mark.wide
 def test_a_tied_weight_is_not_counted_once_per_use() -> None:
     """Megatron-LM#7227, which counts it once per pipeline stage; here in one program, by either of its names."""
     for results in run_on_ranks(_tied, world_size=4):

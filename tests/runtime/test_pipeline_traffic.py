@@ -53,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "schedule", "per_rank", "plan"), CASES)
 def test_predicted_traffic_is_counted_traffic(name: str, schedule: str, per_rank: int, plan: str) -> None:
     ranks = run_distributed(_count, name, schedule, per_rank, plan, world_size=4)

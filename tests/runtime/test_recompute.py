@@ -226,6 +226,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("shape", "schedule", "per_rank", "layers"), STAGES, ids=str)
 def test_stages_recompute_layers(
     shape: tuple[int, ...], schedule: str, per_rank: int, layers: list[str] | None
