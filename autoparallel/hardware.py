@@ -14,12 +14,11 @@ twice as many: where a measurement says so, a whole would be reduced for the sak
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoparallel.data import from_json, to_json
 from autoparallel.placements import COLLECTIVES, sent_bytes
 
 FORMAT = 1
@@ -159,11 +159,7 @@ class Profile:
 
     def to_json(self) -> str:
         """The numbers as JSON text."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        for name in ("flops", "peak"):
-            data[name] = {str(dtype).removeprefix("torch."): rate for dtype, rate in data[name].items()}
-        data["links"] = [asdict(link) for link in self.links]
-        return json.dumps({"format": FORMAT, **data}, indent=1)
+        return to_json(self, FORMAT)
 
     @staticmethod
     def from_json(text: str) -> Profile:
@@ -173,21 +169,28 @@ class Profile:
             ValueError: when the text is no profile of this format, or a number cannot be.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
-            if data.pop("format") != FORMAT:
-                raise ValueError(f"it has another format than {FORMAT}")
-            for name in ("flops", "peak"):
-                data[name] = {_dtype(dtype): float(rate) for dtype, rate in data.get(name, {}).items()}
-            data["copies"] = tuple(str(kind) for kind in data.get("copies", ()))
-            data["links"] = tuple(Link(**link) for link in data.get("links", ()))
-            profile = Profile(**data)
-            numbers = [profile.memory_bandwidth, profile.bandwidth, profile.default_flops, *profile.flops.values()]
-            numbers += [link.bandwidth for link in profile.links]
-            if not all(math.isfinite(n) and n > 0 for n in numbers):
-                raise ValueError("rates and bandwidths must be positive")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not a hardware profile: {type(error).__name__}: {error}") from error
+            profile: Profile = from_json(Profile, text, FORMAT)
+            profile.require_valid()
+        except ValueError as error:
+            raise ValueError(f"not a hardware profile: {error}") from error
         return profile
+
+    def require_valid(self) -> None:
+        """Raises ValueError for a number that no device can have."""
+        above = {"memory_bandwidth": self.memory_bandwidth, "bandwidth": self.bandwidth, "attention": self.attention}
+        above |= {"default_flops": self.default_flops, "memory": 1.0 if self.memory is None else self.memory}
+        above |= {f"flops[{dtype}]": rate for dtype, rate in (*self.flops.items(), *self.peak.items())}
+        least = {"launch": self.launch, "latency": self.latency, "hop": self.hop, "node": self.node}
+        least |= {"network_latency": self.network_latency, "network_bandwidth": self.network_bandwidth}
+        least |= {"network_hop": self.network_hop, "overlap": self.overlap, "the rest of overlap": 1 - self.overlap}
+        for i, link in enumerate(self.links):
+            if link.kind not in COLLECTIVES:
+                raise ValueError(f"links[{i}].kind must be one of {', '.join(COLLECTIVES)}, not {link.kind!r}")
+            above |= {f"links[{i}].{n}": getattr(link, n) for n in ("ranks", "nodes", "bandwidth")}
+            least[f"links[{i}].latency"] = link.latency
+        for name, number in (*above.items(), *least.items()):
+            if number < 0 or (number == 0 and name in above):
+                raise ValueError(f"{name} must {'be positive' if name in above else 'not be negative'}, got {number}")
 
     def save(self, path: str | Path) -> None:
         """Writes the profile as JSON."""
@@ -196,14 +199,7 @@ class Profile:
     @staticmethod
     def load(path: str | Path) -> Profile:
         """Reads a profile that :meth:`save` wrote."""
-        return Profile.from_json(Path(path).read_text())
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a dtype")
-    return dtype
+        return Profile.from_json(Path(path).read_text(errors="replace"))
 
 
 CPU = Profile(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from autoparallel.decisions.data import from_data, to_data
+from autoparallel.data import from_json, to_json
 from autoparallel.decisions.decisions import Decisions, Reasons
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
@@ -60,11 +58,7 @@ class Plan(Decisions):
 
     def to_json(self) -> str:
         """The decisions as JSON text."""
-        data = {"format": FORMAT, **to_data(self)}
-        for part in ("pipeline", "choice"):
-            if data[part] is None:
-                del data[part]
-        return json.dumps(data, indent=1, default=to_data)
+        return to_json(self, FORMAT)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -74,16 +68,12 @@ class Plan(Decisions):
             PlanError: when the text is not a plan of this format.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
-            version = data.pop("format")
-            if version != FORMAT:
-                raise PlanError(f"the plan has format {version}, this version reads {FORMAT}")
-            plan: Plan = from_data(Plan, data)
+            plan: Plan = from_json(Plan, text, FORMAT)
             plan.require_valid()
         except PlanError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"not a plan: {type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise PlanError(f"not a plan: {error}") from error
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -93,4 +83,4 @@ class Plan(Decisions):
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Reads a plan that :meth:`save` wrote."""
-        return Plan.from_json(Path(path).read_text())
+        return Plan.from_json(Path(path).read_text(errors="replace"))

@@ -35,3 +35,8 @@ def reads_values() -> tuple[nn.Module, tuple[Any, ...]]:
     """A factory that the meta device is too little for."""
     width = int(torch.tensor(6).item())
     return nn.Linear(width, 4), (torch.randn(8, width),)
+
+
+def fails() -> Any:
+    """A factory with a fault of its own."""
+    return {}["width"]

@@ -113,6 +113,20 @@ def test_a_config_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--batch is needed with a config.json" in capsys.readouterr().err
 
 
+def test_a_config_that_asks_to_run_code_or_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    arguments = ["plan", "--model", str(config), "--mesh", "2", "--batch", "8"]
+    for content, message in (
+        (json.dumps({**LLAMA, "auto_map": {"AutoModelForCausalLM": "code.Model"}}), "names code of its own"),
+        ("[]", "is not a configuration of transformers"),
+        ("{", "is not a configuration of transformers"),
+    ):
+        config.write_text(content)
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_a_profile_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CPU.save(tmp_path / "mine.json")
     arguments = ["plan", "--model", MODEL, "--mesh", "2", "--compare", "none", "--hardware"]
@@ -135,6 +149,9 @@ def test_a_profile_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--seq", "8"], "takes no argument 'seq'"),
         (["--compare", "best"], "unknown preset 'best' in --compare"),
         (["--plan", "best"], "unknown plan 'best'"),
+        (["--out", "there/is/no/plan.json"], "there/is/no/plan.json cannot be written"),
+        (["--report", "."], ". cannot be written"),
+        (["--model", "there/config.json", "--batch", "8"], "there is no file there/config.json"),
     ],
 )
 def test_what_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +166,9 @@ def test_a_factory_that_reads_values(capsys: pytest.CaptureFixture[str]) -> None
     assert main(arguments) == 1
     assert "cannot run on the meta device" in capsys.readouterr().err
     assert main([*arguments, "--real-tensors"]) == 0
+    assert main(["plan", "--model", "tests.plan_factories:fails", "--mesh", "2", "--real-tensors"]) == 1
+    printed = capsys.readouterr().err
+    assert "fails failed: KeyError: 'width'" in printed and "plan_factories.py:" in printed
 
 
 def _pinned(saved: str | None) -> list[tuple[dict[str, Any], str, str]]:

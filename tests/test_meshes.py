@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel.decisions.data import from_data, to_data
+from autoparallel.data import from_data, to_data
 from autoparallel.decisions.meshes import Alternative, MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, Profile

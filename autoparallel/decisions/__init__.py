@@ -1,9 +1,8 @@
-"""What a plan consists of, as plain data.  May import ``placements``, ``pipeline`` and ``comm``.
+"""What a plan consists of, as plain data.  May import ``placements``, ``pipeline``, ``comm`` and ``data``.
 
 - ``decisions``: all that was decided about a model on a mesh.
 - ``parameters``: how a parameter lies, is gathered and reduced; the error of a plan that cannot be.
 - ``pipeline``: what is asked of a pipeline, what was decided about it, and what it sends.
 - ``meshes``: how devices were factored into mesh axes.
 - ``prediction``: what a plan is predicted to send, take and keep.
-- ``data``: reads and writes all that is decided, for JSON.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes
-from autoparallel.decisions.data import UNSTORED
+from autoparallel.data import UNSTORED
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, padded_rows
 from autoparallel.decisions.pipeline import PipelinePlan
@@ -110,6 +110,10 @@ class Decisions:
 
     def require_valid(self) -> None:
         """Raises ValueError for what no model can be told to do."""
+        if len(set(self.axis_names)) < len(self.mesh) or any(size < 1 for size in self.axis_sizes):
+            raise ValueError(f"a mesh has axes of different names and of at least one rank, not {dict(self.mesh)}")
+        if self.cost is not None and self.cost < 0 or any(count < 1 for count in self.unruled.values()):
+            raise ValueError("a cost is not negative, and what has no rule is counted from 1")
         for name, parameter in self.parameters.items():
             parameter.require_valid(name, len(self.mesh))
         for mode in itertools.chain.from_iterable(self.operators.values()):

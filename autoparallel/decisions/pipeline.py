@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autoparallel.comm.traffic import Traffic
-from autoparallel.decisions.data import UNSTORED
+from autoparallel.data import UNSTORED
 from autoparallel.pipeline.schedules import SCHEDULES, rank_of_stage, require_schedule, stages_of_rank
 
 

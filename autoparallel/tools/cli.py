@@ -28,7 +28,7 @@ from autoparallel.tools.calibration import calibrate, profile_tables
 from autoparallel.tools.parity.task import Task, compile_task, make_task
 from autoparallel.tools.plan import plan_of
 from autoparallel.tools.processes import Job, Process, ProcessError, require_plain_process, run_processes
-from autoparallel.tools.sources import UsageError, call_factory, find_factory
+from autoparallel.tools.sources import UsageError, call_factory, find_factory, require_writable
 from autoparallel.tools.verify import verify
 
 _FACTORY = """\
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
-    except (UsageError, PlanError) as error:
+    except (UsageError, PlanError, OSError) as error:
         parser.exit(2, f"autoparallel {options.command}: error: {error}\n")
     except (ProcessError, RuntimeError, ValueError) as error:
         errors = Console(stderr=True)
@@ -217,6 +217,7 @@ def _explain_on_rank(process: Process, task: Task) -> str:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    require_writable(options.out)
     axes: Axes = options.mesh
     ranks = math.prod(size for _, size in axes)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

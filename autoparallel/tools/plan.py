@@ -31,7 +31,7 @@ from autoparallel.report.comparison import Comparison, Workload, comparison_bloc
 from autoparallel.report.meshes import choice_blocks
 from autoparallel.report.progress import Progress
 from autoparallel.text import plain_text
-from autoparallel.tools.sources import Source, UsageError, from_config, from_factory
+from autoparallel.tools.sources import Source, UsageError, from_config, from_factory, require_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -> None:
@@ -119,6 +119,8 @@ def run(options: argparse.Namespace) -> int:
 def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | int]:
     """The model, what is asked of the planner, the call that is planned for, and the mesh: its axes, or the number of
     devices that the search factors."""
+    require_writable(options.out)
+    require_writable(options.report)
     mesh = options.devices if options.devices is not None else options.mesh
     plan = plan_of(options.plan)
     if isinstance(mesh, int):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
+import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +79,11 @@ def _load_file(path: Path) -> Any:
 def call_factory(factory: Callable[..., Any], name: str, seed: int, **sizes: int) -> tuple[nn.Module, Any, Any]:
     """The model, the inputs and the loss function that a factory makes."""
     torch.manual_seed(seed)
-    made = factory(**sizes)
+    try:
+        made = factory(**sizes)
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise RuntimeError(f"{name} failed: {type(error).__name__}: {error} ({at.filename}:{at.lineno})") from error
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         model, inputs, loss_fn = (*made, None)[:3]
         if isinstance(inputs, (tuple, list, Mapping, torch.Tensor)) and (loss_fn is None or callable(loss_fn)):
@@ -106,12 +113,10 @@ def from_factory(name: str, batch: int | None, seq: int | None, seed: int, real:
         try:
             with torch.device("meta"):
                 model, inputs, loss_fn = call_factory(factory, name, seed, **sizes)
-        except UsageError:
-            raise
-        except Exception as error:
+        except RuntimeError as error:
             raise RuntimeError(
-                f"{name} cannot run on the meta device, where tensors have shapes but no values: "
-                f"{type(error).__name__}: {error}\nWhat to change: let it read no values, or plan with --real-tensors"
+                f"{error}\nPerhaps it cannot run on the meta device, where tensors have shapes but no values. What to "
+                "change: let it read no values, or plan with --real-tensors"
             ) from error
     if isinstance(inputs, Mapping):
         return Source(model, (), dict(inputs), loss_fn)
@@ -130,9 +135,17 @@ def from_config(path: str, batch: int | None, seq: int | None) -> Source:
         import transformers
     except ModuleNotFoundError:
         raise UsageError(f"{path} describes a model of transformers, which is not installed") from None
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}")
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+        if "auto_map" in json.loads(file.read_text()):
+            raise UsageError(
+                f"{path} names code of its own that makes the model (auto_map), which is not run: write a factory that "
+                "makes it, and give file.py:function"
+            )
+        config = transformers.AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a configuration of transformers: {error}") from None
     config.use_cache = False
     found: Any = getattr(transformers, (config.architectures or [""])[0], None)
@@ -158,4 +171,13 @@ def from_config(path: str, batch: int | None, seq: int | None) -> Source:
     return Source(model, (), inputs, None, call)
 
 
-__all__ = ["Source", "UsageError", "call_factory", "find_factory", "from_config", "from_factory"]
+def require_writable(path: str | None) -> None:
+    """Raises UsageError for a file that cannot be written, before anything is made for it."""
+    if path is None:
+        return
+    file = Path(path)
+    if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UsageError(f"{path} cannot be written: give a file in a folder that is there and may be written to")
+
+
+__all__ = ["Source", "UsageError", "call_factory", "find_factory", "from_config", "from_factory", "require_writable"]
