@@ -1,6 +1,8 @@
 """autoparallel: a compiler that makes a plain PyTorch model train on a whole mesh."""
 
 from autoparallel.api import compile
+from autoparallel.checkpoint.folder import CheckpointError
+from autoparallel.checkpoint.loading import Checkpoint, latest
 from autoparallel.comm.traffic import Traffic, count_traffic
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
@@ -17,7 +19,7 @@ from autoparallel.tools.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "CaptureError", "ClipGradNorm", "ParallelModule", "Pipeline", "PipelineError", "Plan", "PlanError", "ProcessError",
-    "RankMismatchError", "RuleError", "Traffic", "VerifyError", "VerifyReport", "compile", "count_traffic",
-    "register_rule", "verify",
+    "CaptureError", "Checkpoint", "CheckpointError", "ClipGradNorm", "ParallelModule", "Pipeline", "PipelineError",
+    "Plan", "PlanError", "ProcessError", "RankMismatchError", "RuleError", "Traffic", "VerifyError", "VerifyReport",
+    "compile", "count_traffic", "latest", "register_rule", "verify",
 ]  # fmt: skip

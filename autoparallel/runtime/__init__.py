@@ -1,7 +1,7 @@
 """Runs a rank's program behind the face of an ``nn.Module``, and what a training loop asks of it.
 
 May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``graph``, ``rules``, ``operators``,
-``comm``, ``placements`` and ``_torch``.
+``comm``, ``checkpoint``, ``placements`` and ``_torch``.
 
 - ``module``: the compiled model; ``kinds`` finds the kind of a call, ``calls`` makes the call, ``runner`` runs one
   kind, ``compiled`` compiles its body.

@@ -7,6 +7,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.checkpoint.loading import Checkpoint, load
+from autoparallel.checkpoint.saving import Save, World, save
 from autoparallel.comm.world import mesh_text
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
@@ -63,6 +66,7 @@ class ParallelModule(nn.Module):
         self._entered = threading.RLock()
         self._clipper = Clipper(store, plain, clip_grad_norm)
         self._parameter_ids = {id(p) for p in plain.parameters()}
+        self._saving: Save | None = None
         watch_optimizers(self._clipper)
         self.__dict__["_plain"] = plain  # from now on other attributes are set on the plain model
 
@@ -315,6 +319,58 @@ class ParallelModule(nn.Module):
                     value = value.redistribute(home, parameter.placements)
             converted[name] = value
         return super().load_state_dict(converted, strict=strict)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(
+        self, path: str | Path, *, step: int = 0, keep: int | None = None, asynchronous: bool = False, **states: Any
+    ) -> Save:
+        """Saves a checkpoint, from which a run goes on with :meth:`load`, on any mesh; all ranks must call it.
+
+        It is a new folder in ``path``, which all ranks share. A save that fails or is killed leaves the others whole.
+
+        Args:
+            step: told again by :meth:`load`.
+            keep: removes all but so many of the newest checkpoints, when this one is complete. None keeps all.
+            asynchronous: only copies what is saved, to the host's memory, and writes it while the training goes on;
+                ``wait()`` of what is returned, or the next save, waits for it and raises what went wrong.
+            states: what else there is to save, by name: optimizers, schedulers, loaders, scalers and whatever has a
+                ``state_dict()`` (of a loader, the first rank's), and numbers, texts, and lists and dicts of them.
+
+        Raises:
+            RuntimeError: a ``CheckpointError``, or ``RankMismatchError`` on the ranks that are told of another's: when
+                it cannot be written.
+            TypeError, ValueError: for a state that a checkpoint cannot hold.
+        """
+        if self._saving is not None:
+            self._saving.wait()
+        self._saving = save(self._world(), path, step, keep, asynchronous, states)
+        if not asynchronous:
+            self._saving.wait()
+        return self._saving
+
+    def load(self, path: str | Path, **states: Any) -> Checkpoint:
+        """Loads a checkpoint, or the newest complete one in a folder; all ranks must call it.
+
+        The model may lie otherwise than it did, on another mesh and by another plan. Everything that is loaded is
+        read and compared with its digests first.
+
+        Args:
+            states: the optimizers and others to load into, by the names that they were saved under.
+
+        Returns:
+            Its path, its step, and the plain values that were saved.
+
+        Raises:
+            RuntimeError: a ``CheckpointError``, or ``RankMismatchError`` on the ranks that are told of another's: when
+                there is no checkpoint, when it is damaged, or of another model. Nothing is changed then.
+        """
+        if self._saving is not None:
+            self._saving.wait()
+        return load(self._world(), path, states)
+
+    def _world(self) -> World:
+        return World(self, self._kinds.maker.mesh, self._kinds.exchange.agreement)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the plain model, but for those that are this object's."""

@@ -1,0 +1,225 @@
+"""Saving: every rank writes its part, the first rank marks the whole."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoparallel import _torch
+from autoparallel.checkpoint.folder import (
+    CheckpointError,
+    Part,
+    is_written,
+    new_folder,
+    remove_older,
+    size_of,
+    write_marker,
+    write_rank,
+)
+from autoparallel.checkpoint.regions import is_writer, layout_of, own_region
+from autoparallel.checkpoint.tree import encode, optimizer_state
+
+T = TypeVar("T")
+
+PATIENCE = 600.0
+"""Seconds that the first rank waits for the others to have written, after a save that nobody waits for."""
+
+
+class Together(Protocol):
+    """The ranks, as far as saving needs them."""
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Runs something that may raise; when it raises on any rank, every rank raises."""
+    def from_first(self, make: Callable[[], str]) -> str:
+        """The text that the first rank makes, on all ranks."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Who saves and loads.
+
+    Attributes:
+        model: whose state it is.
+        mesh: all ranks.
+        ranks: talk to each other.
+    """
+
+    model: nn.Module
+    mesh: DeviceMesh
+    ranks: Together
+
+    @property
+    def number(self) -> int:
+        """This rank's place among those of the mesh."""
+        return self.mesh.mesh.flatten().tolist().index(dist.get_rank())
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The parameters' names, by their ids."""
+        return {id(p): name for name, p in self.model.named_parameters()}
+
+
+class Save:
+    """A save that may be under way.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(
+        self, world: World, path: Path, step: int, keep: int | None, parts: Mapping[str, Part], tree: Any
+    ) -> None:
+        self.path = path
+        self._world, self._step, self._keep, self._given_up = world, step, keep, False
+        self._error: BaseException | None = None
+        self._written, self._is_done = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, args=(parts, tree), name="autoparallel save")
+        self._thread.start()
+
+    def _run(self, parts: Mapping[str, Part], tree: Any) -> None:
+        try:
+            write_rank(self.path, self._world.number, parts, tree)
+            self._written.set()
+            if self._world.number == 0:
+                self._mark()
+        except BaseException as error:  # noqa: BLE001 - raised by wait()
+            self._error = error
+        finally:
+            self._written.set()
+
+    def _mark(self) -> None:
+        ranks, until = self._world.mesh.size(), time.monotonic() + PATIENCE
+        while not all(is_written(self.path, rank) for rank in range(ranks)):
+            if self._given_up or time.monotonic() > until:
+                raise CheckpointError(f"{self.path} is not complete: a rank has not written its part")
+            time.sleep(0.02)
+        write_marker(self.path, self._step, ranks)
+        if self._keep is not None:
+            remove_older(self.path.parent, self._keep)
+
+    def wait(self) -> Path:
+        """Waits until the checkpoint is complete; all ranks must call it.
+
+        Raises:
+            CheckpointError: on every rank, where a rank could not write. The checkpoints before are as they were.
+        """
+        if self._is_done:
+            return self.path
+        self._is_done = True
+        self._written.wait()
+        try:
+            self._world.ranks.together(self._require_written)
+        except BaseException:
+            self._given_up = True
+            raise
+        finally:
+            self._thread.join()
+        self._world.ranks.together(self._require_written)
+        return self.path
+
+    def _require_written(self) -> None:
+        if self._error is not None:
+            raise CheckpointError(f"{self.path} could not be saved: {self._error}") from self._error
+
+
+def save(
+    world: World, path: str | Path, step: int, keep: int | None, asynchronous: bool, states: Mapping[str, Any]
+) -> Save:
+    """Begins a save; what is saved is the state of now.
+
+    Raises:
+        CheckpointError: on every rank, when nothing can be written there.
+        TypeError, ValueError: for a state that a checkpoint cannot hold.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is how many checkpoints stay, at least 1, got {keep}")
+    parts, tree = world.ranks.together(lambda: _collect(world, states, asynchronous))
+    folder = Path(world.ranks.from_first(lambda: _made(Path(path), step)))
+    world.ranks.together(lambda: _require_room(folder, size_of(parts.values())))
+    return Save(world, folder, step, keep, parts, tree)
+
+
+def _made(path: Path, step: int) -> str:
+    try:
+        return str(new_folder(path, step))
+    except OSError as error:
+        raise CheckpointError(f"nothing can be saved to {path}: {error}") from error
+
+
+def _require_room(folder: Path, needed: int) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not seen by every rank: save to a folder that all of them share")
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(f"{folder} has {free:,} bytes left, and a rank's part of the checkpoint needs {needed:,}")
+
+
+def _collect(world: World, states: Mapping[str, Any], copied: bool) -> tuple[dict[str, Part], Any]:
+    """What this rank writes: tensors by name, and the tree."""
+    tensors: dict[str, Tensor] = {}
+    homes: dict[str, DeviceMesh] = {}
+    tree: dict[str, Any] = {"model": _encode_module(world.model, "model", tensors), "states": {}, "values": {}}
+    for name, state in states.items():
+        if isinstance(state, torch.optim.Optimizer):
+            tree["states"][name] = _encode_optimizer(world, state, name, tensors, homes)
+        elif isinstance(state, nn.Module):
+            tree["states"][name] = _encode_module(state, name, tensors)
+        elif hasattr(state, "state_dict"):
+            tree["states"][name] = encode(state.state_dict(), name, tensors)
+        else:
+            tree["values"][name] = encode(state, name, tensors)
+    parts = {name: p for name, t in tensors.items() if (p := _part(name, t, homes.get(name, world.mesh), copied))}
+    return parts, tree
+
+
+def _encode_module(module: nn.Module, what: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A module's tree; a tensor with several names is written once."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    alias = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    state = module.state_dict()
+    tree: dict[str, Any] = {}
+    for name, value in state.items():
+        known = tree.get(alias.get(name, name))
+        tree[name] = encode(value, f"{what}/{name}", tensors) if known is None else known
+    return tree
+
+
+def _encode_optimizer(
+    world: World, optimizer: torch.optim.Optimizer, name: str, tensors: dict[str, Tensor], homes: dict[str, DeviceMesh]
+) -> Any:
+    """An optimizer's tree; what it holds for a parameter is said by the first of the ranks that have the parameter."""
+    content = optimizer_state(optimizer, world.names)
+    parameters, told = dict(world.model.named_parameters()), {}
+    for parameter, state in content["state"].items():
+        mesh = layout_of(parameters[parameter], world.mesh)[1]
+        own: dict[str, Tensor] = {}
+        data = encode(state, f"{name}/{parameter}", own)
+        tensors.update(own)
+        homes.update(dict.fromkeys(own, mesh))
+        if mesh.get_coordinate() is not None and not any(mesh.get_coordinate() or ()):
+            told[parameter] = data
+    return {"groups": encode(content["groups"], f"{name}/groups", tensors), "state": told}
+
+
+def _part(name: str, tensor: Tensor, mesh: DeviceMesh, copied: bool) -> Part | None:
+    """What this rank writes of a tensor, if anything."""
+    layout, mesh = layout_of(tensor, mesh)
+    region = own_region(tensor.shape, layout, mesh)
+    if region is None or not region.numel or not is_writer(name, layout, mesh):
+        return None
+    local = _torch.local_of(tensor).detach()
+    return Part(tensor.dtype, tuple(tensor.shape), region, local.to("cpu", copy=copied).contiguous())
+
+
+__all__ = ["Save", "World", "save"]
