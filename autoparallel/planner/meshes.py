@@ -240,7 +240,7 @@ def unable(captured: Captured, call: Call) -> str:
         return "an input is a DTensor"
     if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
         return "an input is differentiated"
-    if not captured.actual:
+    if not captured.batches:
         return f"the model fixes the batch size at {call.batch}"
     return ""
 
