@@ -114,6 +114,17 @@ class Captured:
         """The symbols that are sizes of the batch; none where the trace fixes it."""
         return frozenset(self.actual) - self.lengths
 
+    @property
+    def why_fixed(self) -> str:
+        """Where the model fixes sizes that others would leave open, and what to write instead."""
+        if not self.fixed:
+            return "what the model asks of its sizes (such as if x.shape[1] > ...) has another answer for others"
+        lines = "; and at ".join(dict.fromkeys(self.fixed.values()))
+        return (
+            f"the model fixes a size at {lines}. What len(x), int(x.shape[0]) or range(...) reads into Python is a "
+            "number: x.shape[0] stays open"
+        )
+
     def is_batch(self, size: Any) -> bool:
         """Whether a traced size is the batch's, or a multiple of it."""
         return not isinstance(size, int) and not size.node.expr.free_symbols.isdisjoint(self.batches)

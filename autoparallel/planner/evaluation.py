@@ -93,8 +93,8 @@ class Evaluator:
         fixed = not graph.batches and not any("batch_factors" in node.meta for node in graph.graph.nodes)
         if constraints.data and fixed and any(isinstance(s, InputSpec) for s in call.specs):
             raise PlanError(
-                f"the plan {candidate.preset!r} shards the batch, but the model fixes the batch size at {call.batch}: "
-                "use x.shape[0] instead of a number, or plan='tensor_parallel'"
+                f"the plan {candidate.preset!r} shards the batch, but the batch size is fixed at {call.batch}: "
+                f"{graph.why_fixed}; or use plan='tensor_parallel'"
             )
         return SearchSpace(
             graph,

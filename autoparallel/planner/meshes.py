@@ -241,7 +241,7 @@ def unable(captured: Captured, call: Call) -> str:
     if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
         return "an input is differentiated"
     if not captured.batches:
-        return f"the model fixes the batch size at {call.batch}"
+        return f"the batch size is fixed at {call.batch}: {captured.why_fixed}"
     return ""
 
 

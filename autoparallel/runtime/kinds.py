@@ -91,6 +91,7 @@ class Kinds:
         self._structures: list[tuple[nn.Module, ...]] = []
         self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
         self._lengths: dict[object, list[tuple[int, ...]]] = {}  # by form: the lengths that such calls have had
+        self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
         store.before_backward = self._agree_on_backward
 
     def __iter__(self) -> Iterator[Kind]:
@@ -201,7 +202,7 @@ class Kinds:
         if kind is not None:
             captured = kind.runner.captured
             if not fits(captured, call.specs):
-                why = _why_fixed(captured)
+                why = captured.why_fixed
                 call = replace(call, specs=closed(call.specs, batch=bool(captured.batches)))
             else:
                 try:
@@ -246,9 +247,11 @@ class Kinds:
             _log_change(changes, time.perf_counter() - started)
         if why:
             what = "planned" if trace is not None else "captured and planned"
-            _LOGGER.warning(
-                "inputs of shapes %s were %s once more, in %.1f s: %s", list(shapes_of(call)), what,
-                time.perf_counter() - started, why,
+            level = logging.INFO if why in self._noted else logging.WARNING
+            self._noted.add(why)
+            _LOGGER.log(
+                level, "inputs of shapes %s were %s once more, in %.1f s, and so is every such size: %s",
+                list(shapes_of(call)), what, time.perf_counter() - started, why,
             )  # fmt: skip
         return kind
 
@@ -256,17 +259,6 @@ class Kinds:
 def shapes_of(call: Call) -> tuple[tuple[int, ...], ...]:
     """The global shapes of a call's tensors."""
     return tuple([s.shape for s in call.specs if isinstance(s, InputSpec)])
-
-
-def _why_fixed(captured: Captured) -> str:
-    """Why a trace serves no other sizes."""
-    if captured.fixed:
-        lines = "; and at ".join(dict.fromkeys(captured.fixed.values()))
-        return (
-            f"the model fixes a size at {lines}. What len(x), int(x.shape[0]) or range(...) reads into Python is a "
-            "number: use x.shape[0]"
-        )
-    return "what the model asks of its sizes (if x.shape[1] > ...) has another answer"
 
 
 def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> None:
