@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import has_side_effect
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
@@ -47,6 +48,24 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 def make_fake_mode() -> FakeTensorMode:
     """A fake tensor mode with symbolic shapes, which lets real constants in."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
+    """What a trace took for granted of its symbols, and whether torch's own code asked for it.
+
+    Args:
+        value: a fake tensor of the trace.
+    """
+    env = value.fake_mode.shape_env  # type: ignore[attr-defined]
+    found: dict[Any, bool] = {}
+    for guard in env.guards:
+        asked = getattr(guard.sloc.framework_loc, "filename", "")
+        condition = env.replace(guard.expr)
+        found[condition] = found.get(condition, True) and asked.startswith(_TORCH)
+    return list(found.items())
+
+
+_TORCH = torch.__file__.rpartition("/")[0] + "/"
 
 
 def make_spec(

@@ -14,7 +14,7 @@ from autoparallel.comm.groups import bind, inner_mesh, other_slices, whole_group
 from autoparallel.comm.world import PIPELINE_AXIS, count_ranks, device_of, make_mesh, mesh_text
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
-from autoparallel.graph.calls import Call
+from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.mark_batch import mark_batch
 from autoparallel.placements import Invariant, format_layout, parse_layout
@@ -91,24 +91,31 @@ class Compiler:
 
     # -- a kind of call ---------------------------------------------------------------------------------------------
 
-    def make_kind(self, call: Call) -> Kind:
-        """Captures, plans, builds and attaches; every rank alike, before any collective of the model."""
+    def make_kind(self, call: Call, trace: Captured | None = None) -> Kind:
+        """Captures, plans, builds and attaches; every rank alike, before any collective of the model.
+
+        Args:
+            trace: what an earlier kind was made of, and serves this call, too: it is planned once more.
+        """
         title = f"{type(self.settings.model).__name__} in {'training' if call.is_training else 'evaluation'}"
         self._progress = Progress(title, self.settings.agreement.is_first)
         captured = self._choose_mesh(call) if self.is_open else None
+        if trace is not None:
+            captured = replace(trace.copy(), actual=sizes_of(trace, call.specs))
         at_rest = self.at_rest
         if at_rest is None and not call.is_training:
             # Layouts at rest are planned on the training graph, whatever is called first.
             trained = captured or self._capture(call, training=True)
             at_rest, captured = self._resting(self._plan(trained, call, None)), None
         captured = captured or self._capture(call)
+        trace = captured.copy() if captured.lengths else None
         plan = self._plan(captured, call, at_rest)
         plan = replace(plan, choice=self.choice or plan.choice)
         attach = self._attach_stages if self.request.stages else self._attach
         with self._progress.phase("build"):
             kind = attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
         self._progress.conclude(headline(kind.plan) if call.is_training else "a program of its own")
-        return kind
+        return replace(kind, trace=trace)
 
     def _choose_mesh(self, call: Call) -> Captured:
         """Chooses the mesh on the training graph, all ranks together; the graph."""
@@ -130,7 +137,7 @@ class Compiler:
     def _capture(self, call: Call, training: bool | None = None) -> Captured:
         with self._progress.phase("capture"):
             captured = self.settings.agreement.together(lambda: self.planner.capture(call, training=training))
-        if self.settings.lent and not captured.actual:  # Dynamo fixes the batch size of the first call
+        if not captured.batches:  # a model may fix the batch size, and Dynamo fixes that of the first call
             mark_batch(captured)
         return captured
 

@@ -481,7 +481,8 @@ def find_owners(staged: StagedProgram, names: Mapping[str, Any]) -> dict[str, in
 
 def require_divides(program: LocalProgram, specs: Sequence[Any], batch: int) -> None:
     """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""
-    require_divisible(program.divisors, sizes_of(program.captured, specs), batch)
+    captured = program.captured
+    require_divisible(program.divisors, sizes_of(captured, specs), batch, captured.lengths)
 
 
 def boundary_layout(node: fx.Node, plan: Plan) -> Layout:

@@ -268,7 +268,7 @@ class _Cutter:
                     copies[node] = graph.call_function(torch.ops.aten.sym_size.int, (copies[holder], dim))
                 copies[node].meta = dict(node.meta)
                 if node.target in operators.DRAWS:
-                    _note_microbatches(copies[node])
+                    _note_microbatches(copies[node], self.captured)
         names = {node.name: node for node in self.order}
         made = self.made.get(stage, [])
         outputs = [copies[self.results[i]] for i in made] + [copies[names[c.name]] for c in sent]
@@ -293,7 +293,7 @@ class _Cutter:
         return StageGraph(captured, tuple(made[len(buffers) :]), received, sent)
 
 
-def _note_microbatches(draw: fx.Node) -> None:
+def _note_microbatches(draw: fx.Node, captured: Captured) -> None:
     """Lets random numbers depend on where the microbatch's rows stand in the batch.
 
     Raises:
@@ -307,7 +307,7 @@ def _note_microbatches(draw: fx.Node) -> None:
             f"at {line_of(draw)}: draw outside of the model and pass the numbers in, or use a plan without a pipeline"
         )
     if "shards" in given:
-        shards = ["" if isinstance(size, int) else operators.MICROBATCH for size in shape_of(draw)]
+        shards = [operators.MICROBATCH if captured.is_batch(size) else "" for size in shape_of(draw)]
         draw.args, draw.kwargs = with_argument(draw.args, draw.kwargs, draw, "shards", ";".join(shards))
 
 

@@ -20,7 +20,8 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import make_fake_mode
+from autoparallel._torch import make_fake_mode, size_guards
+from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
 from autoparallel.capture.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.outputs import Objective, find_objective, set_apart
@@ -37,7 +38,8 @@ from autoparallel.capture.trace import Trace
 from autoparallel.capture.tracing import everything_seen
 from autoparallel.capture.training import Found, Training
 from autoparallel.capture.user_warnings import only_the_users
-from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size
+from autoparallel.graph.calls import closed, fits
+from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size, SizeGuard
 from autoparallel.graph.hooks import require_full_hooks
 from autoparallel.graph.layers import find_runs
 from autoparallel.graph.lines import first_line, line_of
@@ -59,11 +61,41 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def capture(
+def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **options: Any) -> Captured:
+    """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
+
+    What a model does not leave open is fixed: first the lengths, then the batch size, too; ``Captured.fixed`` has the
+    lines.  The arguments are those of :func:`_capture`.
+
+    Raises:
+        CaptureError: when the model cannot be captured.
+    """
+    attempts: list[Sequence[InputSpec | Any]] = [specs]
+    attempts += [closed(specs)] * any(s.open for s in specs if isinstance(s, InputSpec))
+    attempts += [closed(specs, batch=False)] * any(s.batch for s in specs if isinstance(s, InputSpec))
+    failed: CaptureError | None = None
+    fixed: dict[int, str] = {}
+    for attempt in attempts:
+        try:
+            captured = _capture(model, attempt, *others, fixed=fixed, **options)
+        except CaptureError as error:
+            if error.__cause__ is None:  # refused by ourselves, whatever is open
+                raise failed or error from None
+            failed = failed or error
+            continue
+        captured.fixed = fixed
+        if fits(captured, attempt):
+            return captured
+    assert failed is not None  # the last attempt has no symbols that could differ from the call
+    raise failed
+
+
+def _capture(
     model: nn.Module,
     specs: Sequence[InputSpec | Any],
     in_spec: pytree.TreeSpec,
     *,
+    fixed: dict[int, str],
     loss_fn: Callable[..., Any] | None,
     least_batch: int,
     batch: int,
@@ -74,11 +106,12 @@ def capture(
     ranks: int = 1,
     gradients: bool = True,
 ) -> Captured:
-    """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
+    """One attempt at a capture.
 
     Args:
         model: the plain model; its tensors are not touched.
-        specs, in_spec: the inputs, flattened from ``(args, kwargs)``.
+        specs, in_spec: the inputs, flattened from ``(args, kwargs)``, with the dims that are left open.
+        fixed: the lines at which the model fixes sizes are added, by the size.
         loss_fn: called as ``loss_fn(output, target)``.
         least_batch: the smallest batch to trace with.
         batch: the batch size of the actual call.
@@ -117,9 +150,11 @@ def capture(
             shape = (spec.shape[0] * scale, *spec.shape[1:]) if spec.batch else spec.shape
             fake = torch.empty(shape, dtype=spec.dtype)
             leaves.append(fake.requires_grad_(spec.requires_grad))
-            dynamic.append({0: Dim.AUTO} if spec.batch and symbolic and scale * batch > 1 else {})
+            rows = {0: Dim.AUTO} if spec.batch and symbolic and scale * batch > 1 else {}
+            dynamic.append(rows | {dim: Dim.AUTO for dim, _ in spec.open})
     args, kwargs = pytree.tree_unflatten(leaves, in_spec)
     shapes = pytree.tree_unflatten(dynamic, in_spec)
+    cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
 
     tensors = plain_tensors(model)
     if isinstance(loss_fn, nn.Module):
@@ -148,10 +183,12 @@ def capture(
             make_buffer(plain, name)
         if training is not None:
             plain.train(training)
+        if not cached:
+            make_no_caches(plain)
         loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
         recorders.append(Recorder(model, plain, table, trained, pair, constants))
-        wrapper = Training(plain, loss, precision, recorders[-1])
+        wrapper = Training(plain, loss, precision, recorders[-1], _alike(specs))
         wrapper.training = plain.training
         wrapper.found.copies = table
         wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
@@ -161,7 +198,10 @@ def capture(
         wrapper = make()
         leave_out(wrapper, stacks)
         calls = _calls_of(wrapper)
-        program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
+        try:
+            program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
+        finally:
+            fixed.update(calls.fixed)
         run_passes(resolving_passes(calls), program.graph_module)
         _name_outputs(program)
         captured = _describe(
@@ -207,6 +247,18 @@ def capture(
     captured.runs = find_runs(captured.graph)
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
     return captured
+
+
+def _alike(specs: Sequence[InputSpec | Any]) -> list[list[tuple[int, int]]]:
+    """The sets of open dims that have the same size, where there are other open dims than the batch's."""
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for i, spec in enumerate(specs):
+        if isinstance(spec, InputSpec):
+            for dim, number in spec.open:
+                found.setdefault(("length", number), []).append((i, dim))
+            if spec.batch:
+                found.setdefault(("batch", spec.batch), []).append((i, 0))
+    return list(found.values()) if any(kind == "length" for kind, _ in found) else []
 
 
 def _rehearse(
@@ -368,13 +420,19 @@ def _describe(
     objective, detached = findings[Objective], list(findings[Detached].outputs)
     flowing = [i for i in objective.flowing if i not in detached]
     actual: dict[sympy.Symbol, int] = {}
+    rows: set[sympy.Symbol] = set()
+    guards: dict[SizeGuard, None] = {}
     for placeholder, spec in zip(inputs, specs, strict=True):
         if placeholder is None or not isinstance(spec, InputSpec):
             continue
-        for size, real in zip(nodes[placeholder].meta["val"].shape, spec.shape, strict=True):
+        traced = nodes[placeholder].meta["val"]
+        for dim, (size, real) in enumerate(zip(traced.shape, spec.shape, strict=True)):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 actual[size.node.expr] = real
+                rows |= {size.node.expr} if dim == 0 and spec.batch else set()
+                guards = guards or {SizeGuard(*guard): None for guard in size_guards(traced)}
     return Captured(
         module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, objective.loss, flowing,
         detached, actual, objective.weight, attributes=attributes,
+        lengths=frozenset(actual) - rows, guards=tuple(guards),
     )  # fmt: skip

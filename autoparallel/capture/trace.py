@@ -27,6 +27,7 @@ class Trace:
     Attributes:
         calls: what stands behind the names in ``autoparallel::call``.
         hooks: the tensor hooks behind the names in ``autoparallel::hook``.
+        fixed: the lines at which the model fixed a size that was open, by the size.
         listening: whether the model's own Python runs.
     """
 
@@ -34,6 +35,7 @@ class Trace:
         self.originals, self.paths = originals, paths
         self.calls: dict[str, OpaqueCall] = {}
         self.hooks: dict[str, HookTemplate] = {}
+        self.fixed: dict[int, str] = {}
         self.listening = True
 
     def original(self, value: Any) -> Any:

@@ -11,6 +11,7 @@ torch is replaced while any thread traces, by one that does as torch does on all
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from autoparallel.capture.backward_hooks import HANDLERS, backward_hook
 from autoparallel.capture.functions import function_apply
 from autoparallel.capture.trace import CURRENT, Trace, listening, refuse
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.lines import line_of_frame
 from autoparallel.operators.opaque import opaque_calls
 
 
@@ -103,6 +105,15 @@ def _enter_dual_level() -> Any:
     )
 
 
+def _set_replacement(self: _torch.ShapeEnv, symbol: Any, size: Any, message: str) -> Any:
+    """Notes at which line a size that was open becomes a number."""
+    trace = listening()
+    if trace is not None and size.is_Integer:
+        trace.fixed.setdefault(int(size), line_of_frame(sys._getframe(1)))
+    return _SET_REPLACEMENT(self, symbol, size, message)
+
+
+_SET_REPLACEMENT = _torch.ShapeEnv._set_replacement
 _FORWARD_AD = torch.autograd.forward_ad
 _ENTER_DUAL_LEVEL = _FORWARD_AD.enter_dual_level
 _SAVED = torch.autograd.graph.saved_tensors_hooks
@@ -111,6 +122,7 @@ _ENTER_SAVED, _EXIT_SAVED = _SAVED.__enter__, _SAVED.__exit__
 _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.SingleLevelFunction, "apply", classmethod(function_apply)),
     (_torch.modules, "BackwardHook", backward_hook),
+    (_torch.ShapeEnv, "_set_replacement", _set_replacement),
     (torch.inference_mode, "__enter__", _enter_inference_mode),
     (torch.inference_mode, "__exit__", _exit_inference_mode),
     (_FORWARD_AD, "enter_dual_level", _enter_dual_level),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.data_access import DataAccess
 from autoparallel.capture.recorder import Recorder
 from autoparallel.capture.seeding import refuse_seeding
@@ -43,6 +44,9 @@ class Training(nn.Module):
     """The model with its loss: what is captured when a target is given.
 
     Inputs and outputs are cast as ``fully_shard`` casts those of the outermost module.
+
+    Args:
+        alike: the open dims of inputs, each an input and a dim, in sets of the same size: one symbol stands for a set.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class Training(nn.Module):
         loss_fn: Callable[..., Any] | None,
         precision: MixedPrecisionPolicy | None,
         recorder: Recorder,
+        alike: Sequence[Sequence[tuple[int, int]]] = (),
     ) -> None:
         super().__init__()
+        self.alike = alike
         self.model = model
         self.loss_fn = loss_fn
         cast = precision is not None and precision.cast_forward_inputs
@@ -66,6 +72,10 @@ class Training(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the outputs, and of the attributes that the call sets."""
+        inputs = pytree.tree_leaves((args, kwargs))
+        for (first, dim), *others in self.alike:
+            for other, its in others:
+                torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
         with self.recorder, refuse_seeding(), DataAccess():
             leaves, self.found.spec = pytree.tree_flatten(self._outputs(args, kwargs))
         _require_leaves(leaves)
@@ -86,7 +96,10 @@ class Training(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _cast((args, kwargs), self.input_dtype)
-        return _cast(self.model(*args, **kwargs), self.output_dtype)
+        outputs = self.model(*args, **kwargs)
+        if not asks_for_cache(self.model.forward, args, kwargs):
+            outputs = without_caches(outputs)
+        return _cast(outputs, self.output_dtype)
 
 
 def _require_leaves(values: Sequence[Any]) -> None:
@@ -96,7 +109,7 @@ def _require_leaves(values: Sequence[Any]) -> None:
             raise CaptureError(
                 f"the model returns a {type(value).__name__}, in which nobody can look for tensors\nWhat to change: "
                 "return tensors, or tuples, lists and dicts of them; a dataclass of your own can be registered "
-                "(torch.export.register_dataclass), a cache of transformers left out (use_cache=False)."
+                f"(torch.export.register_dataclass). Where it is a cache of transformers: {CURE}."
             )
 
 

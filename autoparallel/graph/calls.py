@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch.utils import _pytree as pytree
 
@@ -50,7 +51,10 @@ class Call:
 
 
 def fits(captured: Captured, specs: Sequence[Any]) -> bool:
-    """Whether the sizes that a trace fixed are those of a call."""
+    """Whether a trace serves a call of these sizes: those that it fixed are the call's, and its guards hold."""
+    actual = {symbol: sympy.Integer(size) for symbol, size in sizes_of(captured, specs).items()}
+    if any(actual[symbol] < 2 for symbol in captured.lengths):
+        return False
     nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     for name, spec in zip(captured.inputs, specs, strict=True):
         node = nodes.get(name) if name is not None else None
@@ -58,14 +62,73 @@ def fits(captured: Captured, specs: Sequence[Any]) -> bool:
             continue
         for traced, real in zip(node.meta["val"].shape, spec.shape, strict=True):
             # The trace may have fixed a size that was open at first, such as by int(x.shape[0]).
-            fixed = traced if isinstance(traced, int) else traced.node.expr
-            if (isinstance(fixed, int) or fixed.is_Integer) and fixed != real:
+            if (traced if isinstance(traced, int) else traced.node.expr.xreplace(actual)) != real:
                 return False
-    return True
+    return all(guard.holds(actual) for guard in captured.guards)
 
 
-def require_divisible(divisors: Sequence[tuple[object, int]], actual: Mapping[Any, int], batch: int) -> None:
-    """Raises ValueError when one of some sizes, as expressions of traced symbols, cannot be cut into its pieces."""
+def form_of(specs: Sequence[Any]) -> tuple[Any, ...]:
+    """The inputs of a call but for the sizes that may change from call to call."""
+    return tuple([
+        (s.batch, len(s.shape), s.dtype, s.requires_grad) if isinstance(s, InputSpec) else repr(s) for s in specs
+    ])  # fmt: skip
+
+
+def lengths_of(specs: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes of the dims that are not the batch."""
+    return tuple([n for s in specs if isinstance(s, InputSpec) for n in s.shape[bool(s.batch) :]])
+
+
+def opened(specs: Sequence[Any], seen: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+    """The inputs of a call, with those dims open that have had several sizes.
+
+    Dims that have always had the same size share a length.  A size of 0 or 1 is never open: what it does to the shapes
+    around it, no other does.
+
+    Args:
+        seen: the lengths (see :func:`lengths_of`) of calls of the same form, those of this one among them.
+    """
+    columns = iter(zip(*seen, strict=True))
+    numbers: dict[tuple[int, ...], int] = {}
+    found = []
+    for spec in specs:
+        if isinstance(spec, InputSpec):
+            dims = [(dim, next(columns)) for dim in range(bool(spec.batch), len(spec.shape))]
+            several = [(dim, sizes) for dim, sizes in dims if spec.shape[dim] > 1 and len({*sizes} - {0, 1}) > 1]
+            spec = replace(spec, open=tuple([(dim, numbers.setdefault(s, len(numbers))) for dim, s in several]))
+        found.append(spec)
+    return tuple(found)
+
+
+def closed(specs: Sequence[Any], batch: bool = True) -> tuple[Any, ...]:
+    """The inputs of a call with all sizes fixed, or all but the batch's."""
+    return tuple([
+        replace(s, open=(), batch=s.batch if batch else 0) if isinstance(s, InputSpec) else s for s in specs
+    ])  # fmt: skip
+
+
+class UnevenLengthError(ValueError):
+    """A plan cuts sizes beside the batch that a call has otherwise: the trace serves it, but another plan does."""
+
+
+def require_divisible(
+    divisors: Sequence[tuple[object, int]],
+    actual: Mapping[Any, int],
+    batch: int,
+    lengths: Collection[Any] = (),
+) -> None:
+    """Raises when one of some sizes, as expressions of traced symbols, cannot be cut into its pieces.
+
+    Args:
+        lengths: the symbols that are no sizes of the batch.
+
+    Raises:
+        UnevenLengthError: where the batch has no part in it.
+        ValueError: where it has.
+    """
+    for expression, pieces in divisors:
+        if expression.free_symbols.issubset(lengths) and int(expression.subs(actual)) % pieces:  # type: ignore[attr-defined]
+            raise UnevenLengthError(f"the plan cuts {expression} into {pieces} parts")
     for expression, pieces in divisors:
         size = int(expression.subs(actual))  # type: ignore[attr-defined]
         if size % pieces:
@@ -110,4 +173,4 @@ def microbatch(call: Call, number: int, count: int) -> list[Any]:
 def batch_dim(captured: Captured, result: int) -> int:
     """The dim of a result that is the batch, or a multiple of it; -1 where there is none."""
     shape = captured.graph.output_node().args[0][result].meta["val"].shape  # type: ignore[index, union-attr]
-    return next((dim for dim, size in enumerate(shape) if not isinstance(size, int)), -1)
+    return next((dim for dim, size in enumerate(shape) if captured.is_batch(size)), -1)

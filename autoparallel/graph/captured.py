@@ -61,6 +61,9 @@ class Captured:
         flowing: the indices of the outputs that can be differentiated.
         detached: the indices of those that could be without a known loss, and beside it are not.
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
+        lengths: those of the symbols that are no sizes of the batch.
+        guards: what the trace took for granted of the symbols; it serves sizes of which all of it is true.
+        fixed: the lines at which the model fixed sizes that were to be open, by the size.
         weight: what the loss weighs among the microbatches of a step; None where there is no loss.
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
         rebound: of the mutated buffers those that a call binds to a new tensor, instead of changing theirs in place.
@@ -89,6 +92,9 @@ class Captured:
     state: PythonState = field(default_factory=PythonState)
     draws: int = 0
     runs: tuple[Run, ...] = ()
+    lengths: frozenset[sympy.Symbol] = frozenset()
+    guards: tuple[SizeGuard, ...] = ()
+    fixed: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -102,6 +108,26 @@ class Captured:
             return self.loss
         node = self.graph.output_node().args[0][self.flowing[0]]  # type: ignore[index]
         return self.flowing[0] if is_loss(node) else None
+
+    @property
+    def batches(self) -> frozenset[sympy.Symbol]:
+        """The symbols that are sizes of the batch; none where the trace fixes it."""
+        return frozenset(self.actual) - self.lengths
+
+    @property
+    def why_fixed(self) -> str:
+        """Where the model fixes sizes that others would leave open, and what to write instead."""
+        if not self.fixed:
+            return "what the model asks of its sizes (such as if x.shape[1] > ...) has another answer for others"
+        lines = "; and at ".join(dict.fromkeys(self.fixed.values()))
+        return (
+            f"the model fixes a size at {lines}. What len(x), int(x.shape[0]) or range(...) reads into Python is a "
+            "number: x.shape[0] stays open"
+        )
+
+    def is_batch(self, size: Any) -> bool:
+        """Whether a traced size is the batch's, or a multiple of it."""
+        return not isinstance(size, int) and not size.node.expr.free_symbols.isdisjoint(self.batches)
 
     def size(self, value: Any) -> int:
         """A traced size as it is in the actual call."""
@@ -140,18 +166,47 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 @dataclass(frozen=True)
+class SizeGuard:
+    """What a trace took for granted of its sizes.
+
+    Attributes:
+        condition: a relation of traced symbols.
+        is_torchs: whether torch asked for it, and not the model.  Where torch asks whether a size is one, it wants to
+            know what a broadcast does, so that a batch of one row is served like a larger one.
+    """
+
+    condition: sympy.Basic
+    is_torchs: bool
+
+    def holds(self, actual: Mapping[Any, int]) -> bool:
+        """Whether it is true of these sizes."""
+        if self.condition.xreplace(actual) == sympy.true:
+            return True
+        larger = {symbol: sympy.Integer(max(int(size), 2)) for symbol, size in actual.items()}
+        return self.is_torchs and larger != actual and self.condition.xreplace(larger) == sympy.true
+
+
+@dataclass(frozen=True)
 class InputSpec:
     """One tensor among the inputs of a call.
 
     Attributes:
         shape: the global shape of the actual call.
         batch: how many rows of the batch one unit of dim 0 stands for; 0 when dim 0 is not the batch.
+        open: the other dims whose size is left open, each with the number of a length that it shares.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     batch: int
+    open: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def fixed_shape(self) -> tuple[int, ...]:
+        """The shape, with 0 for what is open: the batch, and the dims of ``open``."""
+        dims = {dim for dim, _ in self.open} | ({0} if self.batch else set())
+        return tuple([0 if dim in dims else n for dim, n in enumerate(self.shape)])
 
     @property
     def is_integer(self) -> bool:

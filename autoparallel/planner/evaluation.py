@@ -90,11 +90,11 @@ class Evaluator:
         """The choices that a candidate leaves."""
         request, call, graph = self.request, self.call, self._graph(candidate)
         constraints = request.constraints(candidate.preset)
-        fixed = not graph.actual and not any("batch_factors" in node.meta for node in graph.graph.nodes)
+        fixed = not graph.batches and not any("batch_factors" in node.meta for node in graph.graph.nodes)
         if constraints.data and fixed and any(isinstance(s, InputSpec) for s in call.specs):
             raise PlanError(
-                f"the plan {candidate.preset!r} shards the batch, but the model fixes the batch size at {call.batch}: "
-                "use x.shape[0] instead of a number, or plan='tensor_parallel'"
+                f"the plan {candidate.preset!r} shards the batch, but the batch size is fixed at {call.batch}: "
+                f"{graph.why_fixed}; or use plan='tensor_parallel'"
             )
         return SearchSpace(
             graph,

@@ -55,7 +55,7 @@ def explain_conflict(space: SearchSpace, node: fx.Node | None, options: Sequence
     ranks = math.prod(space.axis_sizes[axis] for axis in space.constraints.data)
     problem = f"the plan does not fit the model on the mesh {mesh_text(space.mesh)}"
     cure = "use plan='auto'" + (", or pin and forbid less" if space.pins else "")
-    sizes = {*space.captured.actual.values()} or set(_batch_sizes(space, node))
+    sizes = {space.captured.actual[s] for s in space.captured.batches} or set(_batch_sizes(space, node))
     if rows := sorted(size for size in sizes if size % ranks):
         at = f" at {node.meta['key']}" if node is not None and "key" in node.meta else ""
         return (

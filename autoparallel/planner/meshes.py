@@ -240,8 +240,8 @@ def unable(captured: Captured, call: Call) -> str:
         return "an input is a DTensor"
     if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
         return "an input is differentiated"
-    if not captured.actual:
-        return f"the model fixes the batch size at {call.batch}"
+    if not captured.batches:
+        return f"the batch size is fixed at {call.batch}: {captured.why_fixed}"
     return ""
 
 

@@ -125,10 +125,9 @@ def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
         first: tuple[int, ...] = (microbatches_of(settled.pipeline, captured, call),)
     else:
         first = tuple(microbatch_counts(call.batch, request.stages, evaluator.pipeline))
-    if not captured.actual and max(first) > 1 and any(isinstance(s, InputSpec) for s in call.specs):
+    if not captured.batches and max(first) > 1 and any(isinstance(s, InputSpec) for s in call.specs):
         raise PlanError(
-            f"the model fixes the batch size at {call.batch}, so that it cannot be cut into microbatches: use "
-            "x.shape[0] instead of a number"
+            f"the batch size is fixed at {call.batch}, so that it cannot be cut into microbatches: {captured.why_fixed}"
         )
     yield first
     count = 2 * first[0]

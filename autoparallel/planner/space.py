@@ -336,7 +336,7 @@ class SearchSpace:
     def cuts_batch(self, node: fx.Node, rule: Rule | None, way: Typed) -> bool:
         """Whether an operator that runs in this way has a part of the batch."""
         factor = way.mode.factor
-        open_size = rule is not None and not isinstance(rule.sizes.get(factor, 1), int)
+        open_size = rule is not None and self.captured.is_batch(rule.sizes.get(factor, 1))
         return way.mode.kind == "shard" and (open_size or factor in node.meta.get("batch_factors", ()))
 
     # -- parameters -------------------------------------------------------------------------------------------------

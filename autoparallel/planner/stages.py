@@ -126,7 +126,8 @@ class StagePlanner:
             return self._plan(rows, request.schedule, per_rank, request.microbatches, request.cuts, layers)
         for again in ([], layers) if layers else ([],):
             for count in counts:
-                rows = self._rows(Sizes({s: n * counts[0] // count for s, n in self.captured.actual.items()}))
+                fewer = {s: self.captured.actual[s] * counts[0] // count for s in self.captured.batches}
+                rows = self._rows(Sizes({**self.captured.actual, **fewer}))
                 for schedule, per_rank in self._choices(request):
                     if again and schedule in SPLIT and request.schedule is None:
                         continue  # what runs again does so with the gradients of inputs, for which others wait

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.comm.groups import before_next_collective
-from autoparallel.graph.calls import Call, fits
-from autoparallel.graph.captured import InputSpec
+from autoparallel.graph.calls import Call, UnevenLengthError, closed, fits, form_of, lengths_of, opened
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.graph.python_state import PythonState
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
@@ -51,7 +51,7 @@ class KindMaker(Protocol):
 
     @property
     def mesh(self) -> DeviceMesh: ...
-    def make_kind(self, call: Call) -> Kind: ...
+    def make_kind(self, call: Call, trace: Captured | None = None) -> Kind: ...
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class Key:
     Attributes:
         call: what can be seen of a call.
         state: which of the states of Python that such calls have met.
-        batch: the batch size, where the trace fixes it.
+        sizes: the inputs' shapes, where the trace or the plan of the others does not serve them.
     """
 
     call: tuple[object, ...]
     state: int
-    batch: int | None = None
+    sizes: tuple[object, ...] | None = None
 
 
 class Kinds:
@@ -90,6 +90,8 @@ class Kinds:
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._structures: list[tuple[nn.Module, ...]] = []
         self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
+        self._lengths: dict[object, list[tuple[int, ...]]] = {}  # by form: the lengths that such calls have had
+        self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
         store.before_backward = self._agree_on_backward
 
     def __iter__(self) -> Iterator[Kind]:
@@ -115,8 +117,8 @@ class Kinds:
         Args:
             problem: why this rank cannot make the call, if it cannot.
         """
-        key = self._key(call)
-        sized = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
+        call, key = self._settled(call)
+        sized = (key, shapes_of(call))
         whole = self.calls < CHECKED_CALLS or not self._kinds
         synchronise = self.store.synchronise
         require_same = self.exchange.of_call(
@@ -134,8 +136,8 @@ class Kinds:
 
     def of(self, call: Call) -> Kind:
         """The program of this kind of call, where the ranks are known to make the same call."""
-        key = self._key(call)
-        sized = (key, tuple(s.shape for s in call.specs if isinstance(s, InputSpec)))
+        call, key = self._settled(call)
+        sized = (key, shapes_of(call))
         return self._ready.get(sized) or self._fitting(key, sized, call)
 
     def _agree_on_backward(self) -> None:
@@ -164,41 +166,78 @@ class Kinds:
 
     # -- which kind -------------------------------------------------------------------------------------------------
 
+    def _settled(self, call: Call) -> tuple[Call, Key]:
+        """A call with those lengths open that calls of its form have had several of, and what kind it is."""
+        key = self._key(call)
+        seen = self._lengths.get(self._form(call))
+        if key in self._kinds or seen is None:
+            return call, key
+        call = replace(call, specs=opened(call.specs, [*seen, lengths_of(call.specs)]))
+        return call, self._key(call)
+
+    def _form(self, call: Call) -> object:
+        """What a trace depends on, except for sizes."""
+        return self._with(call, form_of(call.specs))
+
     def _key(self, call: Call) -> Key:
-        """What a trace depends on, except for the batch size where it is symbolic."""
+        """What a trace depends on, except for the sizes that are open."""
         specs = tuple(
-            (s.batch, s.shape[1:] if s.batch else s.shape, s.dtype, s.requires_grad) if isinstance(s, InputSpec) else s
+            (s.batch, s.open, s.fixed_shape, s.dtype, s.requires_grad) if isinstance(s, InputSpec) else s
             for s in call.specs
         )
-        key = (
-            call.structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts,
-            call.with_target, call.gradients, call.hooks,
-        )  # fmt: skip
+        key = self._with(call, specs)
         states = self._states.get(key, [])
         return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
 
+    def _with(self, call: Call, specs: tuple[object, ...]) -> tuple[object, ...]:
+        """What tells calls apart, their inputs described as ``specs``."""
+        return (
+            call.structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts,
+            call.with_target, call.gradients, call.hooks,
+        )  # fmt: skip
+
     def _fitting(self, key: Key, sized: object, call: Call) -> Kind:
         """The kind whose trace has the sizes of a call; it is made where there is none."""
-        kind = self._kinds.get(key)
-        if kind is not None and not fits(kind.runner.captured, call.specs):
-            key = replace(key, batch=call.batch)
-            kind = self._kinds.get(key)
+        kind, trace, why = self._kinds.get(key), None, ""
+        if kind is not None:
+            captured = kind.runner.captured
+            if not fits(captured, call.specs):
+                why = captured.why_fixed
+                call = replace(call, specs=closed(call.specs, batch=bool(captured.batches)))
+            else:
+                try:
+                    kind.runner.require_fits(call)
+                except UnevenLengthError as error:
+                    trace, why = kind.trace, f"{error}, which these sizes do not divide into"
+            if why:
+                key = replace(key, sizes=shapes_of(call))
+                kind = self._kinds.get(key)
         if kind is None:
-            kind = self._make(key, call)
-            if not fits(kind.runner.captured, call.specs):
-                key = replace(key, batch=call.batch)
+            kind = self._make(key, call, trace, why)
             self._kinds[key] = kind
         kind.runner.require_fits(call)
         self._ready[sized] = kind
+        self._note_lengths(call)
         return kind
 
-    def _make(self, key: Key, call: Call) -> Kind:
-        """Captures and plans; says why where only a value of Python's is new."""
+    def _note_lengths(self, call: Call) -> None:
+        """Keeps the lengths of a call where they tell open dims, and dims that share a length, from others."""
+        seen, new = self._lengths.setdefault(self._form(call), []), lengths_of(call.specs)
+        if not seen or opened(call.specs, [*seen, new]) != opened(call.specs, [*seen, seen[-1]]):
+            seen.append(new)
+
+    def _make(self, key: Key, call: Call, trace: Captured | None, why: str) -> Kind:
+        """Captures and plans; says why where only a value of Python's is new, or sizes are.
+
+        Args:
+            trace: an earlier one that serves this call, too.
+            why: why an earlier kind of the call does not serve these sizes.
+        """
         states = self._states.setdefault(key.call, [])
         changes = [(label, state) for state in states if (label := state.changed()) is not None]
         started = time.perf_counter()
         with torch.inference_mode(False):  # what is made now is used for training, too
-            kind = self.maker.make_kind(call)
+            kind = self.maker.make_kind(call, trace)
         self.plan = self.plan or kind.plan
         read = kind.runner.captured.state
         if key.state < len(states):
@@ -206,7 +245,20 @@ class Kinds:
         else:
             states.append(read)
             _log_change(changes, time.perf_counter() - started)
+        if why:
+            what = "planned" if trace is not None else "captured and planned"
+            level = logging.INFO if why in self._noted else logging.WARNING
+            self._noted.add(why)
+            _LOGGER.log(
+                level, "inputs of shapes %s were %s once more, in %.1f s, and so is every such size: %s",
+                list(shapes_of(call)), what, time.perf_counter() - started, why,
+            )  # fmt: skip
         return kind
+
+
+def shapes_of(call: Call) -> tuple[tuple[int, ...], ...]:
+    """The global shapes of a call's tensors."""
+    return tuple([s.shape for s in call.specs if isinstance(s, InputSpec)])
 
 
 def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> None:

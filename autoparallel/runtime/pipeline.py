@@ -145,7 +145,7 @@ class PipelineRunner:
             )
         actual = sizes_of(self.captured, micro_specs(call.specs, count))
         for program in self.staged.programs:
-            require_divisible(program.divisors, actual, call.batch // count)
+            require_divisible(program.divisors, actual, call.batch // count, self.captured.lengths)
 
     def _microbatches(self, call: Call) -> int:
         """How many microbatches a call is cut into: where nothing is differentiated, as many as divide it."""

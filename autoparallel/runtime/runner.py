@@ -202,7 +202,8 @@ def refuse_detached(captured: Captured, values: list[Any]) -> None:
 
 @dataclass
 class Kind:
-    """One kind of call: its runner, and what the runner is for."""
+    """One kind of call: its runner, what the runner is for, and the trace, where other plans of it may be wanted."""
 
     runner: CallRunner
     plan: Plan
+    trace: Captured | None = None

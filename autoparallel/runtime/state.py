@@ -16,6 +16,7 @@ from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.hooks import move_hooks
+from autoparallel.runtime.initial_values import find_units, set_already
 from autoparallel.runtime.slices import local_slice
 
 
@@ -116,35 +117,26 @@ def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
 def materialize(
     model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, group: Any, homes: Mapping[str, DeviceMesh]
 ) -> None:
-    """Gives meta parameters and buffers values, one module at a time, and keeps this rank's part of each.
+    """Gives meta parameters and buffers values, one unit at a time, and keeps this rank's part of each.
 
     Args:
         mesh, group: all ranks.
         homes: the mesh that each parameter lies on; a rank outside of it keeps nothing.
 
-    The first rank's random numbers are used, and drawn as when the modules are made; no rank ever holds more than one
-    module's whole parameters.  A tied weight keeps the values of the module that comes first.
+    The first rank's random numbers are used, and drawn as when the modules are made; no rank ever holds more whole
+    parameters than those of one unit (see ``initial_values``).  A tied weight keeps the values of the module that comes
+    first.
 
     Raises:
-        RuntimeError: naming a module that has meta tensors but no ``reset_parameters()``; nothing is changed then.
+        RuntimeError: naming a module that has meta tensors but nothing that sets them.
     """
     names = {id(p): name for name, p in model.named_parameters()}
-    pending: list[tuple[nn.Module, list[str], list[str]]] = []
-    for path, module in model.named_modules():
-        own = [n for n, p in module._parameters.items() if p is not None and _is_meta(p)]
-        buffers = [n for n, b in module._buffers.items() if b is not None and _is_meta(b)]
-        if (own or buffers) and not hasattr(module, "reset_parameters"):
-            raise RuntimeError(
-                f"{path or type(model).__name__} ({type(module).__name__}) has tensors on the meta device "
-                f"({', '.join([*own, *buffers])}) but no reset_parameters(): add one, or load a state dict with "
-                "load_state_dict(..., assign=True) before compile()"
-            )
-        if own or buffers:
-            pending.append((module, own, buffers))
-    for module, own, buffers in pending:
-        parameters, values = _reset(module, own, buffers, torch.device(mesh.device_type))
-        broadcast_from_first([*values, *(module._buffers[n] for n in buffers)], mesh, group)  # type: ignore[list-item]
-        for p, value in zip(parameters, values, strict=True):
+    units = find_units(model)
+    for unit in units:
+        with set_already(model):
+            values, buffers = unit.values(torch.device(mesh.device_type))
+        broadcast_from_first([*values.values(), *buffers], mesh, group)
+        for p, value in values.items():
             if not _is_meta(p):
                 continue  # tied, and done already
             layout, home = layouts[names[id(p)]], homes[names[id(p)]]
@@ -152,29 +144,6 @@ def materialize(
             new = nn.Parameter(_torch.wrap_local(local_slice(value, layout, home), spec), requires_grad=p.requires_grad)
             new.__dict__.update(p.__dict__)
             _swap(p, new)
-
-
-def _reset(
-    module: nn.Module, own: list[str], buffers: list[str], device: torch.device
-) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-    """Calls ``reset_parameters()`` on whole tensors in place of the module's; returns its parameters and their values.
-
-    The named buffers are left with their new values; tensors that have values already keep them.
-    """
-    kept, kept_buffers = dict(module._parameters), dict(module._buffers)
-    for n, p in kept.items():
-        if p is not None:
-            module._parameters[n] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
-    for n, b in kept_buffers.items():
-        if b is not None:
-            module._buffers[n] = torch.empty(b.shape, dtype=b.dtype, device=device) if n in buffers else b.clone()
-    try:
-        module.reset_parameters()  # type: ignore[operator]
-        values = {n: module._parameters[n] for n in own}
-    finally:
-        module._parameters.update(kept)
-        module._buffers.update({n: b for n, b in kept_buffers.items() if n not in buffers})
-    return [kept[n] for n in own], [v.detach() for v in values.values()]  # type: ignore[misc, union-attr]
 
 
 def _is_meta(parameter: torch.Tensor) -> bool:
