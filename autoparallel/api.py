@@ -71,7 +71,8 @@ def compile(
         loss_fn: called as ``loss_fn(output, target)``; the last positional argument of a call is the target then. It
             returns the loss, or ``(sum, count)`` with an integer count: the loss is their quotient then.
         example_inputs: positional inputs of a first call (the target last): traces and plans now instead of then.
-        plan: "auto", a preset ("data_parallel", "fsdp", "tensor_parallel", "expert_parallel"), or a :class:`Plan`.
+        plan: "auto", a preset ("data_parallel", "fsdp", "hybrid", "tensor_parallel",
+            "expert_parallel"), or a :class:`Plan`.
         pins: what some parameters and modules must be, beside ``plan``: ``{"layers.*.up.weight": (Replicate(),
             Shard(0))}`` with one of torch's placements for each mesh axis, or None for an axis that stays open. A
             parameter lies so between steps; a module makes its result so. Or a saved :class:`Plan`, of which all is
@@ -81,7 +82,8 @@ def compile(
             ``python -m autoparallel calibrate`` wrote. None: "cpu" on CPUs, and on GPUs what
             torch calls them; one that is not known is planned for as an "h100", and a warning says so.
         memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations; at most 1, a
-            part of the device's memory.
+            part of the device's memory. None: what the hardware has, less the reserve that its profile says (10% of a
+            GPU); no limit where that is not known, as on CPUs. No plan that is predicted to need more is chosen.
         outputs: "gather" returns outputs whole, "sharded" as they are made; all of them can be differentiated. "auto"
             is "gather", unless the loss is known, because ``loss_fn`` computed it (its first scalar, if it returns
             several outputs) or because an output is called "loss": the others are sharded then, and differentiating

@@ -64,6 +64,8 @@ class Profile:
         latency, bandwidth: of a collective inside a node: seconds beside its bytes, and bytes per second that a rank
             sends.
         memory: bytes of memory of a device, if known.
+        reserve: the part of it that no plan takes: what is left to the device's context, the buffers of collectives,
+            and fragmentation.
         default_flops: for dtypes that ``flops`` does not name.
         peak: dtype to the floating-point operations per second that the maker names, for MFU; else ``flops``.
         attention: the part of ``flops`` that fused attention reaches.
@@ -84,6 +86,7 @@ class Profile:
     latency: float
     bandwidth: float
     memory: float | None = None
+    reserve: float = 0.0
     default_flops: float = field(default=1e12)
     peak: Mapping[torch.dtype, float] = field(default_factory=dict)
     attention: float = 1.0
@@ -103,6 +106,11 @@ class Profile:
             flops, dtype = 4 * flops, dtype.to_real()
         rate = self.flops.get(dtype, self.default_flops)
         return max(flops / rate, moved_bytes / self.memory_bandwidth) + self.launch
+
+    @property
+    def usable(self) -> float | None:
+        """Bytes of a device's memory that a plan may take; None where they are not known."""
+        return None if self.memory is None else (1 - self.reserve) * self.memory
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """What MFU is a fraction of."""
@@ -183,6 +191,8 @@ class Profile:
         least = {"launch": self.launch, "latency": self.latency, "hop": self.hop, "node": self.node}
         least |= {"network_latency": self.network_latency, "network_bandwidth": self.network_bandwidth}
         least |= {"network_hop": self.network_hop, "overlap": self.overlap, "the rest of overlap": 1 - self.overlap}
+        least["reserve"] = self.reserve
+        above["the rest of reserve"] = 1 - self.reserve
         for i, link in enumerate(self.links):
             if link.kind not in COLLECTIVES:
                 raise ValueError(f"links[{i}].kind must be one of {', '.join(COLLECTIVES)}, not {link.kind!r}")
@@ -201,6 +211,9 @@ class Profile:
         """Reads a profile that :meth:`save` wrote."""
         return Profile.from_json(Path(path).read_text(errors="replace"))
 
+
+RESERVE = 0.1
+"""The ``reserve`` of GPUs: about 1.5 GB of context and NCCL's channels of 80 GB, and what the allocator cannot use."""
 
 CPU = Profile(
     name="cpu",
@@ -240,6 +253,7 @@ def _node(
         latency=1.5e-5,
         bandwidth=0.75 * nvlink,
         memory=memory,
+        reserve=RESERVE,
         default_flops=0.7 * half,
         peak=named,
         attention=attention,

@@ -46,7 +46,7 @@ class MeshChoice:
     Attributes:
         tried: what was searched, the best first, which is taken.
         untried: the meshes that were not.
-        capacity: the memory of a device, where it is known.
+        capacity: bytes of a device that a plan may take, where they are known.
     """
 
     tried: tuple[Alternative, ...]

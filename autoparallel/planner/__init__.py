@@ -18,7 +18,8 @@ One search:
 
 - ``layouts``: the cheapest layouts; ``axis_pairs`` where tables are too large; ``solve`` has the solvers.
 - ``space``: what can be chosen; ``options`` of an operator, ``at_rest`` of a parameter; ``experts`` and
-  ``interleaving`` find what is special; ``signatures`` tell calls that are alike.
+  ``interleaving`` find what is special; ``signatures`` tell calls that are alike, ``kept`` what the
+  backward finds of them.
 - ``problem``: the choices as a factor graph, with ``prices``; ``infeasible`` explains why there is no plan.
 - ``stages``: cuts and schedules of a pipeline; ``cuts`` finds the most even, ``stage_rows`` what operators cost there.
 """

@@ -2,8 +2,8 @@
 
 [Note: candidates] A generator proposes candidates, one after the other, and is told what became of each before it
 proposes the next; what it returns is the best of them.  There is one for each thing that may be varied: presets
-(``proposals``), the rows of vocabularies (``paddings``), the memory that is left and the layers that run again
-(``memory``), microbatches (``microbatches``), and the mesh (``meshes``).  They hand candidates on by ``yield from``, so
+(``proposals``), the rows of vocabularies (``paddings``), the memory that is left and what saves it (``memory``),
+microbatches (``microbatches``), and the mesh (``meshes``).  They hand candidates on by ``yield from``, so
 that all of them end up in the loop of ``best``, which asks the evaluator (``evaluation``).
 """
 
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.plan import Plan
-from autoparallel.predict.forecast import Forecast
 
 P = TypeVar("P")
 A = TypeVar("A")
@@ -43,18 +42,20 @@ class Candidate:
     Attributes:
         preset: the strategy, or "auto" for the free search.
         padding: parameter names with the rows with which vocabularies are used, where not with their own.
-        recompute: the layers that run again in the backward.
+        may_recompute: whether layers may run again in the backward.
         limit: bytes per device that the search may add up; None for any number.
         room: bytes of the limit that are left for what the search does not add up.
+        sparing: whether as little memory as possible is taken, whatever the time.
         microbatches: into how many a step is cut.
         cut: how the layouts are cut into the stages of a pipeline; None leaves them whole.
     """
 
     preset: str
     padding: tuple[tuple[str, int], ...] = ()
-    recompute: tuple[str, ...] = ()
+    may_recompute: bool = False
     limit: float | None = None
     room: float = 0.0
+    sparing: bool = False
     microbatches: int = 1
     cut: Cut | None = None
 
@@ -68,14 +69,12 @@ class Outcome:
         plan: its plan, or None.
         error: why there is none.
         seconds: of a step, as the search adds them up.
-        forecast: what the plan is predicted to take, where that was asked.
     """
 
     candidate: Candidate
     plan: Plan | None = None
     error: PlanError | None = None
     seconds: float = math.inf
-    forecast: Forecast | None = None
 
     def require(self) -> Plan:
         """The plan. Raises PlanError where there is none."""

@@ -50,6 +50,7 @@ class Evaluator:
             leave_only_loss(self.captured)
         self._outcomes: dict[Candidate, Outcome] = {}
         self._graphs: dict[Hashable, Captured] = {}
+        self._spaces: dict[Candidate, SearchSpace] = {}
         self._forecasts: dict[Hashable, tuple[Plan, Forecast]] = {}
         self._short: dict[Hashable, Forecast] = {}  # of short models
 
@@ -78,7 +79,8 @@ class Evaluator:
                     outcome = self._cut(candidate)
                 else:
                     space = self._space(candidate)
-                    plan = cheapest(space, candidate.preset, candidate.limit, candidate.room)
+                    limit, room, sparing = candidate.limit, candidate.room, candidate.sparing
+                    plan = cheapest(space, candidate.preset, limit, room, sparing=sparing)
                     assert plan.cost is not None
                     outcome = Outcome(candidate, self._completed(plan, space, candidate), seconds=plan.cost)
             except PlanError as error:
@@ -87,7 +89,13 @@ class Evaluator:
         return self._outcomes[candidate]
 
     def _space(self, candidate: Candidate) -> SearchSpace:
-        """The choices that a candidate leaves."""
+        """The choices that a candidate leaves; those that differ in memory alone have the same."""
+        key = replace(candidate, limit=None, room=0.0, sparing=False)
+        if key not in self._spaces:
+            self._spaces[key] = self._new_space(candidate)
+        return self._spaces[key]
+
+    def _new_space(self, candidate: Candidate) -> SearchSpace:
         request, call, graph = self.request, self.call, self._graph(candidate)
         constraints = request.constraints(candidate.preset)
         fixed = not graph.batches and not any("batch_factors" in node.meta for node in graph.graph.nodes)
@@ -106,7 +114,7 @@ class Evaluator:
             pinned=self.settled.at_rest,
             input_layouts=input_layouts(graph, call.specs, call.layouts),
             pins=request.pins.resolve(graph, request.axes),
-            recompute=candidate.recompute,
+            may_recompute=self.layers if candidate.may_recompute else (),
             schedule=Schedule(candidate.microbatches, max(1, request.stages)),
         )
 
@@ -124,7 +132,6 @@ class Evaluator:
         return replace(
             plan,
             parameters={name: replace(p, rows=padding.get(name)) for name, p in plan.parameters.items()},
-            recompute=candidate.recompute,
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
 

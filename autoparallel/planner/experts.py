@@ -7,12 +7,17 @@ followed through the operators that keep it (activations, biases, reshapes) unti
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.graph.captured import Captured
+from autoparallel.graph.sizes import Sizes
 from autoparallel.operators.experts import grouped_linear
+from autoparallel.planner.presets import Constraints
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, shape_of, tensor_operands
 
@@ -33,6 +38,30 @@ class Experts:
 def find_experts(graph: fx.Graph, parameters: Iterable[str]) -> Experts:
     """The experts of a captured graph; ``parameters`` are the names of its placeholders that are parameters."""
     return _Search(graph, set(parameters)).found
+
+
+def experts_of(captured: Captured, constraints: Constraints, axis_sizes: Sequence[int], size: Sizes) -> Experts:
+    """The experts of a captured graph that a preset shards; none for a preset without an axis for them.
+
+    Raises:
+        PlanError: where there are none and the preset needs them, or they do not divide.
+    """
+    if not constraints.expert:
+        return Experts()
+    found = find_experts(captured.graph, captured.parameters)
+    if constraints.needs_experts and not found.parameters:
+        raise PlanError(
+            "the plan 'expert_parallel' found no experts in the model: stack their weights in one parameter "
+            "[experts, in, out] that a batched or grouped matrix product uses, or use plan='data_parallel'"
+        )
+    count = math.prod(axis_sizes[axis] for axis in constraints.expert)
+    for node, dim in found.parameters.items():
+        if size.shape(node)[dim] % count:
+            raise PlanError(
+                f"{captured.parameters[node.name]} stacks {size.shape(node)[dim]} experts, which do not "
+                f"divide by the {count} ranks of the mesh axis 'ep': change the number of experts or the mesh"
+            )
+    return found
 
 
 class _Search:

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from autoparallel.comm.world import mesh_text
+from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.lines import line_of
 from autoparallel.placements import format_layout
+from autoparallel.plan import Plan
 from autoparallel.planner.options import Option
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.solve.elimination import Infeasible
 from autoparallel.planner.space import SearchSpace
+from autoparallel.predict.forecast import Forecast
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import call_modes
@@ -33,6 +36,27 @@ def explain_limit(error: Infeasible, space: SearchSpace, problem: Problem, limit
         f"no plan fits in {limit / 1e6:.1f} MB per device on the mesh {mesh_text(space.mesh)}{needs}: raise "
         "memory_limit, or use a larger mesh or a smaller batch"
     )
+
+
+def nothing_fits(least: Plan, limit: float, forecast: Forecast) -> PlanError:
+    """That nothing fits into a limit: what the plan that takes the least memory needs, what for, and what would help.
+
+    Args:
+        least: that plan, for which every means that saves memory was open.
+        forecast: what its whole program takes.
+    """
+    parts = sorted(forecast.parts.items(), key=lambda part: -part[1])
+    what = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= 0.01 * forecast.memory)
+    return PlanError(
+        f"no plan fits in {_size(limit)} per device on the mesh {mesh_text(least.mesh)}: with everything that "
+        f"saves memory (parameters sharded and gathered for each use, {len(least.recompute)} layers run again in "
+        f"the backward) a plan needs {_size(forecast.memory)} ({what}). Use more ranks, fewer rows at once, or a "
+        "pipeline (a mesh with an axis 'pp') of more stages; or raise memory_limit"
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e10 else f"{count / 1e6:.1f} MB"
 
 
 def _consumers(problem: Problem, choices: Sequence[int], count: int = 3) -> str:
@@ -96,4 +120,4 @@ def _texts(texts: Iterable[str]) -> str:
     return " or ".join(every[:SHOWN]) + (" or ..." if len(every) > SHOWN else "")
 
 
-__all__ = ["explain_conflict", "explain_limit"]
+__all__ = ["explain_conflict", "explain_limit", "nothing_fits"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoparallel.decisions.decisions import Estimate
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
@@ -27,9 +28,17 @@ from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.integer_program import solve_if_small
 from autoparallel.planner.solve.layered import minimise
 from autoparallel.planner.space import NoOption, SearchSpace
+from autoparallel.planner.thresholds import THRESHOLDS
 
 
-def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None, room: float = 0.0) -> Plan:
+def cheapest(
+    space: SearchSpace,
+    origin: str,
+    memory_limit: float | None = None,
+    room: float = 0.0,
+    *,
+    sparing: bool = False,
+) -> Plan:
     """The plan that minimises the predicted time of a step.
 
     Args:
@@ -38,15 +47,19 @@ def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None,
         memory_limit: bytes per device for parameters, gradients, optimizer states, gathered parameters and saved
             activations.
         room: bytes of it that are left for what the search does not add up.
+        sparing: takes as little memory as possible, and among what takes as little, the least time.
 
     Raises:
         PlanError: when no plan satisfies the constraints or the limit.
     """
     try:
-        problem = space.build()
+        problem = space.problem
     except NoOption as error:
         raise PlanError(explain_conflict(space, error.node)) from error
-    choices, bound = _solve(space, problem, memory_limit, room)
+    objective = problem.factors
+    if sparing:
+        objective = objective.joined(problem.usage.times(THRESHOLDS.sparing))
+    choices, bound = _solve(space, problem, objective, memory_limit, room)
     operators, shared, parameters = {}, {}, {}
     texts: dict[int, tuple[str, ...]] = {}  # of options, by id
     for node, variable in problem.variables.items():
@@ -63,6 +76,7 @@ def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None,
         made = problem.variables[node].options[choices[problem.variables[node].number]].result
         if layouts[choices[number]] != made:
             shared[node.meta["key"]] = format_layout(layouts[choices[number]])
+    cost = evaluate(problem.factors, choices)
     return Plan(
         mesh=space.mesh,
         origin=origin,
@@ -71,8 +85,9 @@ def cheapest(space: SearchSpace, origin: str, memory_limit: float | None = None,
         shared=shared,
         parameters=parameters,
         unruled=dict(space.unruled),
-        cost=evaluate(problem.factors, choices),
-        lower_bound=bound,
+        recompute=tuple([layer for layer, number in problem.again.items() if choices[number]]),
+        cost=cost,
+        lower_bound=0.0 if sparing else min(bound, cost),
         estimate=_estimate(space, problem, choices),
     )
 
@@ -84,9 +99,9 @@ def _estimate(space: SearchSpace, problem: Problem, choices: Sequence[int]) -> E
 
 
 def _solve(
-    space: SearchSpace, problem: Problem, memory_limit: float | None, room: float
+    space: SearchSpace, problem: Problem, objective: Factors, memory_limit: float | None, room: float
 ) -> tuple[Sequence[int], float]:
-    """The choices, and what no choices cost less than."""
+    """The choices that minimise an objective, and what no choices make of it less than."""
 
     limit = math.inf if memory_limit is None else memory_limit - room
 
@@ -108,14 +123,15 @@ def _solve(
 
     try:
         try:
-            return solve(problem.sizes, problem.factors, problem.usage)
+            return solve(problem.sizes, objective, problem.usage)
         except TooWide:
             if len(space.axis_sizes) < 2:
                 raise
         limited = memory_limit is not None
+        problem = replace(problem, factors=objective)
         choices = minimise_by_pairs(problem, space.axis_sizes, lambda *parts: solve(*parts)[0], limited)
         budget = (problem.usage, limit) if limited else None
-        return prove(problem.sizes, problem.factors, choices, budget, problem.layers)
+        return prove(problem.sizes, objective, choices, budget, problem.layers)
     except TooWide as error:
         message = "the model's tensors depend on each other in too many ways to be planned on this mesh: use fewer axes"
         raise PlanError(f"{message}, or pin some parameters ({error})") from error

@@ -1,21 +1,27 @@
-"""A plan that fits into the memory there is: by other layouts, or by running layers again in the backward.
+"""A plan that fits into the memory there is: by other layouts and gathers, or by running layers again in the backward.
 
-[Note: what fits] The prediction says what fits.  The search adds up what is kept, simply: where less is predicted, the
-search may take more than the limit, and where its plan is predicted to be over the limit, it must leave that much room.
+[Note: what fits] The prediction says what fits.  The search adds up what is kept; what lives for a moment only (the
+layer that runs again, the weights that are gathered for it, the loss) is no sum, and must find room beside it.  How
+much that is, the prediction of a plan tells: the search is asked again with so much room, until a plan fits and leaves
+little.  What needs the least memory of all decides whether anything fits.
 
-[Note: what is recomputed] Whole layers are, the first ones: what they save lives longest.  Layouts are searched with
-every layer recomputed; then as few are as the prediction says must be, and layouts are searched again.
+[Note: what is recomputed] Whole layers are, which ones the search decides with the layouts: a layer that runs again has
+its own best.  Of layers that are alike the first ones do, because what they save lives longest.
+
+[Note: means that save memory] A candidate says which means it may use.  Another one becomes a field of ``Candidate``
+that ``_saving`` sets, and what it does to time and memory a part of what the search adds up, or a further candidate.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoparallel.decisions.parameters import PlanError
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.infeasible import nothing_fits
 from autoparallel.planner.paddings import paddings
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.forecast import Forecast
@@ -39,10 +45,19 @@ class Gauge:
         """What a plan takes."""
         return self.evaluator.forecast(plan, exactly=self.exactly)
 
+    def seconds(self, outcome: Outcome) -> float:
+        """Of a step of what became of a candidate that has a plan."""
+        return self.forecast(outcome.require()).seconds
+
     def memory(self, plan: Plan) -> float:
         """Bytes per device."""
         forecast = self.forecast(plan)
         return forecast.memory + (0.0 if forecast.whole else self.correction)
+
+    def needs(self, plan: Plan, limit: float) -> float:
+        """Bytes per device; of a plan that adds up to more than a limit, what it adds up to."""
+        assert plan.estimate is not None
+        return plan.estimate.memory if plan.estimate.memory > limit else self.memory(plan)
 
     def difference(self, plan: Plan) -> float:
         """By how much more is predicted than the search has added up."""
@@ -50,14 +65,23 @@ class Gauge:
         return self.memory(plan) - plan.estimate.memory
 
 
-def within(candidate: Candidate, evaluator: Evaluator) -> Proposals:
-    """The plan that is predicted to be fastest of those that fit exactly into a candidate's limit, if it has one."""
-    limit = candidate.limit
-    if limit is None:
-        return (yield from paddings(candidate, evaluator))
+def fastest(
+    candidates: Sequence[Candidate], limit: float | None, evaluator: Evaluator, *, exactly: bool = True
+) -> Proposals:
+    """The plan that is predicted to be fastest of those that fit into a limit, if there is one; of plans that are as
+    good, that of the first candidate.
+
+    Args:
+        candidates: what is compared; the first leaves open all that others do, so that its bound is one for all.
+        exactly: whether the whole program must be predicted to fit; else short ones tell.
+    """
+    if limit is None and len(candidates) == 1:
+        return (yield from paddings(candidates[0], evaluator))
     gauge = Gauge(evaluator)
     for _ in range(THRESHOLDS.corrections):
-        outcome = yield from _fastest(candidate, limit, gauge)
+        outcome = yield from _fastest(candidates, limit, gauge)
+        if limit is None or not exactly:
+            return outcome
         if outcome.plan is None:
             # Without a correction: the maximum of what grows with the layers is convex, the whole needs more, not less.
             if not gauge.correction:
@@ -65,74 +89,104 @@ def within(candidate: Candidate, evaluator: Evaluator) -> Proposals:
             break
         forecast, whole = gauge.forecast(outcome.plan), evaluator.forecast(outcome.plan, exactly=True)
         if whole.memory <= limit:
-            return replace(outcome, forecast=whole)
+            return outcome
         gauge = replace(gauge, correction=max(gauge.correction, whole.memory - forecast.memory))
-    outcome = yield from _fastest(candidate, limit, gauge := Gauge(evaluator, exactly=True))
-    return outcome if outcome.plan is None else replace(outcome, forecast=gauge.forecast(outcome.plan))
+    return (yield from _fastest(candidates, limit, Gauge(evaluator, exactly=True)))
 
 
-def _fastest(candidate: Candidate, limit: float, gauge: Gauge) -> Proposals:
+def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge) -> Proposals:
     """The plan that is predicted to be fastest of those that a gauge says to fit."""
-    free = yield from paddings(replace(candidate, limit=None), gauge.evaluator)
-    if free.plan is None or gauge.memory(free.plan) <= limit:
-        return free
-    outcomes = [(yield from _with_room(candidate, limit, gauge, min(0.0, gauge.difference(free.plan))))]
-    if layers := gauge.evaluator.layers:
-        outcomes.append((yield from _with_few_layers(replace(candidate, recompute=layers), limit, gauge)))
-    if all(outcome.plan is None for outcome in outcomes):
-        problems = [str(outcome.error) for outcome in outcomes]
-        problems[1:] = [f"with every layer recomputed in the backward, {problem}" for problem in problems[1:]]
-        return Outcome(candidate, error=PlanError("; ".join(problems)))
-    fits = [(gauge.forecast(outcome.plan).seconds, outcome) for outcome in outcomes if outcome.plan is not None]
-    _, fastest = min(fits, key=lambda pair: pair[0])
-    return replace(fastest, plan=replace(fastest.require(), lower_bound=free.plan.lower_bound))
+    best: Outcome | None = None
+    bound = 0.0
+    room: float | None = None
+    problems: list[Outcome] = []
+    sparing: list[Plan] = []  # that take the least memory, and too much
+    for candidate in candidates:
+        free = yield from paddings(candidate, gauge.evaluator)
+        if free.plan is None or best is not None and _is_slower(free, best, gauge):
+            problems += [free] if free.plan is None else []
+            continue
+        outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room))
+        assert outcome.plan is not None
+        if candidate is candidates[0]:
+            bound = max(free.plan.lower_bound or 0.0, outcome.plan.lower_bound or 0.0)
+        if limit is not None and gauge.needs(outcome.plan, limit) > limit:
+            sparing.append(outcome.plan)
+            continue
+        room = gauge.difference(outcome.plan) if limit is not None else None
+        if best is None or gauge.seconds(outcome) < gauge.seconds(best):
+            best = outcome
+    if best is None or best.plan is None:
+        if limit is None or not sparing:
+            return problems[0]
+        least = min(sparing, key=lambda plan: gauge.needs(plan, limit))
+        error = nothing_fits(least, limit, gauge.evaluator.forecast(least, exactly=True))
+        return Outcome(candidates[0], error=error)
+    return replace(best, plan=replace(best.plan, lower_bound=min(bound, best.plan.cost or 0.0)))
 
 
-def _with_room(candidate: Candidate, limit: float, gauge: Gauge, room: float) -> Proposals:
-    """A candidate that leaves more room, or less, until its plan is predicted to fit (see [Note: what fits])."""
-    least, over, infeasible = math.inf, 0.0, math.inf
-    for i in range(THRESHOLDS.rooms):
-        outcome = yield from paddings(replace(candidate, room=room), gauge.evaluator)
+def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
+    """Whether a plan is slower than the best one by far, or as good as the same, without predicting it."""
+    plan, other = outcome.plan, best.plan
+    if plan is None or other is None or plan.cost is None or plan.estimate is None or other.cost is None:
+        return False
+    if (plan.operators, plan.parameters) == (other.operators, other.parameters):
+        return True
+    if not gauge.evaluator.request.profile.overlap:
+        return plan.cost > THRESHOLDS.nearly_equal * other.cost
+    # All hides that can: what travels for parameters.
+    return plan.cost - sum(plan.estimate.parameters.values()) >= gauge.seconds(best)
+
+
+def _fitting(free: Outcome, limit: float, gauge: Gauge, known: float | None) -> Proposals:
+    """The fastest plan found of those that fit into a limit (see [Note: what fits]); where none does, the one that
+    takes the least memory.
+
+    Args:
+        free: what becomes of a candidate without the limit.
+        known: how much room another plan needs beside what the search adds up; None where none is known.
+    """
+    assert free.plan is not None and free.plan.estimate is not None
+    # What adds up to too much takes too much: that need not be predicted.
+    if known is None or free.plan.estimate.memory <= limit:
+        if gauge.memory(free.plan) <= limit:
+            return free
+        known = gauge.difference(free.plan)
+    saving = _saving(free.candidate, gauge)
+    least: Outcome | None = None  # that takes the least memory
+    best: Outcome | None = None
+    room, low, high = known, -math.inf, math.inf  # too little room, and more than there is
+    for _ in range(THRESHOLDS.rooms):
+        outcome = yield replace(saving, limit=limit, room=room)
         if outcome.plan is None:
-            if least == math.inf:
-                return outcome
-            infeasible = room
+            high = room
+            if least is None:
+                least = yield replace(saving, sparing=True)
+                if least.plan is None or gauge.needs(least.plan, limit) > limit:
+                    break
+            room = gauge.difference(least.require())
         else:
-            memory, estimate = gauge.memory(outcome.plan), outcome.plan.estimate
-            if memory <= limit:
-                return outcome
-            assert estimate is not None
-            # Less room than the plan leaves would find the same plan.
-            least, over = min(least, memory), max(room, limit - estimate.memory)
-        room = over + (least - limit) * 2**i if infeasible == math.inf else (over + infeasible) / 2
-    message = (
-        f"no plan was found that fits in {limit / 1e6:.1f} MB per device; the smallest needs {least / 1e6:.1f} MB: "
-        "raise memory_limit, or use a larger mesh or a smaller batch"
-    )
-    return Outcome(candidate, error=PlanError(message))
+            over, difference = gauge.memory(outcome.plan) - limit, gauge.difference(outcome.plan)
+            if over > 0:
+                low, room = max(low, room), max(difference, room + over)
+            else:
+                best = outcome if best is None else min(best, outcome, key=gauge.seconds)
+                if -over < THRESHOLDS.spare * limit or difference > room - THRESHOLDS.spare * limit:
+                    break
+                high, room = min(high, room), difference
+        if not low < room < high:
+            room = (low + high) / 2
+            if not math.isfinite(room) or high - low < THRESHOLDS.spare * limit:
+                break
+    if best is not None:
+        return best
+    least = least or (yield replace(saving, sparing=True))
+    return free if least.plan is None else least
 
 
-def _with_few_layers(candidate: Candidate, limit: float, gauge: Gauge) -> Proposals:
-    """A candidate that recomputes every layer, then only as few as must be (see [Note: what is recomputed])."""
-    every = yield from _with_room(candidate, limit, gauge, 0.0)
-    if every.plan is None:
-        return every
-    few, many = 0, len(candidate.recompute)
-    plans = [replace(every.plan, recompute=candidate.recompute[:count], cost=None) for count in range(many)]
-    plans.append(every.plan)
-    if gauge.memory(plans[few]) <= limit:
-        return replace(every, plan=plans[few])
-    while many - few > 1:
-        most, least = gauge.memory(plans[few]), gauge.memory(plans[many])
-        guess = few + math.ceil((many - few) * (most - limit) / max(most - least, 1.0))
-        guess = min(max(guess, few + 1), many - 1)
-        few, many = (few, guess) if gauge.memory(plans[guess]) <= limit else (guess, many)
-    plan = plans[many]
-    again = replace(candidate, recompute=plan.recompute, room=gauge.difference(plan))
-    outcome = yield from paddings(again, gauge.evaluator)
-    # The layouts that were searched with every layer recomputed may be the only ones that fit.
-    fits = outcome.plan is not None and gauge.memory(outcome.plan) <= limit
-    return outcome if fits else replace(every, plan=plan)
+def _saving(candidate: Candidate, gauge: Gauge) -> Candidate:
+    """The candidate with all means that save memory (see [Note: means that save memory])."""
+    return replace(candidate, may_recompute=bool(gauge.evaluator.layers))
 
 
-__all__ = ["within"]
+__all__ = ["fastest"]

@@ -141,7 +141,7 @@ class MeshSearch:
         Raises:
             PlanError: where no mesh has a plan.
         """
-        capacity = self.request.profile.memory
+        capacity = self.capacity
         tried: list[Alternative] = []
         untried: list[Axes] = []
 
@@ -155,6 +155,12 @@ class MeshSearch:
             reasons = "; ".join(f"{mesh_text(a.mesh)}: {a.problem}" for a in tried[:3])
             raise PlanError(f"no mesh of {self.devices} devices has a plan: {reasons or 'too few devices'}")
         return MeshChoice(tuple(tried), tuple(untried), capacity)
+
+    @property
+    def capacity(self) -> float | None:
+        """Bytes of a device that a plan may take; None where they are not known."""
+        limit = self.request.memory_limit
+        return self.request.profile.memory if limit is None else limit
 
     def _proposals(self, tried: Sequence[Alternative], untried: list[Axes]) -> Priced:
         """All meshes that are priced; the others are noted as untried."""
@@ -197,12 +203,12 @@ class MeshSearch:
             searched += len(meshes)
             least = self._least((yield meshes))
             assert least is not None
-            if before is not None and before.order(profile.memory) < least.order(profile.memory):
+            if before is not None and before.order(self.capacity) < least.order(self.capacity):
                 searched = THRESHOLDS.pipelines
             before = least
 
     def _least(self, alternatives: Sequence[Alternative]) -> Alternative | None:
-        return min(alternatives, key=lambda a: a.order(self.request.profile.memory), default=None)
+        return min(alternatives, key=lambda a: a.order(self.capacity), default=None)
 
     def price(self, mesh: Axes) -> Alternative:
         """What a mesh costs, by a first look."""
@@ -217,7 +223,9 @@ class MeshSearch:
         pipeline = plan.pipeline
         if pipeline is None:
             assert plan.estimate is not None
-            return Alternative(mesh, outcome.seconds, plan.estimate.memory)
+            limited = request.memory_limit is not None  # then this was predicted to fit
+            memory = evaluator.forecast(plan).memory if limited else plan.estimate.memory
+            return Alternative(mesh, outcome.seconds, memory)
         return Alternative(
             mesh,
             outcome.seconds,

@@ -63,10 +63,10 @@ def pipelines(evaluator: Evaluator, *, thorough: bool) -> Proposals:
 
 
 def _last_resorts(evaluator: Evaluator, counts: Sequence[tuple[int, ...]], errors: list[str]) -> Proposals:
-    """Where nothing fits: layouts with every layer recomputed; else the stages say which of them does not fit."""
+    """Where nothing fits: layouts where layers may run again; else the stages say which of them does not fit."""
     limit = evaluator.request.memory_limit
     if limit is not None and evaluator.layers:
-        outcome = yield from _attempt(evaluator, counts[0], limit, evaluator.layers)
+        outcome = yield from _attempt(evaluator, counts[0], limit, may_recompute=True)
         if outcome.plan is not None:
             return outcome
         errors.append(str(outcome.error))
@@ -83,8 +83,8 @@ def _attempt(
     evaluator: Evaluator,
     counts: tuple[int, ...],
     limit: float | None = None,
-    layers: tuple[str, ...] = (),
     *,
+    may_recompute: bool = False,
     preset: str | None = None,
     fits: bool = True,
     below: float = math.inf,
@@ -93,14 +93,15 @@ def _attempt(
 
     Args:
         limit: the layouts are searched within it.
-        layers: are recomputed.
+        may_recompute: whether they are searched for layers that may run again.
         preset: whose layouts; those of the request unless told.
         fits: whether layouts are cut whatever the search adds up; else hopeless ones are not, and those that are must
             fit without recomputing layers.
         below: a step of this many seconds is known, slower ones are of no use.
     """
     preset = preset or evaluator.request.origin
-    outcome = yield from paddings(Candidate(preset, (), layers, limit, microbatches=counts[0]), evaluator)
+    candidate = Candidate(preset, may_recompute=may_recompute, limit=limit, microbatches=counts[0])
+    outcome = yield from paddings(candidate, evaluator)
     plan, capacity = outcome.plan, evaluator.request.memory_limit
     if plan is None:
         return outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ class Option:
         result: the layout of what it makes.
         seconds: of one rank, forward and backward.
         saved_bytes: what stays in memory.
+        again: seconds that running it again in the backward takes.
+        left_bytes: what stays in memory nevertheless, where it runs again.
         gather: for a parameter, when it is gathered.
     """
 
@@ -43,6 +45,8 @@ class Option:
     result: Layout
     seconds: float
     saved_bytes: float = 0.0
+    again: float = 0.0
+    left_bytes: float = 0.0
     gather: str = ""
 
 
@@ -52,15 +56,13 @@ def operator_options(
     profile: Profile,
     sizes: Signatures,
     allowed: Callable[[Rule | None, Sequence[Typed], Typed, int], bool],
-    runs: int = 1,
-    keeps: bool = True,
+    parts: tuple[float, float] = (1.0, 0.0),
 ) -> list[Option]:
     """Every way to run a call; of those that read and make the same layouts, the fastest.
 
     Args:
         allowed: whether a call with this rule and these ways may run in one of them on one mesh axis.
-        runs: how often it runs forward, where its layer is recomputed.
-        keeps: whether its result is kept for the backward.
+        parts: bytes that the backward finds for each byte of the result, and where the call runs again in it.
     """
     ways, rule = call_modes(node), rule_for(node)
     operands = tensor_operands(node)
@@ -83,25 +85,26 @@ def operator_options(
         blocks = tuple(values["blocks"] if d == values["dim"] else size for d, size in enumerate(result_shape))
         fits &= _pieces([w.result for w in ways], combinations, axis_sizes, blocks)[0]
     kept = np.flatnonzero(fits)
-    pricer = _Pricer(node, rule, ways, axis_sizes, profile, sizes, runs)
+    pricer = _Pricer(node, rule, ways, axis_sizes, profile, sizes)
     itemsizes = [x.meta["val"].element_size() for x in operands]
     moved = result_pieces * node.meta["val"].element_size()
     saved = moved
     for pieces, itemsize in zip(read_pieces, itemsizes, strict=True):
         moved = moved + pieces * itemsize
     best: dict[tuple[tuple[Layout, ...], Layout], Option] = {}
-    backward = keeps and bool(node.meta["backward"])
+    saves, leaves = parts if node.meta["backward"] else (0.0, 0.0)
     for row, i in zip(combinations[kept].tolist(), kept.tolist(), strict=True):
         chosen = [ways[w] for w in row]
         needs = tuple([tuple([t.operands[k] for t in chosen]) for k in range(len(operands))])
         result = tuple([t.result for t in chosen])
-        seconds = pricer.seconds(row, int(moved[i]))
+        seconds, again = pricer.seconds(row, int(moved[i]))
         known = best.get((needs, result))
         if known is None or seconds < known.seconds:
             modes = tuple([t.mode for t in chosen])
-            best[needs, result] = Option(modes, needs, result, seconds, float(saved[i]) if backward else 0.0)
+            size = float(saved[i])
+            best[needs, result] = Option(modes, needs, result, seconds, saves * size, again, leaves * size)
     if node.target is operators.interleave:  # paid where the blocks are dealt out: see planner.interleaving
-        return [replace(option, seconds=0.0, saved_bytes=0.0) for option in best.values()]
+        return [Option(option.modes, option.needs, option.result, 0.0) for option in best.values()]
     return list(best.values())
 
 
@@ -130,23 +133,21 @@ class _Pricer:
         axis_sizes: Sequence[int],
         profile: Profile,
         sizes: Signatures,
-        runs: int,
     ) -> None:
-        self.runs = runs
         self.rule, self.ways, self.axis_sizes, self.profile, self.sizes = rule, ways, axis_sizes, profile, sizes
         self.dtype = node.meta["val"].dtype
         self.backward = bool(node.meta["backward"])
         # What communicates inside the operator costs differently on each axis; the rest counts pieces only.
         self.by_axis = rule is not None and (bool(rule.exchange) or "composite" in rule.reductions.values())
-        self.known: dict[Hashable, float] = {}
+        self.known: dict[Hashable, tuple[float, float]] = {}
 
-    def seconds(self, row: Sequence[int], moved: int) -> float:
-        """The time of the call and, where gradients flow, of its backward."""
+    def seconds(self, row: Sequence[int], moved: int) -> tuple[float, float]:
+        """The time of the call and, where gradients flow, of its backward; and that of the call in the backward."""
         key: Hashable = (moved, tuple(row) if self.by_axis else tuple(sorted(zip(row, self.axis_sizes, strict=True))))
         if key not in self.known:
             modes = [self.ways[w].mode for w in row]
             forward, backward = operator_seconds(
                 self.profile, self.rule, modes, self.axis_sizes, self.sizes, moved, self.dtype
             )
-            self.known[key] = self.runs * forward + backward if self.backward else forward
+            self.known[key] = (forward + backward, forward) if self.backward else (forward, 0.0)
         return self.known[key]

@@ -81,9 +81,11 @@ class Planner:
             assert request.memory_limit is not None
             left = request.memory_limit - prediction.total_memory
             self._reductions = choose_reductions(program.buckets, request.sizes, request.profile, left)
-            plan = with_reductions(plan, self._reductions)
-            program.reducing(plan)
-            prediction = predict(program, plan, request.profile)
+            chosen = with_reductions(plan, self._reductions)
+            if chosen.parameters != plan.parameters:
+                plan = chosen
+                program.reducing(plan)
+                prediction = predict(program, plan, request.profile)
         return plan.with_prediction(prediction), program
 
     def with_traffic(self, staged: StagedProgram, plan: Plan, call: Call, owners: Mapping[str, int]) -> Plan:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autoparallel.decisions.parameters import PlanError
 
-PRESETS = ("auto", "data_parallel", "fsdp", "tensor_parallel", "expert_parallel")
+PRESETS = ("auto", "data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel")
 
 EXPERT_AXIS = "ep"
 """The mesh axis over which every preset but "auto" shards stacks of experts; for all else it is a data axis."""
@@ -44,6 +44,7 @@ class Constraints:
 def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
     """The constraints of a preset on a mesh.
 
+    ``hybrid`` is ``fsdp`` over the last axis, whose ranks lie inside a node first, and data parallel across the others.
     ``tensor_parallel`` uses the axis named "tp", or else the last axis that is not "ep", and is data parallel over the
     others.  ``expert_parallel`` is data parallel with an axis named "ep", and tensor parallel over one named "tp".
 
@@ -60,6 +61,14 @@ def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
         return Constraints(data=axes, expert=expert)
     if preset == "fsdp":
         return Constraints(data=axes, sharded_at_rest=axes, gather_per_use=True, expert=expert)
+    if preset == "hybrid":
+        if len(names) < 2:
+            raise PlanError(
+                f"plan='hybrid' shards parameters along the last mesh axis and repeats them along the others, the mesh "
+                f"has {tuple(names)}: use a mesh of two axes or more, or plan='fsdp'"
+            )
+        inner = frozenset({max(axes)})
+        return Constraints(data=axes, sharded_at_rest=inner, gather_per_use=True, expert=expert)
     if preset == "tensor_parallel":
         if axes == expert:
             raise PlanError("plan='tensor_parallel' needs a mesh axis other than 'ep': name one 'tp'")
@@ -71,3 +80,12 @@ def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
         split = frozenset(i for i in axes if names[i] == TENSOR_AXIS)
         return Constraints(data=axes - split, tensor=split, expert=expert, needs_experts=True)
     raise ValueError(f"unknown plan {preset!r}: expected one of {', '.join(PRESETS)}, or a Plan")
+
+
+def is_possible(preset: str, axis_names: Sequence[str]) -> bool:
+    """Whether the mesh has the axes for a preset."""
+    try:
+        constraints_for(preset, axis_names)
+    except PlanError:
+        return False
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,8 +34,7 @@ class Pricer:
 
     Args:
         searched: the nodes that have a choice.
-        again: the nodes that run again in the backward.
-        is_kept: whether the backward finds what a node made.
+        kept: bytes that the backward finds of each node, for each byte of it.
         forbidden: infinite prices for what a preset forbids between a parameter at rest and its use.
         schedule: how a step runs.
     """
@@ -48,14 +47,13 @@ class Pricer:
         profile: Profile,
         axis_sizes: tuple[int, ...],
         searched: Collection[fx.Node],
-        again: Collection[fx.Node],
-        is_kept: Callable[[fx.Node], bool],
+        kept: Mapping[fx.Node, float],
         forbidden: Callable[[fx.Node, Sequence[Option], Sequence[Layout]], np.ndarray],
         schedule: Schedule,
     ) -> None:
         self.captured, self.size, self.redistributor, self.profile = captured, size, redistributor, profile
-        self.axis_sizes, self.searched, self.again = axis_sizes, searched, again
-        self.is_kept, self.forbidden, self.schedule = is_kept, forbidden, schedule
+        self.axis_sizes, self.searched, self.kept = axis_sizes, searched, kept
+        self.forbidden, self.schedule = forbidden, schedule
 
     def price(
         self,
@@ -112,8 +110,6 @@ class Pricer:
 
     def _matrix(self, node: fx.Node, rows: Sequence[Layout], columns: Sequence[Layout]) -> np.ndarray:
         index, seconds = self._table(node)
-        if node in self.again and node.meta["backward"]:
-            seconds = seconds + self._table(node, backward=False)[1]
         return seconds[np.ix_([index[r] for r in rows], [index[c] for c in columns])]
 
     def _source_prices(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:
@@ -139,18 +135,25 @@ class Pricer:
             )
         return prices
 
+    def again(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:
+        """What it takes to bring each option's result into each layout once more, where it is made again."""
+        index, seconds = self._table(producer.node, backward=False)
+        rows = [index[option.result] for option in producer.options]
+        return seconds[np.ix_(rows, [index[column] for column in columns])]
+
     def _gathered_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
         node = producer.node
         if deals_out(node):
-            shape, kept = self.size.shape(node), self.is_kept(node)
+            shape, kept = self.size.shape(node), node in self.kept
             return dealt_bytes(node, shape, producer.options, columns, self.axis_sizes, kept)
         if node.name not in self.captured.parameters:
             return None
         shape, itemsize = self.size.shape(node), node.meta["val"].element_size()
         held = np.array([local_numel(shape, column, self.axis_sizes) for column in columns])
         own = np.array([local_numel(shape, option.result, self.axis_sizes) for option in producer.options])
-        summed = max(itemsize, 4) if self.schedule.microbatches > 1 else itemsize
-        gradient = summed if node.meta["backward"] else 0
+        # Over several microbatches gradients are added up as they are made; else each is reduced at once, and lives for
+        # a moment only.
+        gradient = max(itemsize, 4) if self.schedule.microbatches > 1 and node.meta["backward"] else 0
         each = np.array([itemsize * int(o.gather != "per_use") + gradient for o in producer.options])
         cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
         used = np.where(cast | (held[None] > own[:, None]), each[:, None] * held[None], 0.0)

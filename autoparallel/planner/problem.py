@@ -51,6 +51,7 @@ class Problem:
         variables: operator and parameter variables, by node.
         readers: the layouts of the shared-layout variables, by node, with the variable's number.
         layers: of each variable the layers of the model that it is in, the outermost first.
+        again: by layer, the variable that says whether it runs again in the backward.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -59,6 +60,7 @@ class Problem:
     variables: dict[fx.Node, Variable] = field(default_factory=dict)
     readers: dict[fx.Node, tuple[list[Layout], int]] = field(default_factory=dict)
     layers: list[tuple[str, ...]] = field(default_factory=list)
+    again: dict[str, int] = field(default_factory=dict)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """What a node reads, in the order of its options' needs."""

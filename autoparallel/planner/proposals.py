@@ -4,75 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoparallel.planner.candidates import Candidate, Outcome, Proposals
+from autoparallel.planner.candidates import Candidate, Proposals
 from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.memory import within
+from autoparallel.planner.memory import fastest
 from autoparallel.planner.microbatches import pipelines
-from autoparallel.planner.paddings import paddings
-from autoparallel.planner.presets import EXPERT_AXIS, PRESETS
-from autoparallel.planner.thresholds import THRESHOLDS
+from autoparallel.planner.presets import PRESETS, is_possible
 
 
 def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
-    """All candidates for what the evaluator's request asks.
-
-    Args:
-        thorough: whether "auto" looks at the presets, too, and a limit at what is predicted; else this is a first
-            look, by what the search adds up, and recomputing layers is asked about only where nothing fits without.
-    """
-    request = evaluator.request
-    candidate = Candidate(request.origin, limit=request.memory_limit)
-    if request.stages:
-        return (yield from pipelines(evaluator, thorough=thorough))
-    if not thorough:
-        outcome = yield from paddings(candidate, evaluator)
-        return outcome if outcome.plan is not None else (yield from within(candidate, evaluator))
-    if request.plan != "auto" or evaluator.settled.at_rest is not None:
-        return (yield from within(candidate, evaluator))
-    return (yield from presets(candidate, evaluator))
-
-
-def presets(candidate: Candidate, evaluator: Evaluator) -> Proposals:
-    """A candidate of the free search, and the presets that are predicted to be faster.
+    """All candidates for what the evaluator's request asks, within its limit on memory.
 
     [Note: what a sum cannot tell] The search adds up prices.  What hides behind what is no sum, and on hardware
     where nothing hides, sums that are nearly equal may be in the wrong order.  So "auto" is the best of what the
-    search chooses freely and of the presets, as the program of each is predicted (see ``predict.forecast``).
+    search chooses freely and of the presets, as the program of each is predicted (see ``predict.forecast``), each with
+    the same means that save memory.
+
+    Args:
+        thorough: whether "auto" looks at the presets, too; else this is a first look.
     """
-    limit, names = candidate.limit, [name for name, _ in evaluator.request.axes]
-    fastest = yield from within(candidate, evaluator)
-    for preset in PRESETS:
-        if preset == "auto" or preset == "expert_parallel" and EXPERT_AXIS not in names:
-            continue
-        outcome = yield from paddings(Candidate(preset), evaluator)
-        if outcome.plan is None or _is_slower(outcome, fastest, evaluator):
-            continue
-        forecast = evaluator.forecast(outcome.plan)
-        if fastest.plan is not None:
-            fastest = replace(fastest, forecast=fastest.forecast or evaluator.forecast(fastest.plan))
-            if forecast.seconds >= fastest.forecast.seconds:  # type: ignore[union-attr]
-                continue
-        if limit is not None:
-            if not forecast.whole and forecast.memory <= limit:
-                forecast = evaluator.forecast(outcome.plan, exactly=True)
-            if forecast.memory > limit:
-                continue
-        fastest = replace(outcome, forecast=forecast)
-    return fastest if fastest.plan is None else replace(fastest, plan=replace(fastest.plan, origin="auto"))
-
-
-def _is_slower(outcome: Outcome, fastest: Outcome, evaluator: Evaluator) -> bool:
-    """Whether a plan is slower than the fastest one by far, or as good as the same, without predicting it."""
-    plan, other = outcome.plan, fastest.plan
-    if plan is None or other is None or plan.cost is None or plan.estimate is None or other.cost is None:
-        return False
-    if (plan.operators, plan.parameters) == (other.operators, other.parameters):
-        return True
-    if not evaluator.request.profile.overlap:
-        return plan.cost > THRESHOLDS.nearly_equal * other.cost
-    # All hides that can: what travels for parameters.
-    hidden = sum(plan.estimate.parameters.values())
-    return fastest.forecast is not None and plan.cost - hidden >= fastest.forecast.seconds
+    request = evaluator.request
+    if request.stages:
+        return (yield from pipelines(evaluator, thorough=thorough))
+    names = [request.origin]
+    if thorough and request.plan == "auto" and evaluator.settled.at_rest is None:
+        axes = [name for name, _ in request.axes]
+        names += [name for name in PRESETS if name != "auto" and is_possible(name, axes)]
+    outcome = yield from fastest([Candidate(name) for name in names], request.memory_limit, evaluator, exactly=thorough)
+    return outcome if outcome.plan is None else replace(outcome, plan=replace(outcome.plan, origin=request.origin))
 
 
 __all__ = ["proposals"]

@@ -29,7 +29,7 @@ class Request:
         profile: the hardware that is planned for.
         plan: "auto", a preset, or a plan to carry out as it is.
         pins: what some parameters, modules and operators must be, whatever else is chosen.
-        loss_fn, memory_limit, outputs, precision: as ``compile()`` takes them; the limit in bytes.
+        loss_fn, memory_limit, outputs, precision: as ``compile()`` takes them; the limit in bytes, None for none.
         device: the kind of device that programs run on.
         hoist_all: gathers every parameter before the body.
         stages: the ranks of a pipeline's axis; 0 where there is none.
@@ -89,12 +89,15 @@ class Settled:
 
 
 def limit_in_bytes(limit: float | None, profile: Profile) -> float | None:
-    """A limit on memory in bytes; one that is at most 1 is a part of what the profile's device has.
+    """A limit on memory in bytes; one that is at most 1 is a part of what the profile's device has.  None is what a
+    plan may take there, where that is known.
 
     Raises:
         ValueError: for a part of a memory that is not known.
     """
-    if limit is None or limit > 1:
+    if limit is None:
+        return profile.usable
+    if limit > 1:
         return limit
     if limit <= 0:
         raise ValueError(f"memory_limit must be positive, got {limit}")

@@ -5,7 +5,8 @@ The variables are
 - for each operator: its mode on every mesh axis (``rules.typing``), which gives the layouts it needs and makes;
 - for each tensor with several consumers: the layout they all read it in, so that a redistribution shared by several
   consumers is one choice with one price;
-- for each parameter: its layout at rest, and whether it is gathered per use or per microbatch.
+- for each parameter: its layout at rest, and whether it is gathered per use or per microbatch;
+- for each layer for which that is open: whether it runs again in the backward.
 
 The costs are compute and memory traffic on local sizes, forward and backward, and redistributions, forward and
 backward, between what one side makes and the other needs.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import fx
@@ -29,12 +31,13 @@ from autoparallel.placements import Invariant, Layout, Shard, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
 from autoparallel.placements.redistribution import Redistributor, local_numel
 from autoparallel.planner.at_rest import every_layout, layouts_at_rest, permitted
-from autoparallel.planner.experts import Experts, find_experts
+from autoparallel.planner.experts import experts_of
+from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices
-from autoparallel.planner.problem import Problem, Schedule, Variable
+from autoparallel.planner.problem import Problem, Reader, Schedule, Variable
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.cost import bytes_kept, update_seconds
 from autoparallel.rules import Rule, operator_name, rule_for
@@ -59,11 +62,13 @@ class _Ends:
         shared: the layouts in which several consumers may read one.
         leaving: the layouts in which one leaves the graph.
         prices: the tables to its consumers, once they are worked out.
+        again: the table of what that costs once more, where its layer may run again.
     """
 
     shared: list[Layout] | None
     leaving: Sequence[Layout]
     prices: Prices | None = None
+    again: np.ndarray | None = None
 
 
 class SearchSpace:
@@ -84,7 +89,7 @@ class SearchSpace:
         pinned: Mapping[str, ParameterPlan] | None = None,
         input_layouts: Mapping[str, Layout] | None = None,
         pins: ResolvedPins | None = None,
-        recompute: Collection[str] = (),
+        may_recompute: Collection[str] = (),
         schedule: Schedule = Schedule(),  # noqa: B008 - frozen
     ) -> None:
         self.captured, self.mesh, self.profile = captured, tuple(mesh), profile
@@ -97,9 +102,14 @@ class SearchSpace:
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
         self.size = Signatures(captured.actual)
         self.searched = self._descendants()
-        self.experts = self._find_experts()
+        self.experts = experts_of(captured, constraints, self.axis_sizes, self.size)
         self.unruled: dict[str, int] = {}
-        self.again = {n: x for n in captured.graph.nodes if (x := layer_of(n)) in recompute} if recompute else {}
+        # Nodes of the layers for which it is open whether they run again.
+        self.open: dict[fx.Node, str] = {}
+        for node in captured.graph.nodes if may_recompute else ():
+            if (layer := layer_of(node)) is not None and layer in may_recompute:
+                self.open[node] = layer
+        self.kept = kept_parts(captured.graph, self.size)
         self._known: dict[fx.Node, list[Option] | None] = {}
         self._ends: dict[fx.Node, tuple[_Ends, Sequence[tuple[fx.Node, int]]]] = {}
         # What is alike is worked out once: options by the kind of node, prices by the options on both sides.
@@ -109,8 +119,8 @@ class SearchSpace:
         self._ends_alike: dict[Hashable, _Ends] = {}
         self._own: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         self._pricer = Pricer(
-            captured, self.size, redistributor, profile, self.axis_sizes, self.searched, self.again,
-            self._is_kept, self._forbidden, schedule,
+            captured, self.size, redistributor, profile, self.axis_sizes, self.searched, self.kept,
+            self._forbidden, schedule,
         )  # fmt: skip
 
     # -- options ----------------------------------------------------------------------------------------------------
@@ -128,25 +138,10 @@ class SearchSpace:
                 found.add(node)
         return found
 
-    def _find_experts(self) -> Experts:
-        if not self.constraints.expert:
-            return Experts()
-        found = find_experts(self.captured.graph, self.captured.parameters)
-        if self.constraints.needs_experts and not found.parameters:
-            raise PlanError(
-                "the plan 'expert_parallel' found no experts in the model: stack their weights in one parameter "
-                "[experts, in, out] that a batched or grouped matrix product uses, or use plan='data_parallel'"
-            )
-        count = 1
-        for axis in self.constraints.expert:
-            count *= self.axis_sizes[axis]
-        for node, dim in found.parameters.items():
-            if self.size.shape(node)[dim] % count:
-                raise PlanError(
-                    f"{self.captured.parameters[node.name]} stacks {self.size.shape(node)[dim]} experts, which do not "
-                    f"divide by the {count} ranks of the mesh axis 'ep': change the number of experts or the mesh"
-                )
-        return found
+    @cached_property
+    def problem(self) -> Problem:
+        """What ``build`` makes, once."""
+        return self.build()
 
     def build(self) -> Problem:
         """Lists every option and price.
@@ -158,6 +153,9 @@ class SearchSpace:
         readers, leaving = self._consumers()
         operators = [n for n in self.captured.graph.nodes if n.op == "call_function" and self.options(n) is not None]
         for node in operators:
+            if (layer := self.open.get(node)) is not None and layer not in problem.again:
+                path = tuple([outer for outer in layers_of(node) if len(outer) <= len(layer)])
+                problem.again[layer] = problem.add(2, path)
             for operand in self.size.operands(node):
                 if operand.op == "placeholder" and operand not in problem.variables:
                     self._add(problem, operand, readers, leaving, layers_of(node))
@@ -168,6 +166,10 @@ class SearchSpace:
         for producer in problem.variables.values():
             self._connect(problem, producer)
         return problem
+
+    def _again(self, problem: Problem, node: fx.Node) -> tuple[int, ...]:
+        """The variable that says whether a node runs again, where there is one."""
+        return (problem.again[self.open[node]],) if node in self.open else ()
 
     def _consumers(self) -> tuple[dict[fx.Node, list[tuple[fx.Node, int]]], dict[fx.Node, list[Layout]]]:
         """Who reads each tensor, and the layouts in which it leaves the graph."""
@@ -197,17 +199,22 @@ class SearchSpace:
         if id(options) not in self._own:
             seconds = np.array([o.seconds for o in options])
             saved = np.array([o.saved_bytes for o in options])
+            if node in self.open:
+                seconds = np.stack([seconds, seconds + [o.again for o in options]], axis=-1)
+                saved = np.stack([saved, [o.left_bytes for o in options]], axis=-1)
             self._own[id(options)] = seconds, saved if saved.any() else None
         own, kept = self._own[id(options)]
-        problem.factors.add((variable.number,), own)
+        scope = variable.number, *self._again(problem, node)
+        problem.factors.add(scope, own)
         if kept is not None:
-            problem.usage.add((variable.number,), kept)
+            problem.usage.add(scope, kept)
         consumers, leaves = readers.get(node, ()), leaving.get(node, ())
         if not consumers and not leaves:
             return
         # Worked out once for tensors that are alike and whose consumers are.
         known = self._known
-        at = tuple([(id(known[reader]), position) for reader, position in consumers])
+        layer = self.open.get(node)
+        at = tuple([(id(known[r]), position, self.open.get(r) == layer) for r, position in consumers])
         key = (
             id(options),
             self.size.tensor(node),
@@ -283,11 +290,14 @@ class SearchSpace:
             return "parameter", self.size.tensor(node), rest, self.experts.parameters.get(node), pinned, users, own
         if node.op != "call_function" or self.size.tensor(node) < 0 or node not in self.searched:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
-        return "call", self.size.call(node), self.experts.factors.get(node), node in self.again, self._is_kept(node)
+        return "call", self.size.call(node), self.experts.factors.get(node), node in self.open, self._kept(node)
 
-    def _is_kept(self, node: fx.Node) -> bool:
-        """Whether the backward finds what a node made; a layer that is recomputed keeps only what others read."""
-        return node not in self.again or any(self.again.get(user) != self.again[node] for user in node.users)
+    def _kept(self, node: fx.Node) -> tuple[float, float]:
+        """Bytes that the backward finds of each byte of a node, and where its layer, which then keeps only what others
+        read, runs again."""
+        layer = self.open.get(node)
+        outside = layer is not None and any(self.open.get(user) != layer for user in node.users)
+        return self.kept.get(node, 0.0), float(outside)
 
     def _options(self, node: fx.Node) -> list[Option] | None:
         if node.op == "placeholder":
@@ -300,7 +310,7 @@ class SearchSpace:
             return self._whole_option(node)
         options = operator_options(
             node, self.axis_sizes, self.profile, self.size, lambda *way: self._allowed(node, *way),
-            runs=1 + (node in self.again), keeps=self._is_kept(node),
+            parts=self._kept(node),
         )  # fmt: skip
         if not options:
             raise NoOption(node)
@@ -374,7 +384,7 @@ class SearchSpace:
             kept = bytes_kept(at_rest, bool(node.meta["differentiable"]))
             update = update_seconds(self.profile, kept) / self.schedule.microbatches
             for gather in gathers if sharded else ["per_step"]:
-                options.append(Option((), (), layout, update, kept / self.schedule.stages, gather))
+                options.append(Option((), (), layout, update, kept / self.schedule.stages, gather=gather))
         return options
 
     # -- prices between variables -----------------------------------------------------------------------------------
@@ -388,6 +398,7 @@ class SearchSpace:
         readers = [(problem.variables[reader], position) for reader, position in consumers]
         if ends.prices is None:
             ends.prices = self._pricer.price(producer, readers, ends.leaving, ends.shared)
+            ends.again = self._again_prices(producer, readers, ends.shared)
         prices, factors = ends.prices, problem.factors
         first, scope = producer.number, (producer.number, *[reader.number for reader, _ in readers])
         if ends.shared is not None:
@@ -402,6 +413,20 @@ class SearchSpace:
             factors.add(scope, prices.source)
             if prices.usage is not None:
                 problem.usage.add(scope, prices.usage)
+            if ends.again is not None:
+                factors.add((*scope, *self._again(problem, node)), ends.again)
+
+    def _again_prices(
+        self, producer: Variable, readers: Sequence[Reader], shared: Sequence[Layout] | None
+    ) -> np.ndarray | None:
+        """What it takes to bring a tensor to its layer's own consumers again, where the layer runs again."""
+        node, layer = producer.node, self.open.get(producer.node)
+        inside = [(reader, position) for reader, position in readers if self.open.get(reader.node) == layer]
+        if layer is None or not inside or node not in self.searched or not node.meta["backward"]:
+            return None
+        columns = shared if shared is not None else [o.needs[inside[0][1]] for o in inside[0][0].options]
+        seconds = self._pricer.again(producer, columns)
+        return np.stack([np.zeros_like(seconds), seconds], axis=-1) if seconds.any() else None
 
     def _forbidden(self, node: fx.Node, options: Sequence[Option], columns: Sequence[Layout]) -> np.ndarray:
         """What a preset forbids between a parameter at rest and its use, as infinite prices."""

@@ -17,7 +17,8 @@ class Row:
     Attributes:
         layer: what it is part of, if anything.
         activations: bytes that its backward needs.
-        outside: those of them that others than its layer read.
+        outside: of the result, where others than its layer read it, and its layer runs again.
+        moment: bytes that its gradients take while its backward runs.
         spared: those that are not kept, because it runs again in the backward.
         again: whether it does.
         kept: bytes of the parameters that are read here first, with gradients and optimizer states.
@@ -33,6 +34,7 @@ class Row:
     kept: float
     reads: Mapping[fx.Node, tuple[float, float]]
     result: Layout
+    moment: float = 0.0
     spared: float = 0.0
     again: bool = False
 
@@ -45,7 +47,7 @@ class Row:
         """The same, run again in the backward where it is part of one of these layers."""
         if self.again or self.layer not in layers:
             return self
-        backward, spared = self.backward + self.forward, self.activations - self.outside
+        backward, spared = self.backward + self.forward, max(0.0, self.activations - self.outside)
         return replace(self, backward=backward, activations=self.outside, spared=spared, again=True)
 
 

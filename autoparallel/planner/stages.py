@@ -51,6 +51,8 @@ from autoparallel.placements.modes import Mode
 from autoparallel.placements.redistribution import Redistributor, local_numel
 from autoparallel.plan import Plan
 from autoparallel.planner.cuts import most_even
+from autoparallel.planner.kept import kept_parts
+from autoparallel.planner.signatures import Signatures
 from autoparallel.planner.stage_rows import Row, largest_layer
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.cost import bytes_kept, operator_seconds
@@ -98,6 +100,7 @@ class StagePlanner:
         self.sizes = plan.axis_sizes
         self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
         self.forbidden = self._forbidden()
+        self.found = kept_parts(captured.graph, Signatures(captured.actual))
         self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
         self.may_split, self.may_recompute = may_split, may_recompute
         self.recompute: tuple[str, ...] = ()
@@ -247,7 +250,8 @@ class StagePlanner:
     def _memory(self, part: Sequence[Row], begin: int, kept: float, held: int) -> float:
         """The bytes of a stage that begins at a row and holds the activations of so many microbatches."""
         entering = float(self._entering[begin]) if begin and part[0].again else 0.0
-        return kept + held * (sum(row.activations for row in part) + entering) + largest_layer(part)
+        moment = largest_layer(part) + max(row.moment for row in part)
+        return kept + held * (sum(row.activations for row in part) + entering) + moment
 
     def timeline(self, parts: Sequence[Sequence[Row]], schedule: str, count: int) -> Timeline:
         """The schedule played through with the times of its stages."""
@@ -303,7 +307,11 @@ class StagePlanner:
         moved = np.array([self._crossing[p] if 0 < p < n else 0.0 for p in places])
         again = [0 < p < n and rows[p].again for p in places]
         entering = np.array([self._entering[p] if known else 0.0 for p, known in zip(places, again, strict=True)])
-        largest = largest_layer(rows)
+        moments = np.maximum.reduceat([row.moment for row in rows], places[:-1])
+        moment = np.zeros((len(places), len(places)))  # [begin, end], as below
+        for begin in range(len(places) - 1):
+            moment[begin, begin + 1 :] = np.maximum.accumulate(moments[begin:])
+        moment += largest_layer(rows)
         span = seconds[None, :] - seconds[:, None]  # [begin, end]
         span = np.where(used[None, :] > used[:, None], span, np.inf)
         ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(stages)]
@@ -319,7 +327,7 @@ class StagePlanner:
                 cost = cost + 2 * moved[None, :]
             costs.append(cost)
             held = flight[stage] * (activations[None, :] - activations[:, None] + entering[:, None])
-            memory.append(kept[None, :] - kept[:, None] + held + largest)
+            memory.append(kept[None, :] - kept[:, None] + held + moment)
         free = most_even(costs)
         if free is None:
             raise PlanError(f"the model cannot be cut into {stages} stages that all have parameters")
@@ -392,10 +400,11 @@ class StagePlanner:
         reads = {x: self._kept(x, by, layouts.get(by), size) for x, by in self._parameters(node).items()}
         kept = sum(own for x, (own, _) in reads.items() if x not in seen)
         seen.update(reads)
-        activations = result_bytes if flows else 0.0
+        activations = self.found.get(node, 0.0) * result_bytes
         layer = layer_of(node)
-        outside = activations if any(layer_of(user) != layer for user in node.users) else 0.0
-        return Row(node, layer, forward, backward, activations, outside, kept, reads, result)
+        outside = float(result_bytes) if flows and any(layer_of(user) != layer for user in node.users) else 0.0
+        moment = float(moved) if flows else 0.0
+        return Row(node, layer, forward, backward, activations, outside, kept, reads, result, moment)
 
     def _call(self, node: fx.Node) -> tuple[Rule | None, Sequence[Mode], list[Layout], Layout]:
         """An operator's rule, how it runs, and the layouts that it needs and makes; the same for all sizes."""

@@ -13,6 +13,8 @@ class Thresholds:
         nearly_equal: Plans whose prices add up to at most so many times that of another are compared by predicting
             both, on hardware where nothing hides behind anything.
         rooms: How often a search within a limit is told to leave more room, or less.
+        spare: The part of a limit that may stay unused without another search.
+        sparing: Seconds that a byte is worth where as little memory as possible is asked for.
         corrections: How often a plan is looked for again because a short model told too little of its memory.
         bubble: The part of a schedule in which ranks wait from which on more microbatches are tried, beyond the usual.
         far: How many times a known step's work the ranks of a pipeline may have, in the largest number of
@@ -25,6 +27,8 @@ class Thresholds:
 
     nearly_equal: float = 1.25
     rooms: int = 7
+    spare: float = 0.02
+    sparing: float = 1e-6
     corrections: int = 3
     bubble: float = 0.1
     far: float = 1.25

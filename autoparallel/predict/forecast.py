@@ -8,8 +8,8 @@ predicted from the whole program (see ``predict.predict``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
@@ -31,16 +31,18 @@ class Forecast:
         seconds: of a step with one microbatch.
         memory: bytes per device.
         whole: whether the whole program was predicted.
+        parts: what takes the memory, where it was.
     """
 
     seconds: float
     memory: float
     whole: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(prediction: Prediction) -> Forecast:
         """What a whole program takes."""
-        return Forecast(prediction.seconds(), prediction.total_memory, True)
+        return Forecast(prediction.seconds(), prediction.total_memory, True, prediction.peak)
 
 
 def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[Hashable, Forecast]) -> Forecast:

@@ -45,6 +45,7 @@ class Comparison:
         profile: the hardware that was planned for.
         plans: by name, what was decided, and what a step is predicted to cost; the first is the one that was asked for.
         problems: by name, why other plans cannot be.
+        limit: bytes of a device that plans were to stay within; None where they were not limited.
     """
 
     model: str
@@ -52,6 +53,12 @@ class Comparison:
     profile: Profile
     plans: Mapping[str, tuple[Decisions, Prediction]]
     problems: Mapping[str, str]
+    limit: float | None = None
+
+    @property
+    def capacity(self) -> float | None:
+        """Bytes of a device that a plan may take; None where they are not known."""
+        return self.profile.memory if self.limit is None else self.limit
 
     @property
     def plan(self) -> Decisions:
@@ -81,12 +88,24 @@ def comparison_blocks(compared: Comparison) -> list[Block]:
         devices = math.prod(size for _, size in plan.whole_mesh)
         # MFU: the part of the devices' peak that the model's own arithmetic is.
         mfu = work.flops / (seconds * devices * profile.peak_flops(work.dtype))
-        over = " (too much)" if profile.memory is not None and memory > profile.memory else ""
+        over = " (too much)" if compared.capacity is not None and memory > compared.capacity else ""
         cells = [duration(seconds), f"{work.count / seconds:,.0f}", f"{100 * mfu:.1f}%", units(memory) + over]
         rows.append([name, *cells, *(units(sent[name].get(kind, 0.0)) for kind in kinds)])
     rows += [[name, "no plan", *[""] * (len(numbers) - 1)] for name in compared.problems]
     problems = [f"{name}: {problem}" for name, problem in compared.problems.items()]
-    return [Table(["plan", *numbers], rows, right=numbers, chosen=0), *problems]
+    return [Table(["plan", *numbers], rows, right=numbers, chosen=0), *problems, *_limit_words(compared)]
+
+
+def _limit_words(compared: Comparison) -> list[str]:
+    """Within what memory plans were searched."""
+    limit, profile = compared.limit, compared.profile
+    if limit is None:
+        return []
+    of = f" of {units(profile.memory)}" if profile.memory is not None else ""
+    kept = ""
+    if limit == profile.usable:
+        kept = f"; {profile.reserve:.0%} are left to the device's context, buffers of collectives, and fragmentation"
+    return [f"Searched within {units(limit)}{of} per device{kept}."]
 
 
 def _sent_by_kind(prediction: Prediction) -> dict[str, float]:

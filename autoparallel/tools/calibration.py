@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.comm.groups import bind, communicator_of, whole_group
-from autoparallel.hardware import Link, Profile, profile_for
+from autoparallel.hardware import RESERVE, Link, Profile, profile_for
 from autoparallel.placements import sent_bytes
 from autoparallel.text import Table, duration, operations, units
 
@@ -68,6 +68,7 @@ def calibrate(mesh: DeviceMesh, name: str = "measured", told: Callable[[str], No
         latency=reduced[0].latency if reduced else known.latency,
         bandwidth=reduced[0].bandwidth if reduced else known.bandwidth,
         memory=float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None,
+        reserve=RESERVE if device.type == "cuda" else 0.0,
         default_flops=flops[torch.float32],
         attention=attention,
         node=local if 0 < local < mesh.size() else 0,

@@ -23,7 +23,7 @@ from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.meshes import MeshSearch, refusal
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import EXPERT_AXIS, PRESETS
+from autoparallel.planner.presets import PRESETS, is_possible
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.predict.cost import model_flops
@@ -57,7 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--batch", type=int, help="rows of the global batch, for a factory that takes batch=")
     parser.add_argument("--seq", type=int, help="tokens of a row, for a factory that takes seq=")
     parser.add_argument("--precision", choices=("bfloat16", "float16"), help="the dtype parameters are used in")
-    parser.add_argument("--memory-limit", type=limit, help="bytes (70e9, 70GB), or a part of the device's memory (0.9)")
+    parser.add_argument(
+        "--memory-limit",
+        type=limit,
+        help="bytes (70e9, 70GB), or a part of the device's memory (0.9); unless told, what the hardware has, less a "
+        "reserve",
+    )
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=S0,R", help="pin parameters or a module")
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME=S0,*", help="forbid a layout")
     parser.add_argument("--pins", metavar="PLAN", help="a saved plan that is kept as far as the model still has it")
@@ -201,8 +206,7 @@ def _presets(options: argparse.Namespace, request: Request) -> list[str]:
         if unknown:
             raise UsageError(f"unknown preset {unknown[0]!r} in --compare: expected {', '.join(PRESETS)}")
         return names
-    experts = EXPERT_AXIS in dict(request.axes)
-    return [n for n in PRESETS if n != request.plan and (n != "expert_parallel" or experts)]
+    return [n for n in PRESETS if n != request.plan and is_possible(n, [name for name, _ in request.axes])]
 
 
 def compare(
@@ -223,8 +227,8 @@ def compare(
     problems: dict[str, str] = {}
     for name in [request.origin, *presets]:
         chosen = not plans
-        # Presets are compared as they are: without pins, and without a limit that would change them.
-        asked = request if chosen else replace(request, plan=name, pins=Pins(), memory_limit=None)
+        # Presets are compared without pins, within the same limit and with the same means that save memory.
+        asked = request if chosen else replace(request, plan=name, pins=Pins())
         try:
             planner = Planner(source.model, asked)
             made = draft_captured(planner, captured.copy(), call, _progress(name))
@@ -236,7 +240,8 @@ def compare(
         plan = made.plan if asked.stages else made.plan.with_reasons(PlanAgain(planner, call))
         plan = replace(plan, choice=choice or plan.choice) if chosen else plan
         plans[f"{name} (chosen)" if chosen else name] = plan, made.prediction
-    return Comparison(type(source.model).__name__, workload_of(captured, call), request.profile, plans, problems)
+    work = workload_of(captured, call)
+    return Comparison(type(source.model).__name__, work, request.profile, plans, problems, request.memory_limit)
 
 
 def _progress(title: str) -> Progress:

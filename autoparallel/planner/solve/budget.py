@@ -3,12 +3,15 @@
 [Note: budgets] `minimise_with_budget` adds one limit on a second sum of tables. Relaxing it with a multiplier m >= 0
 leaves the unconstrained problem cost + m * usage. Its minimum less m * limit is a lower bound for every m; the best m
 is found by intersecting the lines of the cheapest infeasible and the best feasible solution until no solution lies
-below the intersection. What remains between bound and solution is narrowed by exchanging independent parts of the two
-solutions and by local search, which may leave a gap.
+below the intersection. What remains between bound and solution is narrowed by mixing the two solutions: as many of the
+last layers as fit are those of the cheaper one, so that layers that are alike take one of two answers; then independent
+parts are exchanged. Only where that leaves more than a little, each variable is looked at by itself. A gap may be left.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +24,7 @@ from autoparallel.planner.solve.kinds import Layers
 from autoparallel.planner.solve.layered import MAX_TABLE, LayeredNetwork
 
 _LINE_STEPS = 60  # multipliers tried at most; each step ends at a new vertex of the dual, so few are needed
+_CLOSE = 0.01  # the gap below which variables are not looked at one by one
 _LOCAL_MOVES = 1000  # improving changes applied at most after the dual is solved
 _ROUNDING = 1e-12  # relative difference of costs below which they count as equal
 
@@ -90,8 +94,10 @@ def minimise_with_budget(
         else:
             low, low_cost, low_usage = middle, cost, used
     search = _LocalSearch(Network(sizes, forbidding, finite), list(high), limit)
+    search.adopt_layers(low, layers)
     search.adopt_parts(low)
-    search.improve()
+    if search.cost - bound > _CLOSE * abs(search.cost):
+        search.improve()
     return result(search.choices, bound, multiplier)
 
 
@@ -115,10 +121,28 @@ class _LocalSearch:
         self.choices, self.cost, self.usage = choices, cost, usage
         return True
 
+    def adopt_layers(self, other: Sequence[int], layers: Layers) -> None:
+        """Take over as many of the last layers of a cheaper assignment as fit."""
+        outermost = [path[0] if path else None for path in layers]
+        order = list(dict.fromkeys(layer for layer in outermost if layer is not None))
+        own = list(self.choices)
+
+        def mixed(first: int) -> dict[int, int]:
+            last = {*order[first:]}
+            return {v: other[v] for v, layer in enumerate(outermost) if layer in last and own[v] != other[v]}
+
+        def over(first: int) -> bool:
+            changes = mixed(first)
+            return self.network.totals([changes.get(v, state) for v, state in enumerate(own)])[1] > self.limit
+
+        first = bisect.bisect_left(range(len(order)), True, key=lambda i: not over(i))
+        while first < len(order) and not self._accept(mixed(first)):
+            first += 1
+
     def adopt_parts(self, other: Sequence[int]) -> None:
         """Take over connected parts of a cheaper assignment, the largest gain first, as far as they fit."""
         differing = {v for v, (mine, its) in enumerate(zip(self.choices, other, strict=True)) if mine != its}
-        parts: list[tuple[float, list[int]]] = []
+        parts: list[tuple[int, int, float, dict[int, int]]] = []
         while differing:
             part, frontier = [], [min(differing)]
             differing.discard(frontier[0])
@@ -127,12 +151,14 @@ class _LocalSearch:
                 near = sorted(self.network.neighbours(part[-1]) & differing)
                 differing.difference_update(near)
                 frontier.extend(near)
-            trial = list(self.choices)
-            for v in part:
-                trial[v] = other[v]
-            parts.append((self.network.totals(trial)[0] - self.cost, sorted(part)))
-        for _, part in sorted(parts):
-            self._accept({v: other[v] for v in part})
+            changes = {v: other[v] for v in sorted(part)}
+            cost, usage = self.network.change(self.choices, changes)
+            # Of equal gains the last first: what the first layers save lives longest.
+            if math.isfinite(cost):
+                parts.append((round(cost / (_ROUNDING * abs(self.cost) or 1.0)), -min(part), usage, changes))
+        for gain, _, usage, changes in sorted(parts, key=lambda part: part[:2]):
+            if gain < 0 and usage <= self.limit - self.usage:
+                self._accept(changes)
 
     def improve(self) -> None:
         """Single changes, then exchanges of two that are apart, then of two that are adjacent, while any helps."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,6 +96,16 @@ class Network:
     def totals(self, choices: Sequence[int]) -> list[float]:
         """What each sum is."""
         return [math.fsum(float(t[tuple([choices[v] for v in s])]) for s, t in tables.items()) for tables in self.sums]
+
+    def change(self, choices: Sequence[int], changes: Mapping[int, int]) -> list[float]:
+        """By how much each sum grows where some variables, by number, take other states."""
+        new = [changes.get(v, state) for v, state in enumerate(choices)]
+        grown = []
+        for tables, of in zip(self.sums, self.scopes_of, strict=True):
+            met = dict.fromkeys([scope for v in changes for scope in of[v]])
+            pairs = [(tables[s], tuple([new[v] for v in s]), tuple([choices[v] for v in s])) for s in met]
+            grown.append(math.fsum([float(t[there]) - float(t[here]) for t, there, here in pairs]))
+        return grown
 
     def neighbours(self, v: int) -> set[int]:
         return {u for of in self.scopes_of for scope in of[v] for u in scope if u != v}

@@ -69,6 +69,13 @@ class Factors(Iterable[Factor]):
                 out.extend(table, places)
         return out
 
+    def times(self, number: float) -> Factors:
+        """The sum, so many times."""
+        out = Factors()
+        for table, places in zip(self.tables, self.places, strict=True):
+            out.extend(number * table, places)
+        return out
+
     def split(self) -> tuple[Factors, Factors]:
         """What the sum forbids, as infinite entries among zeros, and what it adds up to where it forbids nothing."""
         forbidden, finite = Factors(), Factors()

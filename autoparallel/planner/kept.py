@@ -1,0 +1,123 @@
+"""What the backward finds of what a graph computes: autograd is asked, by running each kind of call once without data.
+
+A view has no memory of its own: what is saved of it is what it looks at.  What a call saves beside its operands and its
+result (a mask, a softmax inside of a loss) counts with the largest of these, and is cut as that is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoparallel.planner.signatures import Signatures
+from autoparallel.predict.attention import attention
+from autoparallel.predict.unseen import is_unseen, stand_in
+from autoparallel.rules.calls import is_tensor
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one kind of call saves.
+
+    Attributes:
+        seen: the operand that its result is a view of; None for memory of its own.
+        operands: those that are saved, by number.
+        result: whether its result is.
+        beside: bytes that are saved beside these, for each byte of the largest of them.
+        largest: the operand that this is; None for the result.
+    """
+
+    seen: int | None
+    operands: tuple[int, ...]
+    result: bool
+    beside: float
+    largest: int | None
+
+
+def kept_parts(graph: fx.Graph, size: Signatures) -> dict[fx.Node, float]:
+    """Bytes that the backward finds of each node, for each byte of its result; without those of which it finds none."""
+    known: dict[Hashable, Saved] = {}
+    owners: dict[fx.Node, fx.Node] = {}
+    found: set[fx.Node] = set()
+    beside: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        operands = size.operands(node)
+        if node.target is operator.getitem or not node.meta.get("backward"):
+            owners[node] = node
+            continue
+        key = size.call(node), *[_strides(x) for x in operands]
+        if key not in known:
+            known[key] = _run(node, operands, size)
+        saved = known[key]
+        owners[node] = node if saved.seen is None else owners.get(operands[saved.seen], operands[saved.seen])
+        for x in [*(operands[i] for i in saved.operands), *([node] if saved.result else [])]:
+            found.add(owners.get(x, x))
+        if saved.beside:
+            largest = node if saved.largest is None else operands[saved.largest]
+            beside[largest] = beside.get(largest, 0.0) + saved.beside
+    return {node: float(node in found) + beside.get(node, 0.0) for node in graph.nodes if node in found | beside.keys()}
+
+
+def _strides(x: fx.Node) -> Hashable:
+    return tuple(map(str, x.meta["val"].stride()))
+
+
+def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
+    """Runs a call on tensors without data, of the sizes of the whole batch."""
+    values: dict[fx.Node, Any] = {}
+
+    def value(x: fx.Node) -> Any:
+        if x not in values:
+            val = x.meta["val"]
+            if not is_tensor(x):
+                values[x] = size(val)
+            else:
+                strides = [size(stride) for stride in val.stride()]
+                made = torch.empty_strided(size.shape(x), strides, dtype=val.dtype, device="meta")
+                flows = bool(x.meta["differentiable"]) and (val.is_floating_point() or val.is_complex())
+                values[x] = made.requires_grad_(flows)
+        return values[x]
+
+    saved: dict[int, Any] = {}  # storages, which stay alive here, by id
+
+    def note(x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        saved[id(storage)] = storage
+
+    arguments = fx.map_arg((node.args, node.kwargs), value)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
+        results = [x for x in pytree.tree_leaves(_call(node, *arguments, size)) if isinstance(x, torch.Tensor)]
+    places = {id(values[x].untyped_storage()): i for i, x in reversed(list(enumerate(operands)))}
+    made = [id(x.untyped_storage()) for x in results]
+    beside = sum(storage.nbytes() for i, storage in saved.items() if i not in places and i not in made)
+    sizes = {None: sum(x.nbytes for x in results)} | {i: values[x].nbytes for i, x in enumerate(operands)}
+    largest = max(sizes, key=lambda i: sizes[i])
+    seen = [places[i] for i in made if i in places]
+    return Saved(
+        seen[0] if seen and is_tensor(node) else None,
+        tuple(sorted(places[i] for i in saved if i in places)),
+        any(i in saved and i not in places for i in made),
+        beside / max(1, sizes[largest]),
+        largest,
+    )
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any, size: Signatures) -> Any:
+    if is_unseen(node):
+        return stand_in(node, args, kwargs, lambda traced: tuple(size(s) for s in traced.shape))
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        return attention(*args, **kwargs)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+__all__ = ["kept_parts"]
