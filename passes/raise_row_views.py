@@ -142,7 +142,7 @@ def _raise(graph: fx.Graph, head: Head) -> None:
     place = head.product.args.index(head.rows)
     logits = _again(emit, head.product, (*head.product.args[:place], rows, *head.product.args[place + 1 :]))
     for node in head.between:
-        if node not in head.views:
+        if node not in head.views and node.target is not aten.clone.default:  # copied for the views alone
             logits = _again(emit, node, (logits, *node.args[1:]))
     head.loss.replace_input_with(head.between[-1], logits)
 
