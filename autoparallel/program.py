@@ -233,12 +233,6 @@ def program_passes(
             lambda module, findings: find_divisors(module, plan.axis_sizes),
             requires={Fact.PLACED, Fact.FLAT},
         ),
-        # Goes through rows of what is gathered for all of them, so the gathers must be calls of their own before.
-        Pass(
-            "chunk_loss",
-            lambda module, findings: chunk_loss(module, losses, plan.loss_chunks),
-            requires={Fact.BUCKETED},
-        ),
         # Takes the gathers of what only one layer reads into the layer, so they must be calls of their own before.
         Pass(
             "recompute_layers",
@@ -247,19 +241,26 @@ def program_passes(
             provides={Fact.REGIONS},
             removes={Fact.FLAT},
         ),
+        # Goes through rows of what is gathered for all of them, so the gathers must be calls of their own before.
+        Pass(
+            "chunk_loss",
+            lambda module, findings: chunk_loss(module, losses, plan.loss_chunks),
+            requires={Fact.BUCKETED, Fact.REGIONS},
+            provides={Fact.CHUNKED},
+        ),
     ]
     if plan.pipeline is not None and plan.pipeline.schedule in SPLIT:
-        # A layer that runs again is left whole, so it must be a call of its own before.
+        # A layer that runs again and a loss in chunks are left whole, so they must be calls of their own before.
         passes.append(
             Pass(
                 "split_weight_gradients",
                 lambda module, findings: split_weight_gradients(
                     module, [name for chain in findings[Chains].chains for name in chain.placeholders]
                 ),
-                requires={Fact.BUCKETED, Fact.REGIONS},
+                requires={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED},
             )
         )
-    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS}, verify=_verify)
+    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED}, verify=_verify)
 
 
 def _verify(module: fx.GraphModule, findings: Findings) -> None:
