@@ -55,6 +55,7 @@ def compile(
     precision: MixedPrecisionPolicy | None = None,
     clip_grad_norm: float | Mapping[str, float] | ClipGradNorm | None = None,
     pipeline: Pipeline | None = None,
+    loss_chunks: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     check_inputs: int | None = None,
 ) -> ParallelModule:
@@ -99,6 +100,9 @@ def compile(
             ``model.last_grad_norm`` is the norm of the last step.
         pipeline: what to fix of the pipeline over "pp": its schedule, its number of microbatches or of stages per rank,
             or where it is cut. What is left open is planned.
+        loss_chunks: computes a cross-entropy, with the linear layer that makes its logits, in this many chunks of rows,
+            so that the logits, which nothing else may read, never exist whole; the numbers are the same. None leaves it
+            to the plan.
         grad_scaler: the scaler of the loop. A pipeline must know it, because its gradients are computed before the
             loss is scaled; others need not be told.
         check_inputs: at every so many calls the ranks compare a sample of 512 elements of each plain input, so that a
@@ -121,6 +125,10 @@ def compile(
         raise TypeError(f"pipeline must be an autoparallel.Pipeline, not a {type(pipeline).__name__}")
     if pipeline is not None and isinstance(plan, Plan):
         raise ValueError("a Plan is carried out as it is, with its own pipeline: leave pipeline=... out")
+    if loss_chunks is not None and (not isinstance(loss_chunks, int) or loss_chunks < 1):
+        raise ValueError(f"loss_chunks must be a positive integer, got {loss_chunks!r}")
+    if loss_chunks is not None and isinstance(plan, Plan):
+        raise ValueError("a Plan is carried out as it is, with its own chunks of the loss: leave loss_chunks=... out")
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     saved = plan if isinstance(plan, Plan) else pins if isinstance(pins, Plan) else None
@@ -149,6 +157,7 @@ def compile(
         device=mesh.device_type,
         hoist_all=backend == "inductor",
         pipeline=pipeline,
+        loss_chunks=loss_chunks,
     )
     agreement = Agreement(mesh)
     _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline)
@@ -209,7 +218,9 @@ def _is_open(mesh: DeviceMesh | None) -> bool:
 def _require_same_model(agreement: Agreement, model: nn.Module, request: Request, *options: object) -> None:
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     plan = request.plan
-    options = (request.memory_limit, request.outputs, *options, request.precision, request.profile)
+    options = (
+        request.memory_limit, request.outputs, *options, request.loss_chunks, request.precision, request.profile
+    )  # fmt: skip
     lines = [
         f"model {type(model).__name__}",
         f"plan {plan!r}, options {options}" if isinstance(plan, str) else f"options {options}, plan",

@@ -19,6 +19,7 @@ from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.adapt_captured import leave_only_loss
 from autoparallel.passes.bucket_collectives import Bucket, Buckets, bucket_collectives
+from autoparallel.passes.chunk_loss import ChunkedLosses, ChunkError, chunk_loss, chunkable
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
 from autoparallel.passes.find_divisors import Divisors, find_divisors
 from autoparallel.passes.hoist_parameter_chains import Chains, ParameterChain, hoist_parameter_chains
@@ -47,7 +48,8 @@ class LocalProgram:
         buckets: how parameters reach the body; those gathered per use are calls in it.
         output_layouts: the layouts in which the outputs leave.
         divisors: for each symbolic size that is cut: its expression and into how many pieces.
-        regions: the submodules of the body that run again in the backward, in its order, by name.
+        regions: the submodules of the body that it runs in other ways than once, in its order, by name: layers that
+            run again in the backward, and losses in chunks of rows.
     """
 
     captured: Captured
@@ -195,6 +197,7 @@ def program_passes(
     gather = {name: "per_step" if hoist_all else p.gather for name, p in plan.parameters.items()}
     reduce = {name: p.reduce for name, p in plan.parameters.items()}
     at_rest = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
+    losses = chunkable(captured.graph) if plan.loss_chunks > 1 else []
     passes = [
         *placing_passes(
             captured,
@@ -238,19 +241,26 @@ def program_passes(
             provides={Fact.REGIONS},
             removes={Fact.FLAT},
         ),
+        # Goes through rows of what is gathered for all of them, so the gathers must be calls of their own before.
+        Pass(
+            "chunk_loss",
+            lambda module, findings: chunk_loss(module, losses, plan.loss_chunks),
+            requires={Fact.BUCKETED, Fact.REGIONS},
+            provides={Fact.CHUNKED},
+        ),
     ]
     if plan.pipeline is not None and plan.pipeline.schedule in SPLIT:
-        # A layer that runs again is left whole, so it must be a call of its own before.
+        # A layer that runs again and a loss in chunks are left whole, so they must be calls of their own before.
         passes.append(
             Pass(
                 "split_weight_gradients",
                 lambda module, findings: split_weight_gradients(
                     module, [name for chain in findings[Chains].chains for name in chain.placeholders]
                 ),
-                requires={Fact.BUCKETED, Fact.REGIONS},
+                requires={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED},
             )
         )
-    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS}, verify=_verify)
+    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED}, verify=_verify)
 
 
 def _verify(module: fx.GraphModule, findings: Findings) -> None:
@@ -312,14 +322,23 @@ def build_program(
             "the plan recomputes layers in the backward, but backend='inductor' chooses itself what it recomputes: use "
             "backend='eager', or plan again"
         )
+    if hoist_all and plan.loss_chunks > 1:
+        raise PlanError(
+            "the plan differentiates its loss chunk by chunk, which backend='inductor' does not: use backend='eager', "
+            "or loss_chunks=1"
+        )
     passes = program_passes(
         captured, plan, prefix=prefix, redistributor=redistributor, outputs=outputs, inputs=inputs, device=device,
         hoist_all=hoist_all, reduce_dtype=reduce_dtype,
     )  # fmt: skip
     module = captured.module
-    findings = run_passes(passes, module, watch)
+    try:
+        findings = run_passes(passes, module, watch)
+    except ChunkError as error:
+        raise PlanError(str(error)) from error
     layouts = [node.meta["placements"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
-    buckets, regions = list(findings[Buckets].buckets), findings[Regions].regions
+    buckets = list(findings[Buckets].buckets)
+    regions = {**findings[Regions].regions, **findings[ChunkedLosses].regions}
     return LocalProgram(captured, module, buckets, layouts, list(findings[Divisors].pairs), regions)
 
 

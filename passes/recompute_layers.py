@@ -96,7 +96,7 @@ def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> Regions:
     for number, layer in enumerate(order):
         assert layer is not None
         name = f"recompute_{number}"
-        regions[name] = Region(layer, _outline(module, _stretch(graph, layer), name))
+        regions[name] = Region(layer, outline(module, _stretch(graph, layer), name))
         module.add_submodule(name, regions[name])
     return Regions(regions)
 
@@ -120,7 +120,7 @@ def _stretch(graph: fx.Graph, layer: str) -> list[fx.Node]:
     return found
 
 
-def _outline(owner: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
+def outline(owner: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:
     """Moves nodes into a graph of their own, which is called in their place."""
     graph = owner.graph
     inside = set(nodes)
@@ -153,4 +153,4 @@ def _outline(owner: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> fx.G
     return program
 
 
-__all__ = ["Region", "Regions", "find_layers", "recompute_layers"]
+__all__ = ["Region", "Regions", "find_layers", "outline", "recompute_layers"]

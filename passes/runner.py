@@ -38,6 +38,7 @@ class Fact(Enum):
     HOISTED = "parameters enter as they are used"
     BUCKETED = "parameters that are gathered together come out of one call"
     FLAT = "all calls stand in one graph"
+    CHUNKED = "losses that go through their rows in chunks are calls of their own"
     REGIONS = "layers that run again in the backward are calls of their own"
 
 

@@ -25,6 +25,7 @@ from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
 from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import detach_outputs, mark_differentiable
 from autoparallel.passes.name_nodes import name_nodes
+from autoparallel.passes.raise_row_views import raise_row_views
 from autoparallel.passes.replace_random_operators import replace_random_operators
 from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
 from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList
@@ -91,6 +92,11 @@ def describing_passes(
                 lambda module, findings: canonicalize_operators(module),
                 requires={Fact.FLAT},
                 provides={Fact.CANONICAL},
+            ),
+            Pass(
+                "raise_row_views",
+                lambda module, findings: raise_row_views(module),
+                requires={Fact.CANONICAL},
             ),
             Pass(
                 "interleave_projections",

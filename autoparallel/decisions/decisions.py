@@ -59,6 +59,8 @@ class Decisions:
         parameters: parameter name to its plan.
         unruled: operators without a rule, which run replicated, with how often.
         recompute: the layers, by module path, that keep only what enters them and run again in the backward.
+        loss_chunks: into how many chunks of rows a cross-entropy and the product that makes its logits are cut, so that
+            the logits never exist whole; 1 computes them at once.
         notes: module path to why it is not sharded as could be expected.
         cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
             costs less than; None for a plan that no search made.
@@ -75,6 +77,7 @@ class Decisions:
     shared: Mapping[str, str]
     unruled: Mapping[str, int] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
+    loss_chunks: int = 1
     notes: Mapping[str, str] = field(default_factory=dict)
     cost: float | None = field(default=None, compare=False)
     lower_bound: float | None = field(default=None, compare=False)
@@ -120,6 +123,8 @@ class Decisions:
             parse_mode(mode)
         for layout in self.shared.values():
             parse_layout(layout)
+        if self.loss_chunks < 1:
+            raise ValueError(f"loss_chunks must be positive, got {self.loss_chunks}")
         if self.pipeline is not None:
             self.pipeline.require_valid()
 

@@ -67,6 +67,7 @@ class Prediction:
         reductions: what each time of reducing gradients would cost, were it that of every parameter.
         regathered: how many buckets of parameters the backward gathers again.
         modules: how the model's modules lie, in the model's order.
+        microbatches: how many forwards and backwards a call makes: what is said of one microbatch is of one of these.
         profile: the name of the hardware profile.
         timeline: over one step with one microbatch, seconds since its begin and the bytes that a device holds then.
     """
@@ -87,32 +88,33 @@ class Prediction:
     modules: tuple[ModuleRow, ...] = ()
     timeline: tuple[tuple[float, float], ...] = ()
     profile: str = ""
+    microbatches: int = 1
 
     def step(self, microbatches: int = 1) -> Traffic:
-        """The traffic of a step: so many forwards and backwards, all but the last under ``no_sync()``."""
-        return self.unshard + (self.forward + self.backward) * microbatches + self.gradients
+        """The traffic of a step of so many calls, all but the last under ``no_sync()``."""
+        return self.unshard + (self.forward + self.backward) * (microbatches * self.microbatches) + self.gradients
 
     def seconds(self, microbatches: int = 1) -> float:
-        """The predicted time of a step, clipping aside."""
-        return (self.forward_seconds + self.backward_seconds) * microbatches + (
+        """The predicted time of a step of so many calls, clipping aside."""
+        return (self.forward_seconds + self.backward_seconds) * (microbatches * self.microbatches) + (
             self.unshard_seconds + self.gradient_seconds + self.update_seconds
         )
 
     @property
     def times(self) -> dict[str, float]:
-        """Seconds of each part of a step with one microbatch."""
+        """Seconds of each part of a step of one call."""
         return {
             "unshard": self.unshard_seconds,
-            "forward": self.forward_seconds,
-            "backward": self.backward_seconds,
+            "forward": self.forward_seconds * self.microbatches,
+            "backward": self.backward_seconds * self.microbatches,
             "gradients": self.gradient_seconds,
             "update": self.update_seconds,
         }
 
     @property
     def peak(self) -> dict[str, float]:
-        """What holds memory at the worst moment of a step with one microbatch, to bytes per device."""
-        return {what: size for what, size in self.memory.items() if what != ACCUMULATORS}
+        """What holds memory at the worst moment of a step of one call, to bytes per device."""
+        return {what: size for what, size in self.memory.items() if what != ACCUMULATORS or self.microbatches > 1}
 
     @property
     def total_memory(self) -> float:

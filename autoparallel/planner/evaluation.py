@@ -14,6 +14,7 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.passes.adapt_captured import leave_only_loss, pad
+from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.plan import Plan
@@ -132,6 +133,7 @@ class Evaluator:
         return replace(
             plan,
             parameters={name: replace(p, rows=padding.get(name)) for name, p in plan.parameters.items()},
+            loss_chunks=(request.loss_chunks or 1) if chunkable(space.captured.graph) else 1,
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
 
@@ -175,7 +177,7 @@ class Evaluator:
     def forecast(self, plan: Plan, *, exactly: bool = False) -> Forecast:
         """What a plan takes; unless exactly, from short models, where layers repeat."""
         # Plans that differ in what they recompute share their operators, which the table keeps alive.
-        key = id(plan.operators), plan.recompute, exactly
+        key = id(plan.operators), plan.recompute, plan.loss_chunks, exactly
         if key not in self._forecasts:
             if not exactly:
                 forecast = extrapolated(self.captured, plan, self.predict, self._short)

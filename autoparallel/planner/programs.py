@@ -13,6 +13,7 @@ from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import Call, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import leave_only_loss, pad
+from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.runner import Watch, ignore
 from autoparallel.pipeline.schedules import SPLIT
 from autoparallel.plan import Plan
@@ -89,6 +90,13 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
         leave_only_loss(captured)
     pad(captured, plan.padded)
     require_fits(plan, captured.graph, request.axes, captured.parameters)
+    chunks = max(plan.loss_chunks, request.loss_chunks or 1)
+    if chunks > 1 and captured.objective is not None and not chunkable(captured.graph):
+        raise PlanError(
+            f"the loss cannot be computed in {chunks} chunks of rows: that takes a linear layer whose logits go to "
+            "cross_entropy (or through log_softmax to nll_loss) with reduction 'mean' or 'sum' and that nothing else "
+            "reads, also not as an output of the model. Return the loss alone, or leave loss_chunks out"
+        )
     if request.stages:
         if plan.pipeline is None or plan.pipeline.ranks != request.stages:
             raise PlanError(f"the plan is not for a pipeline over {request.stages} ranks: plan again")

@@ -34,6 +34,7 @@ class Request:
         hoist_all: gathers every parameter before the body.
         stages: the ranks of a pipeline's axis; 0 where there is none.
         pipeline: what is fixed of the pipeline; None leaves all of it open.
+        loss_chunks: into how many chunks of rows the loss is cut; None leaves it open.
     """
 
     axes: Axes
@@ -48,6 +49,7 @@ class Request:
     hoist_all: bool = False
     stages: int = 0
     pipeline: Pipeline | None = None
+    loss_chunks: int | None = None
 
     @property
     def origin(self) -> str:

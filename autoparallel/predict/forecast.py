@@ -85,7 +85,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
             runs=(),
         )
         recompute = tuple(layer for layer in plan.recompute if layer in left_layers)
-        key = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
+        key = plan.loss_chunks, tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
         if key not in known:
             known[key] = Forecast.of(predict(short, replace(plan, recompute=recompute)))
         return known[key]

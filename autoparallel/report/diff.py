@@ -26,6 +26,8 @@ def diff_plans(first: Decisions, second: Decisions) -> str:
     if first.recompute != second.recompute:
         was, now = (recomputed(plan) or "nothing" for plan in (first, second))
         blocks.append(f"Recomputed in the backward: {was}; now {now}.")
+    if first.loss_chunks != second.loss_chunks:
+        blocks.append(f"Chunks of the loss: {first.loss_chunks}; now {second.loss_chunks}.")
     if not blocks:
         return "The plans decide the same."
     return plain_text(*blocks, *_predictions(first, second))

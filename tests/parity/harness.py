@@ -59,6 +59,7 @@ class Recipe:
     schedule: str = ""  # of a pipeline over an axis "pp"
     microbatches: int = 0
     stages_per_rank: int = 1
+    options: tuple[tuple[str, Any], ...] = ()  # what else `compile()` is given
     share_captures: bool = False  # trace the model once for all recipes of a grid, as tracing takes most of the time
 
     @property
@@ -69,7 +70,8 @@ class Recipe:
         mesh = "x".join(f"{name}{size}" for name, size in itertools.zip_longest(self.axes, self.mesh, fillvalue=""))
         dtype = "" if self.dtype == torch.float64 else f"-{str(self.dtype).removeprefix('torch.')}"
         pipeline = f"-{self.schedule}-{self.microbatches}" if self.schedule else ""
-        return f"{self.model}-{mesh}-{self.plan}-accumulation{self.accumulation}{dtype}{pipeline}"
+        options = "".join(f"-{name}{value}" for name, value in self.options)
+        return f"{self.model}-{mesh}-{self.plan}-accumulation{self.accumulation}{dtype}{pipeline}{options}"
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ def reference(recipe: Recipe) -> list[Record]:
     case = build(recipe.model, recipe.dtype)
     parts = recipe.microbatches if case.buffers else 0  # batch norm sees one microbatch at a time
     same = replace(recipe, mesh=(1,), plan="auto", axes=(), schedule="", stages_per_rank=1, share_captures=False)
-    return _reference(replace(same, microbatches=parts))
+    return _reference(replace(same, microbatches=parts, options=()))
 
 
 @functools.lru_cache(maxsize=32)
@@ -105,10 +107,10 @@ def _train_on_rank(recipe: Recipe) -> Rank:
     rank = dist.get_rank()
     case = build(recipe.model, recipe.dtype, seed=rank)
     mesh = _mesh(recipe.mesh, recipe.axis_names)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(recipe.options)
     if recipe.schedule:
         pipeline = autoparallel.Pipeline(recipe.schedule, recipe.microbatches, recipe.stages_per_rank)
-        options = {"pipeline": pipeline, "outputs": "gather"}
+        options |= {"pipeline": pipeline, "outputs": "gather"}
     with shared_captures(_captured, recipe.model) if recipe.share_captures else nullcontext():
         model = autoparallel.compile(case.model, mesh, loss_fn=case.loss_fn, plan=recipe.plan, **options).train()
         task = _task(recipe, case)

@@ -1,0 +1,97 @@
+"""`chunk_loss`: a loss goes through its rows in chunks, and saves its gradients instead of its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoparallel.passes.chunk_loss import chunk_loss, chunkable
+from tests.passes.support import captured, show
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Head(nn.Module):
+    """A product of its input, and a loss of it."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 100)
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.head(x), y)
+
+
+LOSSES: dict[str, Loss] = {
+    "mean": lambda x, y: F.cross_entropy(x, y, ignore_index=3),
+    "sum": lambda x, y: F.cross_entropy(x, y, reduction="sum", label_smoothing=0.1),
+    "weighted": lambda x, y: F.cross_entropy(x, y, torch.linspace(0, 1, 100, dtype=x.dtype)),
+    "nll": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y),
+    "capped": lambda x, y: F.cross_entropy(5 * torch.tanh(x / 5), y),
+    "probabilities": lambda x, y: F.cross_entropy(x, F.one_hot(y, 100).to(x.dtype), reduction="sum"),
+}
+
+
+def _inputs(rows: int = 23) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 8, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 100, (rows,), generator=generator)
+
+
+def test_before_and_after() -> None:
+    module = captured(Head(LOSSES["sum"]).double(), *_inputs()).module
+    regions = chunk_loss(module, chunkable(module.graph), 4).regions
+    assert show(module)[4:] == [
+        "chunked_loss_0 = chunked_loss_0(args_0, p_model_head_weight, p_model_head_bias, args_1)",
+        "getitem = _operator.getitem(chunked_loss_0, 0)",
+        "return [getitem]",
+    ]
+    assert show(regions["chunked_loss_0"].program)[4:] == [
+        "linear = aten.linear(args_0, p_model_head_weight, p_model_head_bias)",
+        "cross_entropy_sum = losses.cross_entropy_sum(linear, args_1, None, -100, 0.1)",
+        "return [cross_entropy_sum]",
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 23])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_it_computes_the_same_and_holds_no_logits(loss: str, rows: int) -> None:
+    torch.manual_seed(0)
+    plain = Head(LOSSES[loss]).double()
+    graph = captured(plain, *_inputs(24))
+    for region in chunk_loss(graph.module, chunkable(graph.graph), 4).regions.values():
+        region.program.recompile()
+    graph.module.recompile()
+    x, y = _inputs(rows)
+    x.requires_grad_()
+    values = {node: plain.get_parameter(name) for node, name in graph.parameters.items()}
+    values |= dict(graph.constants) | dict(zip(graph.inputs, (x, y), strict=True))
+    names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+    largest = 0
+
+    def note(saved: Tensor) -> Tensor:
+        nonlocal largest
+        largest = max(largest, saved.numel())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        ours, *_ = graph.module(*(values[name] for name in names))
+    expected = plain(x, y)
+    wanted = [x, *plain.parameters()]
+    pairs = zip(
+        (ours, *torch.autograd.grad(3 * ours, wanted)), (expected, *torch.autograd.grad(3 * expected, wanted)),
+        strict=True,
+    )  # fmt: skip
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert largest <= max(plain.head.weight.numel(), x.numel())
+
+
+def test_logits_that_others_read_are_not_cut() -> None:
+    both = captured(Head(lambda x, y: F.cross_entropy(x, y) + x.mean()), *_inputs())
+    assert not chunkable(both.graph)
