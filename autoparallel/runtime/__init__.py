@@ -13,5 +13,6 @@ May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``gra
 - ``clipping``, ``limits``, ``norm``, ``norm_program``: the global norm of gradients, and clipping to it;
   ``optimizers``: what watches the optimizers' steps.
 - ``pipeline``, ``stages``, ``microbatches``, ``tied``: the same for a rank's stages.
-- ``state``, ``slices``: parameters as ``DTensor``s, and a rank's part of them; ``randomness``: the random stream.
+- ``state``, ``slices``: parameters as ``DTensor``s, and a rank's part of them; ``whole``: full parameters for a while;
+  ``randomness``: the random stream.
 """
