@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.optimizers import note_replaced
 from autoparallel.runtime.state import (
-    broadcast_from_first,
+    broadcast,
     make_dtensors,
     require_on_device,
 )
@@ -58,6 +58,7 @@ def compile(
     loss_chunks: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     check_inputs: int | None = None,
+    methods: Sequence[str] = (),
 ) -> ParallelModule:
     """Makes a plain single-device model train on a whole mesh.
 
@@ -109,6 +110,8 @@ def compile(
             rank that has left out a batch is found; on the first three calls they compare all. 0: never after those.
             None: at every call on CPUs, where that costs tens of microseconds, and at every 100th on other devices,
             which must be waited for.
+        methods: names of the model's methods, such as ``("generate",)``, that run on the plain model with its full
+            parameters, gathered for each call of them (see :meth:`ParallelModule.whole`).
 
     Raises:
         TypeError, ValueError: for a mesh, a model or an option that cannot be used.
@@ -131,6 +134,7 @@ def compile(
         raise ValueError("a Plan is carried out as it is, with its own chunks of the loss: leave loss_chunks=... out")
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
+    _require_methods(model, methods)
     saved = plan if isinstance(plan, Plan) else pins if isinstance(pins, Plan) else None
     is_open = plan == "auto" and pins is None and forbid is None and _is_open(mesh)
     mesh = mesh_of(saved, model) if saved is not None and mesh is None else usable_mesh(mesh, model, is_open)
@@ -163,7 +167,7 @@ def compile(
     _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline)
     prefix = bind(mesh)
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
-    broadcast_from_first(tensors, mesh, whole_group(prefix))
+    broadcast(tensors, agreement.ranks, whole_group(prefix))
     note_replaced(make_dtensors(model, mesh))
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
@@ -176,6 +180,7 @@ def compile(
         has_loss_fn=loss_fn is not None,
         clip_grad_norm=clip_grad_norm,
         check_inputs=check_inputs,
+        methods=methods,
     )
     if example_inputs is not None:
         module.prepare(*example_inputs)
@@ -208,6 +213,14 @@ def require_options(
         raise TypeError(f"check_inputs must be a number of calls, not a {type(check_inputs).__name__}")
     if check_inputs is not None and check_inputs < 0:
         raise ValueError(f"check_inputs must not be negative, got {check_inputs}")
+
+
+def _require_methods(model: nn.Module, methods: Sequence[str]) -> None:
+    if isinstance(methods, str) or not all(isinstance(name, str) for name in methods):
+        raise TypeError(f"methods must be names of methods, such as ('generate',), not {methods!r}")
+    for name in methods:
+        if not callable(getattr(model, name, None)) or hasattr(ParallelModule, name):
+            raise ValueError(f"methods names {name!r}, which is no method that {type(model).__name__} itself has")
 
 
 def _is_open(mesh: DeviceMesh | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,6 +80,7 @@ class Compiler:
         self.at_rest: dict[str, ParameterPlan] | None = None
         self.first: Plan | None = None
         self._progress = Progress(type(settings.model).__name__, is_shown=False)
+        self._alike = [weakref.ref(self)]  # the compilers of this model and of its copies
         self._lie_on(mesh, request)
         if settings.lent and not isinstance(request.plan, Plan):
             self.at_rest = dict.fromkeys(settings.store.parameters, self._whole())
@@ -88,6 +90,28 @@ class Compiler:
         stages = mesh.size(names.index(PIPELINE_AXIS)) if PIPELINE_AXIS in names else 0
         self.mesh, self.request = mesh, replace(request, stages=stages)
         self.planner = Planner(self.settings.model, self.request)
+
+    def copied(self, model: nn.Module) -> tuple[Compiler, GradientStore]:
+        """What compiles a copy of the model, and keeps its gradients.
+
+        The parameters of both lie alike: as they do now, or from when one of them is planned.
+        """
+        own = self.settings.store
+        store = GradientStore(own.mesh, own.prefix, dict(model.named_parameters()), own.everyone)
+        other = Compiler(replace(self.settings, model=model, store=store), self.mesh, self.request, self.is_open)
+        other._alike = self._alike
+        self._alike.append(weakref.ref(other))
+        other._follow(self)
+        return other, store
+
+    def _follow(self, other: Compiler) -> None:
+        """Takes over what another compiler has settled, but for how the parameters lie."""
+        theirs = other.settings.store
+        if self.mesh != other.mesh:
+            self.settings.store.move(theirs.mesh, theirs.prefix, theirs.everyone)
+            self._lie_on(other.mesh, other.request)
+        self.choice, self.is_open = other.choice, other.is_open
+        self.owners, self.first, self.at_rest = other.owners, other.first, other.at_rest
 
     # -- a kind of call ---------------------------------------------------------------------------------------------
 
@@ -199,6 +223,11 @@ class Compiler:
         if not self.settings.lent:
             self._lay_out(at_rest)
         self.at_rest = at_rest  # not before: what failed is tried again at the next call
+        for reference in self._alike:
+            other = reference()
+            if other is not None and other.at_rest is None:
+                other._follow(self)
+                other._lay_out(at_rest)
 
     def _lay_out(self, at_rest: dict[str, ParameterPlan]) -> None:
         """Gives parameters values, where they are on the meta device, and their layouts."""

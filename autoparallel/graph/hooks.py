@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autoparallel._torch import modules
 from autoparallel.graph.captured import CaptureError
@@ -29,7 +30,9 @@ def hooks_of(submodules: Iterable[nn.Module]) -> Hashable:
     """Which hooks a call of these modules would run; equal as long as none is added, removed or replaced."""
     found: list[Hashable] = []
     for i, module in enumerate(submodules):
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        before = module._forward_pre_hooks
+        theirs = before and (len(before) > 1 or next(iter(before.values())) is not refuse_direct_call)
+        if theirs or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
             found += [(i, name, *_hooks(getattr(module, name))) for name in _OF_A_MODULE if getattr(module, name)]
     for name in _GLOBAL:
         if table := getattr(modules, name):
@@ -55,6 +58,29 @@ class _Registered:
 
     def __repr__(self) -> str:
         return str(getattr(self.hook, "__qualname__", type(self.hook).__name__))
+
+
+def refuse_direct_call(module: nn.Module, args: object) -> None:
+    """A hook before the forward of the plain module and of those in it that have parameters: once these lie over the
+    mesh, only the compiled model can be called.
+
+    Raises:
+        RuntimeError: where they do.
+    """
+    if isinstance(next(module.parameters(), None), DTensor):
+        raise RuntimeError(
+            f"{type(module).__name__} is called directly, but its parameters lie over the mesh: only the compiled "
+            "model itself can be called\nWhat to change: call it inside of `with model.whole() as plain:`, on every "
+            "rank, which gathers the parameters for a while; or give compile() the name of the method that calls it, "
+            'as in methods=("generate",)'
+        )
+
+
+def guard_direct_calls(model: nn.Module) -> None:
+    """Registers :func:`refuse_direct_call` where it is not yet."""
+    for module in model.modules():
+        if (module is model or module._parameters) and refuse_direct_call not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(refuse_direct_call)
 
 
 def require_full_hooks(model: nn.Module) -> None:
@@ -254,4 +280,6 @@ def _values_of_forward() -> Iterator[Any]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-__all__ = ["HookTemplate", "hooks_of", "make_template", "require_full_hooks"]
+__all__ = [
+    "HookTemplate", "guard_direct_calls", "hooks_of", "make_template", "refuse_direct_call", "require_full_hooks",
+]  # fmt: skip

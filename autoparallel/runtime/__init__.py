@@ -14,5 +14,6 @@ May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``gra
   ``optimizers``: what watches the optimizers' steps.
 - ``pipeline``, ``stages``, ``microbatches``, ``tied``: the same for a rank's stages.
 - ``state``, ``slices``: parameters as ``DTensor``s, and a rank's part of them; ``initial_values`` of meta parameters;
+  ``whole``: full parameters for a while;
   ``randomness``: the random stream.
 """

@@ -121,6 +121,12 @@ class Exchange:
             self.agreement.fail("the ranks call the model differently:", text)
         raise error
 
+    def of_other(self, what: str) -> None:
+        """Shows the other ranks that something comes which all ranks do together; raises where theirs do not."""
+        table = self.agreement.ask(digest(what, self.name, self._counts()), f"{what} of {self.name}")()
+        if not bool((table[:, :32] == table[0, :32]).all()):
+            self.agreement.fail("the ranks use the model differently:", f"{what}; {self._so_far()}")
+
     def of_backward(self) -> Callable[[], None]:
         """Shows the other ranks that a backward comes; what is returned raises where none of this model does."""
         place = f"backward {self.store.backwards} of {self.name}"

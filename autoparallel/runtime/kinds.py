@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -51,7 +51,10 @@ class KindMaker(Protocol):
 
     @property
     def mesh(self) -> DeviceMesh: ...
+    @property
+    def owners(self) -> Mapping[str, int]: ...
     def make_kind(self, call: Call, trace: Captured | None = None) -> Kind: ...
+    def copied(self, model: nn.Module) -> tuple[KindMaker, GradientStore]: ...
 
 
 @dataclass(frozen=True)

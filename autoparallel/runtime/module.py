@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from autoparallel.checkpoint.saving import Save, World, save
 from autoparallel.comm.world import mesh_text
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
-from autoparallel.graph.hooks import hooks_of
+from autoparallel.graph.hooks import guard_direct_calls, hooks_of
 from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.runtime.accumulation import T, Window, windows
@@ -34,7 +35,8 @@ from autoparallel.runtime.kinds import KindMaker, Kinds, submodules
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
 from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
-from autoparallel.runtime.state import distribute_like
+from autoparallel.runtime.state import copy_parameter, distribute_like
+from autoparallel.runtime.whole import WholeModel, full_parameters
 
 
 class ParallelModule(nn.Module):
@@ -54,6 +56,7 @@ class ParallelModule(nn.Module):
         has_loss_fn: bool,
         clip_grad_norm: ClipGradNorm | None = None,
         check_inputs: int | None = None,
+        methods: Sequence[str] = (),
     ) -> None:
         super().__init__()
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -67,6 +70,8 @@ class ParallelModule(nn.Module):
         self._clipper = Clipper(store, plain, clip_grad_norm)
         self._parameter_ids = {id(p) for p in plain.parameters()}
         self._saving: Save | None = None
+        self._whole, self._methods = WholeModel(plain, store), frozenset(methods)
+        guard_direct_calls(plain)
         watch_optimizers(self._clipper)
         self.__dict__["_plain"] = plain  # from now on other attributes are set on the plain model
 
@@ -110,7 +115,9 @@ class ParallelModule(nn.Module):
         mesh = self._kinds.maker.mesh
         modules = submodules(self._plain)
         parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-        if parameters.keys() != self._parameter_ids:
+        if self._whole.entered:
+            problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
+        elif parameters.keys() != self._parameter_ids:
             problem = (
                 "a parameter was added, removed or replaced after compile(), so that it would not be trained: change "
                 "the plain model, then compile it"
@@ -155,6 +162,53 @@ class ParallelModule(nn.Module):
         except TypeError:
             return False
         return True
+
+    # -- full parameters --------------------------------------------------------------------------------------------
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter, whole, by name: a stream, of which a bucket of a few megabytes is gathered at a time.
+
+        It is for handing weights to what does not know the mesh, such as an inference engine. All ranks must go through
+        all of it. A parameter that lies whole is given as it is, so copy what you mean to write to.
+
+        Raises:
+            RuntimeError: for parameters on the meta device, which get their values at the first call.
+            RankMismatchError: on every rank, where some do something else.
+        """
+        self._require_values("full_parameters()")
+        self._kinds.exchange.of_other("full_parameters()")
+        with torch.no_grad():
+            yield from full_parameters(self._store, self._kinds.maker.mesh, self._kinds.maker.owners)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """Gathers all parameters for a while, for what only the plain model can do::
+
+            with model.whole() as plain:
+                tokens = plain.generate(prompt, max_new_tokens=20)
+
+        Inside, the model's own modules have plain, full parameters, which are not trained; a parameter that lies whole
+        is not copied. What is written to them in place is kept: each rank takes its part when it leaves, so every rank
+        must write the same. It is entered and left by all ranks together; nothing in between communicates. Entered
+        within itself it does nothing.
+
+        Raises:
+            RuntimeError: for parameters on the meta device; when it is left, where a parameter was replaced inside
+                instead of written to, or an optimizer has made a step.
+            RankMismatchError: on every rank, where some do something else.
+        """
+        if not self._whole.entered:
+            self._require_values("whole()")
+        with self._whole(self.full_parameters) as plain:
+            yield plain
+
+    def _require_values(self, what: str) -> None:
+        for name, parameter in self._store.parameters.items():
+            if _torch.local_of(parameter).is_meta:
+                raise RuntimeError(
+                    f"{what}: {name} is on the meta device until the first call is planned: pass example_inputs to "
+                    "compile(), or call model.prepare(*inputs) before"
+                )
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -404,7 +458,46 @@ class ParallelModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_plain"], name)
+            found = getattr(self.__dict__["_plain"], name)
+        return self._under_whole(name) if name in self.__dict__.get("_methods", ()) else found
+
+    def _under_whole(self, name: str) -> Callable[..., Any]:
+        """A method of the plain model that gathers the parameters while it runs."""
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with self.whole() as plain:
+                return getattr(plain, name)(*args, **kwargs)
+
+        return method
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A model of its own on the same mesh, with the same values, whose parameters lie as this one's do; all ranks
+        make it together. It has its own gradients and no hooks on parameters. Its calls are captured anew."""
+        self._require_values("copy.deepcopy()")
+        self._kinds.exchange.of_other("copy.deepcopy()")
+        with torch.inference_mode(False):
+            memo |= {id(parameter): copy_parameter(parameter) for parameter in self._store.parameters.values()}
+            plain = copy.deepcopy(self._plain, memo)
+        maker, store = self._kinds.maker.copied(plain)
+        memo[id(self)] = made = ParallelModule(
+            plain,
+            agreement=self._kinds.exchange.agreement,
+            store=store,
+            maker=maker,
+            has_loss_fn=self._has_loss_fn,
+            clip_grad_norm=self._clipper.in_step,
+            check_inputs=self._kinds.exchange.check_inputs,
+            methods=tuple(self._methods),
+        )
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses pickle, and with it ``torch.save`` of the whole model."""
+        raise TypeError(
+            "a model compiled by autoparallel cannot be pickled: it belongs to the processes of its mesh. What to "
+            "change: model.save(path), which loads on any mesh, or whole "
+            "tensors with torch.save({n: t.cpu() for n, t in model.full_parameters()}, path)"
+        )
 
     def extra_repr(self) -> str:
         mesh = self._kinds.maker.mesh

@@ -12,6 +12,12 @@ from autoparallel.placements import Layout, chunk
 
 def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part of a whole tensor that every rank has; nothing where it is not part of the mesh."""
+    part = local_view(whole, layout, mesh)
+    return part.contiguous().clone() if part is not whole else part
+
+
+def local_view(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """The same as a view of the whole tensor; the tensor itself where this rank has all of it."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return whole.new_empty(0)
@@ -20,7 +26,7 @@ def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.
         if placement.kind == "S":
             dim = placement.dim
             part = part.narrow(dim, *chunk(part.shape[dim], mesh.size(axis), coordinate[axis]))
-    return part.contiguous().clone() if part is not whole else part
+    return part
 
 
 def local_shape(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> tuple[int, ...]:
@@ -34,4 +40,4 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> tuple
     return tuple(local)
 
 
-__all__ = ["local_shape", "local_slice"]
+__all__ = ["local_shape", "local_slice", "local_view"]

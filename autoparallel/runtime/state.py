@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +61,23 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     return list(replaced.values())
 
 
-def broadcast_from_first(tensors: list[torch.Tensor], mesh: DeviceMesh, group: Any) -> None:
-    """Gives every rank the first rank's values, a few large messages for many tensors."""
-    ranks = mesh.mesh.flatten().tolist()
+def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter at rest that lies as another does and has its values, without its gradient and its hooks."""
+    local = _torch.local_of(parameter).detach().clone()
+    spec = _torch.spec_of(parameter)  # type: ignore[arg-type]
+    new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    move_hooks(new, new)
+    return new
+
+
+def broadcast(tensors: Sequence[torch.Tensor], ranks: Sequence[int], group: Any, source: int = 0) -> None:
+    """Gives every rank the values of one of them, a few large messages for many tensors.
+
+    Args:
+        ranks: the group's, in the order of the mesh.
+        source: which of them has the values, as an index.
+    """
     if len(ranks) == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -73,7 +87,7 @@ def broadcast_from_first(tensors: list[torch.Tensor], mesh: DeviceMesh, group: A
         for same in by_dtype.values():
             for batch in _batches(same, 1 << 24):
                 flat = torch.cat([t.reshape(-1) for t in batch])
-                dist.broadcast(flat, src=ranks[0], group=group)
+                dist.broadcast(flat, src=ranks[source], group=group)
                 for t, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                     t.copy_(part.view_as(t))
 
@@ -135,7 +149,7 @@ def materialize(
     for unit in units:
         with set_already(model):
             values, buffers = unit.values(torch.device(mesh.device_type))
-        broadcast_from_first([*values.values(), *buffers], mesh, group)
+        broadcast([*values.values(), *buffers], mesh.mesh.flatten().tolist(), group)
         for p, value in values.items():
             if not _is_meta(p):
                 continue  # tied, and done already

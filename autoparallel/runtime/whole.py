@@ -1,0 +1,161 @@
+"""Full parameters for a while: as the plain model on every rank, or as a stream.
+
+Parameters are gathered a bucket at a time, so that no more than one bucket is under way beside what the caller keeps.
+In a pipeline the ranks that hold a parameter gather it, and send it to those of the other stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoparallel import _torch
+from autoparallel.comm.groups import settle
+from autoparallel.comm.world import PIPELINE_AXIS
+from autoparallel.placements import Layout, Replicate, from_dtensor_placements
+from autoparallel.placements.redistribution import BUCKET_BYTES, Step
+from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.slices import local_view
+from autoparallel.runtime.state import broadcast, slots
+
+
+def full_parameters(
+    store: GradientStore, mesh: DeviceMesh, owners: Mapping[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, whole, by name; one that lies whole is given as it is, the others as tensors of their own.
+
+    Args:
+        mesh: all ranks.
+        owners: in a pipeline, the rank on its axis on which each parameter lies.
+    """
+    names = list(store.parameters)
+    for _, same in groupby(names, lambda name: _way(store, name, owners)):
+        for bucket in _buckets(store, list(same)):
+            values = _gather(store, bucket)
+            if owners:
+                settle(store.prefix)
+                group, ranks = mesh.get_group(PIPELINE_AXIS), _ranks_along(mesh, PIPELINE_AXIS)
+                broadcast(values, ranks, group, owners[bucket[0]])
+            yield from zip(bucket, values, strict=True)
+
+
+def _way(store: GradientStore, name: str, owners: Mapping[str, int]) -> Any:
+    """What parameters must share to travel in one bucket."""
+    parameter = store.parameters[name]
+    return parameter.dtype, owners.get(name), [step.axes for step in _path(store, parameter)]
+
+
+def _buckets(store: GradientStore, names: Sequence[str]) -> Iterator[list[str]]:
+    bucket: list[str] = []
+    size = 0
+    for name in names:
+        parameter = store.parameters[name]
+        bytes_ = parameter.numel() * parameter.dtype.itemsize
+        if bucket and size + bytes_ > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += bytes_
+    yield bucket
+
+
+def _layout(parameter: torch.Tensor) -> Layout:
+    assert isinstance(parameter, DTensor)
+    return from_dtensor_placements(tuple(parameter.placements))
+
+
+def _path(store: GradientStore, parameter: torch.Tensor) -> tuple[Step, ...]:
+    """The steps from rest to the whole, the innermost axis of every dim first."""
+    layout, steps = _layout(parameter), []
+    for axis in reversed(range(len(layout))):
+        if layout[axis].kind == "S":
+            step = Step((axis,), layout[axis], Replicate).on(parameter.shape, layout, tuple(store.mesh.shape))
+            layout = step.apply(layout)
+            steps.append(step)
+    return tuple(steps)
+
+
+def _gather(store: GradientStore, names: Sequence[str]) -> list[torch.Tensor]:
+    """The whole values of parameters that go the same way; room for them where they lie on other stages' ranks."""
+    parameters = [store.parameters[name] for name in names]
+    if parameters[0].device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+        return [torch.empty(p.shape, dtype=p.dtype, device=_torch.local_of(p).device) for p in parameters]
+    local = [_torch.local_of(p).detach() for p in parameters]
+    return store.start(local, [_path(store, p) for p in parameters])()
+
+
+def _ranks_along(mesh: DeviceMesh, axis: str) -> list[int]:
+    return mesh[axis].mesh.flatten().tolist()
+
+
+class WholeModel:
+    """The plain model with full parameters, while somebody needs it.
+
+    Args:
+        plain: the model.
+        store: its parameters.
+
+    Attributes:
+        entered: whether the parameters are full now.
+    """
+
+    def __init__(self, plain: nn.Module, store: GradientStore) -> None:
+        self.plain, self.store, self.entered = plain, store, False
+
+    @contextlib.contextmanager
+    def __call__(self, parameters: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Iterator[nn.Module]:
+        """See ``ParallelModule.whole``; ``parameters`` makes the stream of full parameters."""
+        if self.entered:
+            yield self.plain
+            return
+        full: dict[int, nn.Parameter] = {}
+        names = {id(parameter): name for name, parameter in self.store.parameters.items()}
+        with torch.no_grad(), torch.inference_mode(False):
+            for name, value in parameters():
+                full[id(self.store.parameters[name])] = nn.Parameter(value, requires_grad=False)
+        places, steps = list(slots(self.plain)), self.store.steps
+        for module, name, parameter in places:
+            module._parameters[name] = full[id(parameter)]
+        self.entered = True
+        try:
+            yield self.plain
+        finally:
+            self.entered = False
+            replaced = [
+                names[id(p)] for m, n, p in places if m._parameters.get(n) is not full[id(p)] or _other(full[id(p)], p)
+            ]
+            for module, name, parameter in places:
+                module._parameters[name] = parameter
+        if replaced or self.store.steps != steps:
+            what = f"{replaced[0]} was replaced" if replaced else "an optimizer has made a step"
+            raise RuntimeError(
+                f"{what} inside of model.whole(), so that its parameters cannot be taken back: change them in place "
+                "there, under torch.no_grad(), and train outside; nothing of what was changed inside is kept"
+            )
+        with torch.no_grad():
+            for _, _, parameter in places:
+                _take_back(parameter, full[id(parameter)])
+
+
+def _other(full: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a full parameter has become something else than the parameter is."""
+    device = _torch.local_of(parameter).device
+    return (full.dtype, full.shape, full.device) != (parameter.dtype, parameter.shape, device)
+
+
+def _take_back(parameter: nn.Parameter, full: torch.Tensor) -> None:
+    """Gives this rank's part of a parameter the values of the full one."""
+    local = _torch.local_of(parameter).detach()
+    part = local_view(full.detach(), _layout(parameter), parameter.device_mesh)  # type: ignore[attr-defined]
+    if part.data_ptr() != local.data_ptr():
+        local.copy_(part)
+
+
+__all__ = ["WholeModel", "full_parameters"]
