@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel import _torch
 from autoparallel.capture.trace import CURRENT, Trace, fresh, listening, refuse, register
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
+from autoparallel.operators.torch_random import arguments_of, silent
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,11 @@ class _Watcher(TorchDispatchMode):
         self.memory = {_memory(t) for t in tensors}
         self.held: list[Any] = [*tensors]
         self.foreign = self.changes = False
+        self.draws = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not silent(func, arguments_of(func, args, kwargs or {})):
+            self.draws = str(func)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and id(leaf) not in self.met:
                 fake = hasattr(leaf, "fake_mode")
@@ -123,6 +127,12 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
         raise refuse(
             f"the forward of the autograd.Function {name} changes an argument in place, called",
             "return a new tensor (x = x.clone() first)",
+        )
+    if watcher.draws:
+        raise refuse(
+            f"the forward of the autograd.Function {name} draws random numbers ({watcher.draws}), which would "
+            "differ from rank to rank, called",
+            "draw outside of the Function, and pass the numbers to apply() as a tensor",
         )
     single = isinstance(results, Tensor)
     row = (results,) if single else results

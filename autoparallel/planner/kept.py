@@ -76,8 +76,10 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
 
     def value(x: fx.Node) -> Any:
         if x not in values:
-            val = x.meta["val"]
-            if not is_tensor(x):
+            val = x.meta.get("val")
+            if val is None:  # a torch.Size of sizes, which is made for a call
+                values[x] = x.target(*fx.map_arg(x.args, value))  # type: ignore[operator]
+            elif not is_tensor(x):
                 values[x] = size(val)
             else:
                 strides = [size(stride) for stride in val.stride()]

@@ -161,6 +161,28 @@ class SignGradient(nn.Module):
         return NeedsInputGrad.apply(NeedsInputGrad.apply(x, self.a.weight), self.a.weight)
 
 
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@program(refused="pass the numbers to apply()")
+class FunctionThatDraws(nn.Module):
+    """Every rank would draw numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Noisy.apply(self.a(x))  # refused
+
+
 class FocalLoss(torch.autograd.Function):
     """A loss with a backward of its own."""
 
