@@ -145,7 +145,7 @@ def require_divisible(
     """
     for expression, pieces in divisors:
         if expression.free_symbols.issubset(lengths) and int(expression.subs(actual)) % pieces:  # type: ignore[attr-defined]
-            raise UnevenLengthError(f"the plan cuts {expression} into {pieces} parts")
+            raise UnevenLengthError(f"the plan cuts a length into {pieces} parts")
     for expression, pieces in divisors:
         size = int(expression.subs(actual))  # type: ignore[attr-defined]
         if size % pieces:

@@ -219,7 +219,7 @@ class Kinds:
                 try:
                     kind.runner.require_fits(call)
                 except UnevenLengthError as error:
-                    trace, why = kind.trace, f"{error}, which these sizes do not divide into"
+                    trace, why = kind.trace, f"{error}, which do not divide it"
             if why:
                 key = replace(key, sizes=shapes_of(call))
                 kind = self._kinds.get(key)
