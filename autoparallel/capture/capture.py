@@ -38,8 +38,17 @@ from autoparallel.capture.trace import Trace
 from autoparallel.capture.tracing import everything_seen
 from autoparallel.capture.training import Found, Training
 from autoparallel.capture.user_warnings import only_the_users
-from autoparallel.graph.calls import closed, fits
-from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, Size, SizeGuard
+from autoparallel.graph.calls import closed, fits, without_numbers
+from autoparallel.graph.captured import (
+    Captured,
+    CaptureError,
+    Constant,
+    InputSpec,
+    Leaf,
+    NumberSpec,
+    Size,
+    SizeGuard,
+)
 from autoparallel.graph.hooks import require_full_hooks
 from autoparallel.graph.layers import find_runs
 from autoparallel.graph.lines import first_line, line_of
@@ -64,26 +73,30 @@ if TYPE_CHECKING:
 def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **options: Any) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
-    What a model does not leave open is fixed: first the lengths, then the batch size, too; ``Captured.fixed`` has the
-    lines.  The arguments are those of :func:`_capture`.
+    What a model does not leave open is fixed: first numbers, then lengths, then the batch size, too;
+    ``Captured.fixed`` has the lines.  The arguments are those of :func:`_capture`.
 
     Raises:
         CaptureError: when the model cannot be captured.
     """
     attempts: list[Sequence[InputSpec | Any]] = [specs]
+    numbers = any(isinstance(s, NumberSpec) for s in specs)
+    attempts += [without_numbers(specs)] * numbers
     attempts += [closed(specs)] * any(s.open for s in specs if isinstance(s, InputSpec))
     attempts += [closed(specs, batch=False)] * any(s.batch for s in specs if isinstance(s, InputSpec))
     failed: CaptureError | None = None
-    fixed: dict[int, str] = {}
+    fixed: dict[str, None] = {}
     for attempt in attempts:
         try:
             captured = _capture(model, attempt, *others, fixed=fixed, **options)
         except CaptureError as error:
-            if error.__cause__ is None:  # refused by ourselves, whatever is open
+            if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open
                 raise failed or error from None
             failed = failed or error
+            fixed[str(error).splitlines()[0].partition(" at ")[2]] = None
             continue
-        captured.fixed = fixed
+        captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
+        captured.numbers = tuple([i for i, spec in enumerate(attempt) if isinstance(spec, NumberSpec)])
         if fits(captured, attempt):
             return captured
     assert failed is not None  # the last attempt has no symbols that could differ from the call
@@ -95,7 +108,7 @@ def _capture(
     specs: Sequence[InputSpec | Any],
     in_spec: pytree.TreeSpec,
     *,
-    fixed: dict[int, str],
+    fixed: dict[str, None],
     loss_fn: Callable[..., Any] | None,
     least_batch: int,
     batch: int,
@@ -111,7 +124,7 @@ def _capture(
     Args:
         model: the plain model; its tensors are not touched.
         specs, in_spec: the inputs, flattened from ``(args, kwargs)``, with the dims that are left open.
-        fixed: the lines at which the model fixes sizes are added, by the size.
+        fixed: the lines at which the model fixes sizes are added.
         loss_fn: called as ``loss_fn(output, target)``.
         least_batch: the smallest batch to trace with.
         batch: the batch size of the actual call.
@@ -144,8 +157,9 @@ def _capture(
         dynamic: list[dict[int, Any] | None] = []
         for spec in specs:
             if not isinstance(spec, InputSpec):
-                leaves.append(spec)
-                dynamic.append(None)
+                is_open = isinstance(spec, NumberSpec)
+                leaves.append(torch.empty((), dtype=spec.dtype) if is_open else spec)
+                dynamic.append({} if is_open else None)
                 continue
             shape = (spec.shape[0] * scale, *spec.shape[1:]) if spec.batch else spec.shape
             fake = torch.empty(shape, dtype=spec.dtype)
@@ -170,6 +184,7 @@ def _capture(
     trained = trained_attributes(tensors)
     constants = {name: memo[id(t)] for name, t in tensors.items() if name not in attributes and t not in REPLACED}
     recorders: list[Recorder] = []
+    numbers = [i for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
 
     def make() -> Training:
         table = dict(memo)
@@ -188,7 +203,7 @@ def _capture(
         loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
         recorders.append(Recorder(model, plain, table, trained, pair, constants))
-        wrapper = Training(plain, loss, precision, recorders[-1], _alike(specs))
+        wrapper = Training(plain, loss, precision, recorders[-1], _alike(specs), numbers)
         wrapper.training = plain.training
         wrapper.found.copies = table
         wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
@@ -201,7 +216,7 @@ def _capture(
         try:
             program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
         finally:
-            fixed.update(calls.fixed)
+            fixed.update(dict.fromkeys(calls.fixed.values()))
         run_passes(resolving_passes(calls), program.graph_module)
         _name_outputs(program)
         captured = _describe(
@@ -387,7 +402,7 @@ def _describe(
                 results.append(nodes[out.arg.name])
         else:
             raise CaptureError(explain_mutation(str(out.target), nodes[out.arg.name], model))
-    require_static(graph)
+    require_static(graph, {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)})
     require_positions(graph)
     output = graph.output_node()
     output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)

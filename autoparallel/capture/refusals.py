@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,10 +19,19 @@ from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.rules import operator_name
 
 
-def require_static(graph: fx.Graph) -> None:
-    """Refuses sizes and numbers that are known only when the program runs."""
+def require_static(graph: fx.Graph, numbers: Collection[str] = ()) -> None:
+    """Refuses sizes and numbers that are known only when the program runs.
+
+    Args:
+        numbers: the placeholders of numbers that the call is given: what is computed of them is no size.
+    """
+    given: set[Any] = set()
     for node in graph.nodes:
-        if any(free_unbacked_symbols(v) for v in pytree.tree_leaves(node.meta.get("val"))):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) and [x.name in numbers for x in node.all_input_nodes] == [True]:
+            given |= free_unbacked_symbols(value)
+        unknown = [free_unbacked_symbols(v) for v in pytree.tree_leaves(value)]
+        if any(symbols - (set() if isinstance(value, torch.Tensor) else given) for symbols in unknown):
             if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
                 what, advice = "a tensor's value is read into Python", "keep it a tensor (no .item())"
             else:

@@ -47,6 +47,7 @@ class Training(nn.Module):
 
     Args:
         alike: the open dims of inputs, each an input and a dim, in sets of the same size: one symbol stands for a set.
+        numbers: the inputs that are tensors in the graph, and numbers to the model.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Training(nn.Module):
         precision: MixedPrecisionPolicy | None,
         recorder: Recorder,
         alike: Sequence[Sequence[tuple[int, int]]] = (),
+        numbers: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self.alike = alike
+        self.alike, self.numbers = alike, numbers
         self.model = model
         self.loss_fn = loss_fn
         cast = precision is not None and precision.cast_forward_inputs
@@ -72,7 +74,10 @@ class Training(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the outputs, and of the attributes that the call sets."""
-        inputs = pytree.tree_leaves((args, kwargs))
+        inputs, nesting = pytree.tree_flatten((args, kwargs))
+        for number in self.numbers:
+            inputs[number] = inputs[number].item()
+        args, kwargs = pytree.tree_unflatten(inputs, nesting)
         for (first, dim), *others in self.alike:
             for other, its in others:
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
-from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
 from autoparallel.placements import Layout
 
 
@@ -70,41 +70,58 @@ def fits(captured: Captured, specs: Sequence[Any]) -> bool:
 def form_of(specs: Sequence[Any]) -> tuple[Any, ...]:
     """The inputs of a call but for the sizes that may change from call to call."""
     return tuple([
-        (s.batch, len(s.shape), s.dtype, s.requires_grad) if isinstance(s, InputSpec) else repr(s) for s in specs
+        (s.batch, len(s.shape), s.dtype, s.requires_grad) if isinstance(s, InputSpec)
+        else type(s) if type(s) in NUMBERS else repr(s)
+        for s in specs
     ])  # fmt: skip
 
 
-def lengths_of(specs: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes of the dims that are not the batch."""
-    return tuple([n for s in specs if isinstance(s, InputSpec) for n in s.shape[bool(s.batch) :]])
+def changing_of(specs: Sequence[Any]) -> tuple[int | float, ...]:
+    """What may change between calls of a form: the sizes of the dims that are not the batch, and numbers."""
+    found: list[int | float] = []
+    for s in specs:
+        found += s.shape[bool(s.batch) :] if isinstance(s, InputSpec) else [s] * (type(s) in NUMBERS)
+    return tuple(found)
 
 
-def opened(specs: Sequence[Any], seen: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
-    """The inputs of a call, with those dims open that have had several sizes.
+def opened(specs: Sequence[Any], seen: Sequence[tuple[int | float, ...]]) -> tuple[Any, ...]:
+    """The inputs of a call, with those dims open that have had several sizes, and numbers that have had several values.
 
     Dims that have always had the same size share a length.  A size of 0 or 1 is never open: what it does to the shapes
     around it, no other does.
 
     Args:
-        seen: the lengths (see :func:`lengths_of`) of calls of the same form, those of this one among them.
+        seen: what may change (see :func:`changing_of`) in calls of the same form, those of this one among them.
     """
     columns = iter(zip(*seen, strict=True))
-    numbers: dict[tuple[int, ...], int] = {}
-    found = []
+    numbers: dict[tuple[int | float, ...], int] = {}
+    found: list[Any] = []
     for spec in specs:
         if isinstance(spec, InputSpec):
             dims = [(dim, next(columns)) for dim in range(bool(spec.batch), len(spec.shape))]
             several = [(dim, sizes) for dim, sizes in dims if spec.shape[dim] > 1 and len({*sizes} - {0, 1}) > 1]
             spec = replace(spec, open=tuple([(dim, numbers.setdefault(s, len(numbers))) for dim, s in several]))
+        elif type(spec) in NUMBERS and len({*next(columns)}) > 1:
+            spec = NumberSpec(type(spec), spec)
         found.append(spec)
     return tuple(found)
 
 
+def without_numbers(specs: Sequence[Any]) -> tuple[Any, ...]:
+    """The inputs of a call with all numbers fixed."""
+    return tuple([s.value if isinstance(s, NumberSpec) else s for s in specs])
+
+
 def closed(specs: Sequence[Any], batch: bool = True) -> tuple[Any, ...]:
-    """The inputs of a call with all sizes fixed, or all but the batch's."""
+    """The inputs of a call with all numbers and sizes fixed, or all but the batch's."""
     return tuple([
-        replace(s, open=(), batch=s.batch if batch else 0) if isinstance(s, InputSpec) else s for s in specs
+        replace(s, open=(), batch=s.batch if batch else 0) if isinstance(s, InputSpec) else s
+        for s in without_numbers(specs)
     ])  # fmt: skip
+
+
+NUMBERS = (int, float)
+"""The types of arguments that become inputs of the graph when they change."""
 
 
 class UnevenLengthError(ValueError):
@@ -128,7 +145,7 @@ def require_divisible(
     """
     for expression, pieces in divisors:
         if expression.free_symbols.issubset(lengths) and int(expression.subs(actual)) % pieces:  # type: ignore[attr-defined]
-            raise UnevenLengthError(f"the plan cuts {expression} into {pieces} parts")
+            raise UnevenLengthError(f"the plan cuts a length into {pieces} parts")
     for expression, pieces in divisors:
         size = int(expression.subs(actual))  # type: ignore[attr-defined]
         if size % pieces:

@@ -63,7 +63,8 @@ class Captured:
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).
         lengths: those of the symbols that are no sizes of the batch.
         guards: what the trace took for granted of the symbols; it serves sizes of which all of it is true.
-        fixed: the lines at which the model fixed sizes that were to be open, by the size.
+        numbers: the leaves of the inputs that are numbers of Python's and left open.
+        fixed: the lines at which the model fixed sizes or numbers that were to be open.
         weight: what the loss weighs among the microbatches of a step; None where there is no loss.
         rest_dtypes: parameter name to its dtype in the model, where it is used in another one.
         rebound: of the mutated buffers those that a call binds to a new tensor, instead of changing theirs in place.
@@ -94,7 +95,8 @@ class Captured:
     runs: tuple[Run, ...] = ()
     lengths: frozenset[sympy.Symbol] = frozenset()
     guards: tuple[SizeGuard, ...] = ()
-    fixed: Mapping[int, str] = field(default_factory=dict)
+    numbers: tuple[int, ...] = ()
+    fixed: tuple[str, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -119,10 +121,10 @@ class Captured:
         """Where the model fixes sizes that others would leave open, and what to write instead."""
         if not self.fixed:
             return "what the model asks of its sizes (such as if x.shape[1] > ...) has another answer for others"
-        lines = "; and at ".join(dict.fromkeys(self.fixed.values()))
+        lines = "; and at ".join(self.fixed)
         return (
-            f"the model fixes a size at {lines}. What len(x), int(x.shape[0]) or range(...) reads into Python is a "
-            "number: x.shape[0] stays open"
+            f"the model fixes a size or a number at {lines}. What len(x), int(x.shape[0]), range(...) or a comparison "
+            "reads into Python is fixed: x.shape[0] and tensors stay open"
         )
 
     def is_batch(self, size: Any) -> bool:
@@ -212,6 +214,28 @@ class InputSpec:
     def is_integer(self) -> bool:
         """Whether it holds integers or truth values: tokens, labels, masks."""
         return not (self.dtype.is_floating_point or self.dtype.is_complex)
+
+
+@dataclass(frozen=True)
+class NumberSpec:
+    """A number among the inputs of a call that is left open: the program is given it as a tensor of no dims.
+
+    Attributes:
+        kind: int or float.
+        value: in the actual call.
+    """
+
+    kind: type
+    value: int | float = field(compare=False, repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one that holds every number of its kind, within 64 bits."""
+        return torch.int64 if self.kind is int else torch.float64
+
+    def tensor(self) -> torch.Tensor:
+        """What the program is given."""
+        return torch.tensor(self.value, dtype=self.dtype)
 
 
 def describe_inputs(leaves: Sequence[Any]) -> tuple[list[InputSpec | Any], int]:

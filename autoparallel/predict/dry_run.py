@@ -150,10 +150,13 @@ class _DryRank:
         captured = self.program.captured
         inputs = {name for name in captured.inputs if name is not None}
         names = {*inputs, *captured.buffers, *captured.constants}
+        numbers = {captured.inputs[i] for i in captured.numbers}
         values: dict[str, Any] = {}
         for node in self.program.body.graph.nodes:
             if node.op == "placeholder" and node.name in names:
-                values[node.name] = value = self.local(node)
+                # A number is read into Python, which a tensor without a value does not allow.
+                dtype = node.meta["val"].dtype if node.name in numbers else None
+                values[node.name] = value = self.local(node) if dtype is None else torch.ones((), dtype=dtype)
                 self.inputs += _bytes(value)
                 if node.name in inputs and node.meta["differentiable"]:
                     value.requires_grad_()

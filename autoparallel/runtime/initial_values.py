@@ -2,8 +2,8 @@
 
 A module's ``reset_parameters()`` sets its own tensors, as when it was made.  A model may have ``_init_weights(module)``
 (all of transformers do), which sets those of any module inside of it; where that leaves something out,
-``reset_parameters()`` comes before it.  It may also reach into the modules inside of the one that it is given, so the
-layers of such a model get their values one whole layer at a time.
+``reset_parameters()`` comes before it.  It may also reach into the modules inside of the one that it is given, so a
+layer of such a model gets its values as a whole, and any other module together with those in it that hold no others.
 """
 
 from __future__ import annotations
@@ -81,12 +81,18 @@ def find_units(model: nn.Module) -> list[Unit]:
     """
     owners: dict[str, Any] = {}
     group: dict[str, str] = {}
+    layers: set[str] = set()  # those in lists, outside of any other
     modules = dict(model.named_modules())
     for path, module in modules.items():
         above = path.rpartition(".")[0] if path else None
         owners[path] = module if _initialises(module) else owners[above] if above is not None else None
-        inside = above is not None and (group[above] != above or isinstance(modules[above], nn.ModuleList))
-        group[path] = (group[above] if group[above] != above else path) if inside and owners[path] is not None else path  # type: ignore[index]
+        group[path] = path
+        if above is not None and owners[path] is not None:
+            is_leaf = not any(module.children()) and not isinstance(modules[above], nn.ModuleList)
+            if group[above] in layers or is_leaf:
+                group[path] = group[above]
+            elif isinstance(modules[above], nn.ModuleList):
+                layers.add(path)
     units: dict[str, Unit] = {}
     for path in _inner_first(model) if any(owner is not None for owner in owners.values()) else modules:
         module = modules[path]

@@ -18,8 +18,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.comm.groups import before_next_collective
-from autoparallel.graph.calls import Call, UnevenLengthError, closed, fits, form_of, lengths_of, opened
-from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.calls import (
+    Call,
+    UnevenLengthError,
+    changing_of,
+    closed,
+    fits,
+    form_of,
+    opened,
+    without_numbers,
+)
+from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
 from autoparallel.graph.python_state import PythonState
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
@@ -93,7 +102,8 @@ class Kinds:
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._structures: list[tuple[nn.Module, ...]] = []
         self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
-        self._lengths: dict[object, list[tuple[int, ...]]] = {}  # by form: the lengths that such calls have had
+        self._seen: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
+        self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
         self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
         store.before_backward = self._agree_on_backward
 
@@ -170,17 +180,18 @@ class Kinds:
     # -- which kind -------------------------------------------------------------------------------------------------
 
     def _settled(self, call: Call) -> tuple[Call, Key]:
-        """A call with those lengths open that calls of its form have had several of, and what kind it is."""
+        """A call with those lengths and numbers open of which calls of its form have had several, and its kind."""
         key = self._key(call)
-        seen = self._lengths.get(self._form(call))
-        if key in self._kinds or seen is None:
+        form = self._form(call)
+        if key in self._kinds or form not in self._seen:
             return call, key
-        call = replace(call, specs=opened(call.specs, [*seen, lengths_of(call.specs)]))
+        specs = opened(call.specs, [*self._seen[form], changing_of(call.specs)])
+        call = replace(call, specs=without_numbers(specs) if form in self._fixing else specs)
         return call, self._key(call)
 
     def _form(self, call: Call) -> object:
-        """What a trace depends on, except for sizes."""
-        return self._with(call, form_of(call.specs))
+        """What a trace depends on, except for sizes and numbers."""
+        return self._with(call, form_of(without_numbers(call.specs)))
 
     def _key(self, call: Call) -> Key:
         """What a trace depends on, except for the sizes that are open."""
@@ -211,22 +222,22 @@ class Kinds:
                 try:
                     kind.runner.require_fits(call)
                 except UnevenLengthError as error:
-                    trace, why = kind.trace, f"{error}, which these sizes do not divide into"
+                    trace, why = kind.trace, f"{error}, which do not divide it"
             if why:
                 key = replace(key, sizes=shapes_of(call))
                 kind = self._kinds.get(key)
         if kind is None:
             kind = self._make(key, call, trace, why)
-            self._kinds[key] = kind
         kind.runner.require_fits(call)
         self._ready[sized] = kind
-        self._note_lengths(call)
+        self._note(call)
         return kind
 
-    def _note_lengths(self, call: Call) -> None:
-        """Keeps the lengths of a call where they tell open dims, and dims that share a length, from others."""
-        seen, new = self._lengths.setdefault(self._form(call), []), lengths_of(call.specs)
-        if not seen or opened(call.specs, [*seen, new]) != opened(call.specs, [*seen, seen[-1]]):
+    def _note(self, call: Call) -> None:
+        """Keeps sizes and numbers of a call where they tell what is open, and dims that share a length, from others."""
+        specs = without_numbers(call.specs)
+        seen, new = self._seen.setdefault(self._form(call), []), changing_of(specs)
+        if not seen or opened(specs, [*seen, new]) != opened(specs, [*seen, seen[-1]]):
             seen.append(new)
 
     def _make(self, key: Key, call: Call, trace: Captured | None, why: str) -> Kind:
@@ -242,6 +253,11 @@ class Kinds:
         with torch.inference_mode(False):  # what is made now is used for training, too
             kind = self.maker.make_kind(call, trace)
         self.plan = self.plan or kind.plan
+        if any(isinstance(s, NumberSpec) for s in call.specs) and not kind.runner.captured.numbers:
+            self._fixing.add(self._form(call))
+            key = self._key(replace(call, specs=without_numbers(call.specs)))
+            states = self._states.setdefault(key.call, [])
+            why = kind.runner.captured.why_fixed
         read = kind.runner.captured.state
         if key.state < len(states):
             states[key.state].merge(read)
@@ -253,9 +269,10 @@ class Kinds:
             level = logging.INFO if why in self._noted else logging.WARNING
             self._noted.add(why)
             _LOGGER.log(
-                level, "inputs of shapes %s were %s once more, in %.1f s, and so is every such size: %s",
+                level, "inputs of shapes %s were %s once more, in %.1f s, and so will others be: %s",
                 list(shapes_of(call)), what, time.perf_counter() - started, why,
             )  # fmt: skip
+        self._kinds[key] = kind
         return kind
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autoparallel.graph.calls import Call
-from autoparallel.graph.captured import Captured
+from autoparallel.graph.captured import Captured, NumberSpec
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, set_random_state
 from autoparallel.placements import Layout, to_dtensor_placements
@@ -85,7 +85,7 @@ class Runner:
             values[name] = value.clone() if path in self.saved_buffers else value
         for leaf_name, leaf in zip(self.leaf_names, leaves, strict=True):
             if leaf_name is not None:
-                values[leaf_name] = leaf
+                values[leaf_name] = leaf if isinstance(leaf, torch.Tensor) else NumberSpec(type(leaf), leaf).tensor()
         for bucket in self.hoisted:
             if bucket.placeholders[0] not in values:
                 values.update(zip(bucket.placeholders, bucket(), strict=True))

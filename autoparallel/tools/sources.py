@@ -147,7 +147,6 @@ def from_config(path: str, batch: int | None, seq: int | None) -> Source:
         config = transformers.AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a configuration of transformers: {error}") from None
-    config.use_cache = False
     found: Any = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
         if found is None:

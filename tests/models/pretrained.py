@@ -20,7 +20,6 @@ def build_llama(dtype: torch.dtype, mask: bool = False) -> Case:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        "use_cache": False,
         "attn_implementation": "sdpa",
     }
     model: Any = LlamaForCausalLM(LlamaConfig(**options))
@@ -44,7 +43,6 @@ def build_gpt2(dtype: torch.dtype, mask: bool = False) -> Case:
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
-        "use_cache": False,
         "bos_token_id": 0,
         "eos_token_id": 0,
         "attn_implementation": "sdpa",
@@ -70,7 +68,6 @@ def build_t5(dtype: torch.dtype) -> Case:
         "num_layers": 2,
         "num_heads": 4,
         "dropout_rate": 0.0,
-        "use_cache": False,
         "decoder_start_token_id": 0,
         "pad_token_id": 0,
     }
@@ -99,7 +96,6 @@ def build_mixtral(dtype: torch.dtype, experts: str = "batched_mm") -> Case:
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.05,
-        "use_cache": False,
         "attn_implementation": "sdpa",
         "experts_implementation": experts,
     }
