@@ -43,9 +43,15 @@ class Travel:
         return values
 
     def finish(self) -> None:
-        """Brings the tensors to the end, where they stay until they are asked for; what was sent ends now."""
+        """Brings the tensors to the end, where they stay until they are asked for; what was sent ends now, and so does
+        what they are only a part of."""
         values = self()
-        self._wait = lambda: values
+        storages = [value.untyped_storage() for value in values]
+        used: dict[int, int] = {}
+        for value, storage in zip(values, storages, strict=True):
+            used[id(storage)] = used.get(id(storage), 0) + value.nbytes
+        kept = [v.clone() if s.nbytes() > used[id(s)] else v for v, s in zip(values, storages, strict=True)]
+        self._wait = lambda: kept
 
     def abandon(self) -> None:
         """Waits for the collective that is under way, and starts no other."""
