@@ -92,6 +92,7 @@ def _vit(rows: int, length: int) -> Made:
     config = ViTConfig(
         hidden_size=1664, num_hidden_layers=48, num_attention_heads=16, intermediate_size=8192, num_labels=1000,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, image_size=length, patch_size=14,
+        problem_type="single_label_classification",
     )  # fmt: skip
     return ViTForImageClassification(config), _images(rows, length)
 
@@ -99,7 +100,7 @@ def _vit(rows: int, length: int) -> Made:
 def _resnet(rows: int, length: int) -> Made:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(depths=[3, 8, 36, 3], num_labels=1000)
+    config = ResNetConfig(depths=[3, 8, 36, 3], num_labels=1000, problem_type="single_label_classification")
     return ResNetForImageClassification(config), _images(rows, length)
 
 

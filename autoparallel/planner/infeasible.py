@@ -50,8 +50,8 @@ def nothing_fits(least: Plan, limit: float, forecast: Forecast) -> PlanError:
     return PlanError(
         f"no plan fits in {_size(limit)} per device on the mesh {mesh_text(least.mesh)}: with everything that saves "
         f"memory under plan={least.origin!r} (parameters gathered for each use, {len(least.recompute)} layers run "
-        f"again in the backward) a plan needs {_size(forecast.memory)} ({what}). Use more ranks, fewer rows at once, or a "
-        "pipeline (a mesh with an axis 'pp') of more stages; or raise memory_limit"
+        f"again in the backward) a plan needs {_size(forecast.memory)} ({what}). Use more ranks, fewer rows at "
+        "once, or a pipeline (a mesh with an axis 'pp') of more stages; or raise memory_limit"
     )
 
 
