@@ -54,6 +54,7 @@ class Evaluator:
         self._spaces: dict[Candidate, SearchSpace] = {}
         self._forecasts: dict[Hashable, tuple[Plan, Forecast]] = {}
         self._short: dict[Hashable, Forecast] = {}  # of short models
+        self._exact: list[tuple[Plan, Prediction]] = []
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -182,9 +183,14 @@ class Evaluator:
             if not exactly:
                 forecast = extrapolated(self.captured, plan, self.predict, self._short)
             elif not (forecast := self.forecast(plan)).whole:
-                forecast = Forecast.of(self.predict(self.captured.copy(), plan))
+                self._exact.append((plan, self.predict(self.captured.copy(), plan)))
+                forecast = Forecast.of(self._exact[-1][1])
             self._forecasts[key] = plan, forecast
         return self._forecasts[key][1]
+
+    def prediction(self, plan: Plan) -> Prediction | None:
+        """What the whole program of a plan was predicted to cost; None where that was not asked."""
+        return next((known for other, known in self._exact if replace(other, origin=plan.origin) == plan), None)
 
     def predict(self, graph: Captured, plan: Plan) -> Prediction:
         """What the program that a plan makes of a graph, which is used up, is predicted to cost."""

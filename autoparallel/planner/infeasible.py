@@ -48,10 +48,10 @@ def nothing_fits(least: Plan, limit: float, forecast: Forecast) -> PlanError:
     parts = sorted(forecast.parts.items(), key=lambda part: -part[1])
     what = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= 0.01 * forecast.memory)
     return PlanError(
-        f"no plan fits in {_size(limit)} per device on the mesh {mesh_text(least.mesh)}: with everything that "
-        f"saves memory (parameters sharded and gathered for each use, {len(least.recompute)} layers run again in "
-        f"the backward) a plan needs {_size(forecast.memory)} ({what}). Use more ranks, fewer rows at once, or a "
-        "pipeline (a mesh with an axis 'pp') of more stages; or raise memory_limit"
+        f"no plan fits in {_size(limit)} per device on the mesh {mesh_text(least.mesh)}: with everything that saves "
+        f"memory under plan={least.origin!r} (parameters gathered for each use, {len(least.recompute)} layers run "
+        f"again in the backward) a plan needs {_size(forecast.memory)} ({what}). Use more ranks, fewer rows at "
+        "once, or a pipeline (a mesh with an axis 'pp') of more stages; or raise memory_limit"
     )
 
 

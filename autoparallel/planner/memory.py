@@ -106,7 +106,8 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if free.plan is None or best is not None and _is_slower(free, best, gauge):
             problems += [free] if free.plan is None else []
             continue
-        outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room))
+        below = math.inf if best is None or limit is None else gauge.seconds(best)
+        outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room, below))
         assert outcome.plan is not None
         if candidate is candidates[0]:
             bound = max(free.plan.lower_bound or 0.0, outcome.plan.lower_bound or 0.0)
@@ -138,28 +139,32 @@ def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
     return plan.cost - sum(plan.estimate.parameters.values()) >= gauge.seconds(best)
 
 
-def _fitting(free: Outcome, limit: float, gauge: Gauge, known: float | None) -> Proposals:
+def _fitting(
+    free: Outcome, limit: float, gauge: Gauge, known: float | None, below: float = math.inf
+) -> Proposals:
     """The fastest plan found of those that fit into a limit (see [Note: what fits]); where none does, the one that
-    takes the least memory.
+    takes the least memory, and where none can be of use, any.
 
     Args:
         free: what becomes of a candidate without the limit.
         known: how much room another plan needs beside what the search adds up; None where none is known.
+        below: seconds of a plan that is known and fits; what takes as long without fitting takes longer if it fits.
     """
     assert free.plan is not None and free.plan.estimate is not None
     # What adds up to too much takes too much: that need not be predicted.
     if known is None or free.plan.estimate.memory <= limit:
-        if gauge.memory(free.plan) <= limit:
+        if gauge.memory(free.plan) <= limit or gauge.seconds(free) >= below:
             return free
         known = gauge.difference(free.plan)
     saving = _saving(free.candidate, gauge)
     least: Outcome | None = None  # that takes the least memory
     best: Outcome | None = None
-    room, low, high = known, -math.inf, math.inf  # too little room, and more than there is
+    # Too little room and by how many bytes that is over the limit, and too much of it, or more than there is.
+    room, low, high = known, (-math.inf, math.inf), (math.inf, -math.inf)
     for _ in range(THRESHOLDS.rooms):
         outcome = yield replace(saving, limit=limit, room=room)
         if outcome.plan is None:
-            high = room
+            high = room, -math.inf
             if least is None:
                 least = yield replace(saving, sparing=True)
                 if least.plan is None or gauge.needs(least.plan, limit) > limit:
@@ -168,16 +173,20 @@ def _fitting(free: Outcome, limit: float, gauge: Gauge, known: float | None) -> 
         else:
             over, difference = gauge.memory(outcome.plan) - limit, gauge.difference(outcome.plan)
             if over > 0:
-                low, room = max(low, room), max(difference, room + over)
+                if gauge.seconds(outcome) >= below:
+                    return outcome
+                low, room = (room, over), max(difference, room + over)
             else:
                 best = outcome if best is None else min(best, outcome, key=gauge.seconds)
                 if -over < THRESHOLDS.spare * limit or difference > room - THRESHOLDS.spare * limit:
                     break
-                high, room = min(high, room), difference
-        if not low < room < high:
-            room = (low + high) / 2
-            if not math.isfinite(room) or high - low < THRESHOLDS.spare * limit:
-                break
+                high, room = (room, over), difference
+        if math.isfinite(low[1]) and math.isfinite(high[1]):
+            room = low[0] + (high[0] - low[0]) * low[1] / (low[1] - high[1])
+        elif not low[0] < room < high[0]:
+            room = (low[0] + high[0]) / 2
+        if not math.isfinite(room) or high[0] - low[0] < THRESHOLDS.spare * limit:
+            break
     if best is not None:
         return best
     least = least or (yield replace(saving, sparing=True))

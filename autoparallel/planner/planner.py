@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from autoparallel.capture.capture import capture
+from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.plan import Plan
@@ -37,6 +39,7 @@ class Planner:
 
     def __init__(self, model: nn.Module, request: Request, reductions: Mapping[str, str] | None = None) -> None:
         self.model, self.request, self._reductions = model, request, reductions
+        self._predicted: tuple[Plan, tuple[Any, ...], Prediction | None] | None = None
         if isinstance(request.plan, Plan):
             self._reductions = {name: p.reduce for name, p in request.plan.parameters.items()}
         elif request.memory_limit is None or request.stages:
@@ -69,14 +72,16 @@ class Planner:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
         """
         evaluator = Evaluator(self.request, captured, call, settled)
-        return best(proposals(evaluator), evaluator.plan).require()
+        plan = best(proposals(evaluator), evaluator.plan).require()
+        self._predicted = plan, call.specs, evaluator.prediction(plan)
+        return plan
 
     def finish(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> tuple[Plan, LocalProgram]:
         """The plan with its prediction and with the times of reducing that fit the limit, and a rank's program."""
         request = self.request
         plan = with_reductions(plan, self._reductions or {})
         program = local_program(request, captured, plan, call, prefix)
-        prediction = predict(program, plan, request.profile)
+        prediction = self._known(plan, call) or predict(program, plan, request.profile)
         if self._reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
             assert request.memory_limit is not None
             left = request.memory_limit - prediction.total_memory
@@ -87,6 +92,12 @@ class Planner:
                 program.reducing(plan)
                 prediction = predict(program, plan, request.profile)
         return plan.with_prediction(prediction), program
+
+    def _known(self, plan: Plan, call: Call) -> Prediction | None:
+        """What the search has predicted of the whole program, where the plan is the one that it found for the call."""
+        if self._predicted is None or self._predicted[1] != call.specs or self._predicted[0] != plan:
+            return None
+        return self._predicted[2]
 
     def with_traffic(self, staged: StagedProgram, plan: Plan, call: Call, owners: Mapping[str, int]) -> Plan:
         """The plan of a pipeline with what its stages send in a call that is differentiated."""

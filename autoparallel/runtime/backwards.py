@@ -18,6 +18,9 @@ from autoparallel import _torch
 
 Tensors = list[torch.Tensor]
 
+IN_FLIGHT = 2
+"""How many reductions of gradients are under way at once: more would hide nothing, and each holds a whole gradient."""
+
 
 class Travel:
     """Tensors on their way through collectives, one after another; a call brings them to the end.
@@ -38,6 +41,17 @@ class Travel:
         while self._steps:
             values = self._steps.pop(0)(values)()
         return values
+
+    def finish(self) -> None:
+        """Brings the tensors to the end, where they stay until they are asked for; what was sent ends now, and so does
+        what they are only a part of."""
+        values = self()
+        storages = [value.untyped_storage() for value in values]
+        used: dict[int, int] = {}
+        for value, storage in zip(values, storages, strict=True):
+            used[id(storage)] = used.get(id(storage), 0) + value.nbytes
+        kept = [v.clone() if s.nbytes() > used[id(s)] else v for v, s in zip(values, storages, strict=True)]
+        self._wait = lambda: kept
 
     def abandon(self) -> None:
         """Waits for the collective that is under way, and starts no other."""
@@ -66,6 +80,12 @@ class BackwardPass:
     leftovers: list[Callable[[], None]] = field(default_factory=list)
     callback: weakref.ref[Callable[[], None]] | None = None
     is_counted: bool = False
+
+    def expect(self, travel: Travel, receive: Callable[[Tensors], None]) -> None:
+        """Notes gradients that have set out; waits for those that did long before."""
+        self.reductions.append((travel, receive))
+        if len(self.reductions) > IN_FLIGHT:
+            self.reductions[-1 - IN_FLIGHT][0].finish()
 
     def abandon(self) -> None:
         """Waits for what is under way and forgets it."""

@@ -221,7 +221,7 @@ class GradientStore:
                 self._accumulate(kept, values)
                 return
             reduced = self._reduce(kept, values, each)
-            self.passes.running().reductions.append((reduced, partial(self._accumulate, kept)))
+            self.passes.running().expect(reduced, partial(self._accumulate, kept))
             return
         if each[0] and any(chain.name in self._pending for chain in kept):
             values, each = self._reduce(kept, values, each)(), []
@@ -231,7 +231,7 @@ class GradientStore:
         if not paths[0] and not owned:  # no collective makes a new tensor: what the engine shares must not become .grad
             sums = [s.clone() for s in sums]
         reduced = self._reduce(kept, sums, paths, owned)
-        self.passes.running().reductions.append((reduced, partial(self._hand_out, kept)))
+        self.passes.running().expect(reduced, partial(self._hand_out, kept))
 
     def _reduce(
         self, chains: Sequence[ParameterChain], values: Tensors, paths: Sequence[Sequence[Step]], owned: bool = False

@@ -1,0 +1,102 @@
+"""Limits on memory: which one holds, what saves memory, and that no preset beats "auto" within one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoparallel.comm.world import Axes
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.hardware import CPU, H100, PROFILES, Profile
+from autoparallel.planner.draft import Draft, call_of, draft
+from autoparallel.planner.kept import kept_parts
+from autoparallel.planner.planner import Planner
+from autoparallel.planner.presets import PRESETS, is_possible
+from autoparallel.planner.request import Request, limit_in_bytes
+from autoparallel.planner.signatures import Signatures
+from tests.captures import shared_captures
+from tests.planner.blocks import Blocks
+
+LAYERS, WIDTH, ROWS = 6, 16, 512
+MESH: Axes = (("dp", 2), ("tp", 2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_trace_for_all_plans() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
+def _draft(limit: float | None, plan: str = "auto", axes: Axes = MESH, profile: Profile = CPU) -> Draft:
+    request = Request(axes, profile, plan, loss_fn=F.mse_loss, memory_limit=limit)
+    x = torch.empty(ROWS, WIDTH, device="meta")
+    return draft(Blocks(LAYERS, WIDTH, 8 * WIDTH), call_of((x, x), with_target=True), request)
+
+
+def test_what_the_hardware_has_is_the_limit_unless_told() -> None:
+    assert limit_in_bytes(None, H100) == pytest.approx(0.9 * 80e9)
+    assert limit_in_bytes(0.5, H100) == 40e9 and limit_in_bytes(7e10, H100) == 7e10
+    assert limit_in_bytes(None, CPU) is None
+    assert all(p.usable is None or p.usable < p.memory for p in PROFILES.values() if p.memory is not None)
+    again = Profile.from_json(replace(H100, reserve=0.2).to_json())
+    assert again.usable == pytest.approx(0.8 * 80e9)
+    with pytest.raises(ValueError, match="reserve"):
+        Profile.from_json(replace(H100, reserve=1.0).to_json())
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("profile", [CPU, replace(CPU, overlap=1.0)], ids=["nothing hides", "all hides"])
+def test_no_preset_is_faster_than_auto_within_the_same_limit(profile: Profile) -> None:
+    limit = 0.6 * _draft(None, profile=profile).prediction.total_memory
+    auto = _draft(limit, profile=profile)
+    assert auto.prediction.total_memory <= limit
+    assert auto.plan.gap is not None and 0 <= auto.plan.gap < 0.5
+    fitting = 0
+    for preset in PRESETS[1:]:
+        if not is_possible(preset, ["dp", "tp"]):
+            continue
+        try:
+            found = _draft(limit, preset, profile=profile)
+        except PlanError as error:
+            assert f"under plan={preset!r}" in str(error) and "layers run again" in str(error)
+            continue
+        fitting += 1
+        assert found.prediction.total_memory <= limit
+        assert auto.prediction.seconds() <= found.prediction.seconds() * (1 + 1e-9)
+    assert fitting
+
+
+def test_hybrid_shards_along_the_last_axis_and_repeats_along_the_others() -> None:
+    plan = _draft(None, "hybrid").plan
+    assert {plan.parameters[f"blocks.{i}.up.weight"].at_rest for i in range(LAYERS)} == {"I,S0"}
+    assert {plan.parameters[f"blocks.{i}.up.weight"].gather for i in range(LAYERS)} == {"per_use"}
+    with pytest.raises(PlanError, match=r"plan='hybrid' .* use a mesh of two axes or more, or plan='fsdp'"):
+        _draft(None, "hybrid", (("dp", 2),))
+
+
+class Kinds(nn.Module):
+    """Calls that save their operand, their result, both, something else, or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)  # saves x, which is no call's; gelu saves its result
+        x = F.gelu(x)  # a view of it is read by the product below
+        x = x.reshape(-1, 2, 8) + 1.0  # saved by the product, once
+        x = self.b(x)  # nobody needs it: the sum and the softmax save what they make
+        return torch.softmax(x + x.mean(), -1).sum()
+
+
+def test_autograd_is_asked_what_the_backward_finds() -> None:
+    request = Request((("dp", 2),), CPU)
+    captured = Planner(Kinds(), request).capture(call_of((torch.empty(4, 8, device="meta"),)), training=True)
+    parts = kept_parts(captured.graph, Signatures(captured.actual))
+    kept = {node.meta["key"].rpartition("/")[2]: part for node, part in parts.items() if node.op == "call_function"}
+    assert kept == {"aten.linear#0": 1.0, "aten.add.Tensor#0": 1.0, "aten.softmax.int#0": 1.0}
