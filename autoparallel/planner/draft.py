@@ -66,6 +66,9 @@ def draft_captured(planner: Planner, captured: Captured, call: Call, told: Told 
     plan = request.plan if isinstance(request.plan, Plan) else planner.search(captured, call)
     prepare(request, captured, plan, call)
     told("predict")
+    if plan.microbatches > 1:
+        staged = stage_programs(request, captured, plan, call, "mesh0")
+        return Draft(planner.with_prediction(staged, plan), staged.programs[0])
     if not request.stages:
         return Draft(*planner.finish(captured, plan, call, "mesh0"))
     predicted = predict_stages(captured, plan, request.profile)

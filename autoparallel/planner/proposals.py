@@ -7,7 +7,7 @@ from dataclasses import replace
 from autoparallel.planner.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.memory import within
-from autoparallel.planner.microbatches import pipelines
+from autoparallel.planner.microbatches import microbatches_in_call, pipelines
 from autoparallel.planner.paddings import paddings
 from autoparallel.planner.presets import EXPERT_AXIS, PRESETS
 from autoparallel.planner.thresholds import THRESHOLDS
@@ -21,9 +21,10 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
             look, by what the search adds up, and recomputing layers is asked about only where nothing fits without.
     """
     request = evaluator.request
-    candidate = Candidate(request.origin, limit=request.memory_limit)
     if request.stages:
         return (yield from pipelines(evaluator, thorough=thorough))
+    count = microbatches_in_call(request, evaluator.captured, evaluator.call)
+    candidate = Candidate(request.origin, limit=request.memory_limit, microbatches=count)
     if not thorough:
         outcome = yield from paddings(candidate, evaluator)
         return outcome if outcome.plan is not None else (yield from within(candidate, evaluator))
@@ -44,7 +45,7 @@ def presets(candidate: Candidate, evaluator: Evaluator) -> Proposals:
     for preset in PRESETS:
         if preset == "auto" or preset == "expert_parallel" and EXPERT_AXIS not in names:
             continue
-        outcome = yield from paddings(Candidate(preset), evaluator)
+        outcome = yield from paddings(replace(candidate, preset=preset, limit=None), evaluator)
         if outcome.plan is None or _is_slower(outcome, fastest, evaluator):
             continue
         forecast = evaluator.forecast(outcome.plan)
