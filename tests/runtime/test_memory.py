@@ -61,16 +61,15 @@ def _peak(make: Callable[[], nn.Module] = Classifier, **options: Any) -> tuple[f
 
 
 def test_the_peak_falls_as_predicted() -> None:
-    whole, expected, _ = _peak()
+    whole, expected, plain = _peak()
     assert whole > 2 * ROWS * CLASSES * 4, "logits, and their probabilities or gradient"
     assert whole == pytest.approx(expected, rel=0.1)
     peak, expected, plan = _peak(loss_chunks=16)
     assert peak < 0.2 * whole
     assert peak == pytest.approx(expected, rel=0.1)
     assert "The loss is computed in 16 chunks of rows" in plan.explain()
-    assert "Chunks of the loss: 16; now 1." in plan.diff(_peak()[2])
-    again, _, loaded = _peak(plan=Plan.from_json(plan.to_json()))
-    assert loaded.loss_chunks == 16 and again == peak
+    assert "Chunks of the loss: 16; now 1." in plan.diff(plain)
+    assert Plan.from_json(plan.to_json()).loss_chunks == 16
 
 
 class Deep(nn.Sequential):
@@ -92,7 +91,7 @@ def test_microbatches_take_the_peak_that_is_predicted() -> None:
         plan.prediction.forward_seconds + plan.prediction.backward_seconds
     )
     again, _, loaded = _peak(Deep, plan=Plan.from_json(plan.to_json()))
-    assert loaded.microbatches == 8 and again == peak
+    assert loaded.microbatches == 8 and again == pytest.approx(peak, rel=0.01)
 
 
 def test_microbatches_are_for_training_calls() -> None:
