@@ -56,6 +56,7 @@ def compile(
     clip_grad_norm: float | Mapping[str, float] | ClipGradNorm | None = None,
     pipeline: Pipeline | None = None,
     loss_chunks: int | None = None,
+    microbatches: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     check_inputs: int | None = None,
     methods: Sequence[str] = (),
@@ -104,8 +105,13 @@ def compile(
         loss_chunks: computes a cross-entropy, with the linear layer that makes its logits, in this many chunks of rows,
             so that the logits, which nothing else may read, never exist whole; the numbers are the same. None leaves it
             to the plan.
-        grad_scaler: the scaler of the loop. A pipeline must know it, because its gradients are computed before the
-            loss is scaled; others need not be told.
+        microbatches: cuts the batch of each training call into this many parts, which run forward and backward one
+            after another, with the loss and the gradients of the whole batch; a model for which these would differ is
+            refused.
+            Outputs beside the loss are kept with ``outputs="gather"`` only. None leaves it to the plan. For a mesh with
+            an axis "pp" give ``pipeline=Pipeline(microbatches=...)``.
+        grad_scaler: the scaler of the loop. A pipeline, and calls in microbatches, must know it, because their
+            gradients are computed before the loss is scaled; others need not be told.
         check_inputs: at every so many calls the ranks compare a sample of 512 elements of each plain input, so that a
             rank that has left out a batch is found; on the first three calls they compare all. 0: never after those.
             None: at every call on CPUs, where that costs tens of microseconds, and at every 100th on other devices,
@@ -128,10 +134,13 @@ def compile(
         raise TypeError(f"pipeline must be an autoparallel.Pipeline, not a {type(pipeline).__name__}")
     if pipeline is not None and isinstance(plan, Plan):
         raise ValueError("a Plan is carried out as it is, with its own pipeline: leave pipeline=... out")
-    if loss_chunks is not None and (not isinstance(loss_chunks, int) or loss_chunks < 1):
-        raise ValueError(f"loss_chunks must be a positive integer, got {loss_chunks!r}")
-    if loss_chunks is not None and isinstance(plan, Plan):
-        raise ValueError("a Plan is carried out as it is, with its own chunks of the loss: leave loss_chunks=... out")
+    for name, value in (("loss_chunks", loss_chunks), ("microbatches", microbatches)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if value is not None and isinstance(plan, Plan):
+            raise ValueError(f"a Plan is carried out as it is, with its own {name}: leave {name}=... out")
+    if isinstance(plan, Plan):  # what later kinds of calls are asked for, too
+        loss_chunks, microbatches = plan.loss_chunks, plan.microbatches
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     _require_methods(model, methods)
@@ -143,8 +152,15 @@ def compile(
     if pipeline is not None and not staged and not is_open:
         raise ValueError("pipeline=... was given, but the mesh has no axis named 'pp' for it")
     unable = refusal(precision, outputs, grad_scaler, {p.dtype for p in model.parameters()})
-    if staged and unable:
+    if staged and (microbatches or 1) > 1:
+        raise ValueError(
+            f"microbatches={microbatches} is for meshes without an axis named 'pp': give "
+            f"pipeline=autoparallel.Pipeline(microbatches={microbatches})"
+        )
+    if (staged or (microbatches or 1) > 1) and unable:
         raise ValueError(unable)
+    if (microbatches or 1) > 1:
+        unable = "microbatches=... was given, which is for calls without a pipeline"
     mesh = with_data_axis(mesh) if staged else mesh
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
     require_on_device(model, mesh)
@@ -162,6 +178,7 @@ def compile(
         hoist_all=backend == "inductor",
         pipeline=pipeline,
         loss_chunks=loss_chunks,
+        microbatches=microbatches,
     )
     agreement = Agreement(mesh)
     _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline)
@@ -232,7 +249,8 @@ def _require_same_model(agreement: Agreement, model: nn.Module, request: Request
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     plan = request.plan
     options = (
-        request.memory_limit, request.outputs, *options, request.loss_chunks, request.precision, request.profile
+        request.memory_limit, request.outputs, *options, request.loss_chunks, request.microbatches, request.precision,
+        request.profile,
     )  # fmt: skip
     lines = [
         f"model {type(model).__name__}",

@@ -135,7 +135,7 @@ class Compiler:
         trace = captured.copy() if captured.lengths else None
         plan = self._plan(captured, call, at_rest)
         plan = replace(plan, choice=self.choice or plan.choice)
-        attach = self._attach_stages if self.request.stages else self._attach
+        attach = self._attach_stages if plan.staging is not None else self._attach
         with self._progress.phase("build"):
             kind = attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
         self._progress.conclude(headline(kind.plan) if call.is_training else "a program of its own")
@@ -189,18 +189,22 @@ class Compiler:
         return Kind(Runner(program, store, settings.model, body), plan.with_reasons(reasons))
 
     def _attach_stages(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
-        """Builds every stage's program, on all ranks, and attaches this rank's."""
+        """Builds every stage's program, on all ranks, and attaches this rank's; one that runs microbatches."""
         settings, store, request = self.settings, self.settings.store, self.request
         staged = stage_programs(request, captured, plan, call, store.prefix)
         self._require_same_program(staged, plan)
-        self.owners = self.owners or find_owners(staged, store.parameters)
+        owners = self.owners or find_owners(staged, store.parameters)
+        self.owners = owners if request.stages else {}
         self._settle(at_rest)
         compiled = compile_body if settings.compiled else None
         prefix, redistributor = bind(self.mesh), request.redistributor
-        runner = attach_stages(staged, store, settings.model, prefix, self.owners, redistributor, compiled)
+        runner = attach_stages(staged, store, settings.model, prefix, owners, redistributor, compiled)
         runner.scaler = settings.scaler
-        if captured.objective is not None and call.is_training:
-            plan = self.planner.with_traffic(staged, plan, call, self.owners)
+        if plan.microbatches > 1:
+            reasons = PlanAgain(self.planner, replace(call, leaves=()))
+            plan = self.planner.with_prediction(staged, plan).with_reasons(reasons)
+        elif captured.objective is not None and call.is_training:
+            plan = self.planner.with_traffic(staged, plan, call, owners)
         return Kind(runner, plan)
 
     def _require_same_program(self, program: LocalProgram | StagedProgram, plan: Plan) -> None:

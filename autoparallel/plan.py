@@ -42,10 +42,10 @@ class Plan(Decisions):
             PlanError: when nothing matches, or the plan was loaded from a file and is not compiled yet.
         """
         if passes:
-            if self.pipeline is not None or self.reasons is None:
+            if self.staging is not None or self.reasons is None:
                 raise PlanError(
                     "the passes of a program are shown for the plan of a compiled model (model.plan), or one that was "
-                    "made just now, and not for a pipeline"
+                    "made just now, and not for a pipeline or microbatches"
                 )
             return self.reasons.history(self)
         if module is not None:

@@ -390,7 +390,8 @@ def build_stages(
     training: bool = False,
     watch: Watch = ignore,
 ) -> StagedProgram:
-    """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
+    """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks; of one stage,
+    where only the batch is cut.
 
     Args:
         outputs: which outputs beside a loss are kept: those of "gather"; without a loss, all are.
@@ -403,7 +404,7 @@ def build_stages(
     Raises:
         PlanError: when the model cannot be run in such stages and microbatches.
     """
-    pipeline = plan.pipeline
+    pipeline = plan.staging
     assert pipeline is not None
     leave_only_loss(captured)
     if training:
@@ -476,16 +477,16 @@ def _require_combinable(captured: Captured, kept: list[int], microbatches: int) 
     weight = captured.weight
     if weight is not None and weight.kind == "unknown":
         raise PlanError(
-            f"a pipeline cannot tell what the loss of its microbatches is a mean over: {weight.reason}. Pass a loss_fn "
-            "that returns (sum, count) to compile(), or use one microbatch"
+            f"it cannot be told what the loss of microbatches is a mean over: {weight.reason}. Pass a loss_fn that "
+            "returns (sum, count) to compile(), or use one microbatch"
         )
     results = captured.graph.output_node().args[0]
     for i in kept:
         if i != captured.objective and (weight is None or i != weight.output) and batch_dim(captured, i) < 0:
             key = results[i].meta["key"]  # type: ignore[index, union-attr]
             raise PlanError(
-                f"an output of the model ({key}) has no batch dim, so that those of a pipeline's microbatches cannot "
-                "be put together: return it per row, or leave it out (outputs='auto' beside a loss)"
+                f"an output of the model ({key}) has no batch dim, so that those of microbatches cannot be put "
+                "together: return it per row, or leave it out (outputs='auto' beside a loss)"
             )
 
 

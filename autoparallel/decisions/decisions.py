@@ -61,6 +61,7 @@ class Decisions:
         recompute: the layers, by module path, that keep only what enters them and run again in the backward.
         loss_chunks: into how many chunks of rows a cross-entropy and the product that makes its logits are cut, so that
             the logits never exist whole; 1 computes them at once.
+        microbatches: into how many parts a training call cuts its batch, one after another, where there is no pipeline.
         notes: module path to why it is not sharded as could be expected.
         cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
             costs less than; None for a plan that no search made.
@@ -78,6 +79,7 @@ class Decisions:
     unruled: Mapping[str, int] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
     loss_chunks: int = 1
+    microbatches: int = 1
     notes: Mapping[str, str] = field(default_factory=dict)
     cost: float | None = field(default=None, compare=False)
     lower_bound: float | None = field(default=None, compare=False)
@@ -123,10 +125,18 @@ class Decisions:
             parse_mode(mode)
         for layout in self.shared.values():
             parse_layout(layout)
-        if self.loss_chunks < 1:
-            raise ValueError(f"loss_chunks must be positive, got {self.loss_chunks}")
+        for name in ("loss_chunks", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.pipeline is not None:
             self.pipeline.require_valid()
+
+    @property
+    def staging(self) -> PipelinePlan | None:
+        """The pipeline; where only microbatches were decided, one of a single stage; None where a call runs at once."""
+        if self.pipeline is None and self.microbatches > 1:
+            return PipelinePlan("", 1, "1f1b", self.microbatches, ())
+        return self.pipeline
 
     def modes(self, key: str) -> tuple[Mode, ...]:
         """How the operator with this key runs on each mesh axis."""

@@ -60,7 +60,7 @@ class PipelinePlan:
     """Every decision about one pipeline.
 
     Attributes:
-        axis, ranks: the mesh axis over which the stages lie, and its size.
+        axis, ranks: the mesh axis over which the stages lie, and its size; no name, where every rank runs all.
         schedule, microbatches: as :class:`Pipeline` names them.
         cuts: the keys of the operators with which the stages but the first begin.
         stages: what each stage is predicted to cost; empty where nothing is predicted.

@@ -72,6 +72,9 @@ def _chosen(planner: Planner, captured: Captured, call: Call) -> Plan:
 
 def _predicted(planner: Planner, captured: Captured, plan: Plan, call: Call) -> Draft:
     request = planner.request
+    if plan.microbatches > 1:
+        staged = stage_programs(request, captured, plan, call, "mesh0")
+        return Draft(planner.with_prediction(staged, plan), staged.programs[0])
     if not request.stages:
         return Draft(*planner.finish(captured, plan, call, "mesh0"))
     predicted = predict_stages(captured, plan, request.profile)

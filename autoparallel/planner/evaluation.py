@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoparallel.comm.world import PIPELINE_AXIS
-from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call, micro_specs, sizes_of
@@ -22,7 +22,7 @@ from autoparallel.planner.candidates import Candidate, Outcome
 from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.problem import Schedule
-from autoparallel.planner.programs import local_program, outputs_of
+from autoparallel.planner.programs import outputs_of, step_program
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
@@ -83,8 +83,10 @@ class Evaluator:
                     space = self._space(candidate)
                     limit, room, sparing = candidate.limit, candidate.room, candidate.sparing
                     plan = cheapest(space, candidate.preset, limit, room, sparing=sparing)
+                    plan = self._completed(plan, space, candidate)
+                    plan = of_a_step(plan, plan.microbatches)
                     assert plan.cost is not None
-                    outcome = Outcome(candidate, self._completed(plan, space, candidate), seconds=plan.cost)
+                    outcome = Outcome(candidate, plan, seconds=plan.cost)
             except PlanError as error:
                 outcome = Outcome(candidate, error=error)
             self._outcomes[candidate] = outcome
@@ -131,9 +133,14 @@ class Evaluator:
                 f"again: {', '.join(space.pins.freed[:5])}",
                 stacklevel=2,
             )
+        count = 1 if request.stages else candidate.microbatches
         return replace(
             plan,
-            parameters={name: replace(p, rows=padding.get(name)) for name, p in plan.parameters.items()},
+            parameters={
+                name: replace(p, rows=padding.get(name), reduce=_reduction(p) if count > 1 else p.reduce)
+                for name, p in plan.parameters.items()
+            },
+            microbatches=count,
             loss_chunks=(request.loss_chunks or 1) if chunkable(space.captured.graph) else 1,
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
@@ -142,9 +149,12 @@ class Evaluator:
         """The graph that a candidate is about: with padded vocabularies and, for a pipeline, a microbatch's sizes."""
         key = candidate.padding, candidate.microbatches
         if key not in self._graphs:
-            graph = self.captured.copy() if candidate.padding else self.captured
+            cut = candidate.microbatches > 1 and not self.request.stages
+            graph = self.captured.copy() if candidate.padding or cut else self.captured
+            if cut:
+                leave_only_loss(graph)
             pad(graph, dict(candidate.padding))
-            if self.request.stages:
+            if self.request.stages or cut:
                 graph = replace(graph, actual=sizes_of(graph, micro_specs(self.call.specs, candidate.microbatches)))
             self._graphs[key] = graph
         return self._graphs[key]
@@ -179,11 +189,12 @@ class Evaluator:
         """What a plan takes; unless exactly, from short models, where layers repeat."""
         # Plans that differ in what they recompute share their operators, which the table keeps alive.
         key = id(plan.operators), plan.recompute, plan.loss_chunks, exactly
+        graph = self._graph(Candidate(plan.origin, microbatches=plan.microbatches))
         if key not in self._forecasts:
             if not exactly:
-                forecast = extrapolated(self.captured, plan, self.predict, self._short)
+                forecast = extrapolated(graph, plan, self.predict, self._short)
             elif not (forecast := self.forecast(plan)).whole:
-                self._exact.append((plan, self.predict(self.captured.copy(), plan)))
+                self._exact.append((plan, self.predict(graph.copy(), plan)))
                 forecast = Forecast.of(self._exact[-1][1])
             self._forecasts[key] = plan, forecast
         return self._forecasts[key][1]
@@ -195,8 +206,13 @@ class Evaluator:
     def predict(self, graph: Captured, plan: Plan) -> Prediction:
         """What the program that a plan makes of a graph, which is used up, is predicted to cost."""
         pad(graph, plan.padded)
-        program = local_program(self.request, graph, plan, self.call, "mesh0")
+        program = step_program(self.request, graph, plan, self.call, "mesh0")
         return predict(program, plan, self.request.profile)
+
+
+def _reduction(parameter: ParameterPlan) -> str:
+    """When gradients of microbatches are reduced: what is not kept whole leaves no whole gradient either."""
+    return "across_replicas_per_step" if parameter.gather == "per_use" else parameter.reduce
 
 
 def of_a_step(plan: Plan, microbatches: int) -> Plan:

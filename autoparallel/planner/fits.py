@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -12,7 +13,10 @@ from autoparallel import operators
 from autoparallel.comm.world import Axes, mesh_text
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity
 from autoparallel.graph.fingerprint import fingerprint
+from autoparallel.passes.follow_batch import mixes_rows
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, Shard, divides, fills_up, format_layout, reaches_all
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -118,3 +122,45 @@ def _require_layout(
                     f"{what}: a tensor of shape {[s if isinstance(s, int) else '?' for s in shape]} cannot lie as "
                     f"{format_layout(layout)} on {mesh_text(plan.mesh)} (axis {plan.axis_names[axis]})"
                 )
+
+
+def unable(captured: Captured, call: Call) -> str:
+    """Why a model cannot be run in microbatches, as a pipeline does; empty where it can."""
+    if captured.objective is None:
+        return explain_ambiguity(len(captured.flowing)) if len(captured.flowing) > 1 else "it has no loss"
+    weight = captured.weight
+    if weight is not None and weight.kind == "unknown":
+        return f"it cannot be told what the loss is a mean over: {weight.reason}"
+    if any(layout is not None for layout in call.layouts):
+        return "an input is a DTensor"
+    if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
+        return "an input is differentiated"
+    if not captured.batches:
+        return f"the batch size is fixed at {call.batch}: {captured.why_fixed}"
+    return ""
+
+
+def differing(captured: Captured, call: Call, count: int) -> str:
+    """Why a call cannot be run in so many microbatches with the numbers of the whole batch; empty where it can."""
+    if problem := unable(captured, call):
+        return problem
+    if call.batch % count:
+        return f"its {call.batch} rows do not divide by {count}"
+    if captured.mutated_buffers:
+        return f"it would change the buffer {captured.mutated_buffers[0]} once in each microbatch"
+    assert captured.objective is not None
+    results = [captured.objective]
+    if captured.weight is not None and captured.weight.output is not None:
+        results.append(captured.weight.output)
+    nodes: Any = captured.graph.output_node().args[0]
+    names = zip(captured.inputs, call.specs, strict=True)
+    batched = [name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch]
+    if key := mixes_rows(captured.graph, batched, [nodes[i] for i in results]):
+        return f"{key} is of the whole batch, not of its rows one by one"
+    return ""
+
+
+def require_cuttable(captured: Captured, call: Call, count: int) -> None:
+    """Raises PlanError where a call cannot run in so many microbatches with the numbers of the whole batch."""
+    if problem := differing(captured, call, count):
+        raise PlanError(f"the batch cannot be cut into {count} microbatches with the same numbers: {problem}")

@@ -24,10 +24,11 @@ from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of, mesh_text
 from autoparallel.decisions.meshes import Alternative, MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
-from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity
+from autoparallel.graph.captured import Captured
 from autoparallel.hardware import Profile
 from autoparallel.planner.candidates import best
 from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.fits import unable
 from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request
 from autoparallel.planner.thresholds import THRESHOLDS
@@ -237,22 +238,6 @@ class MeshSearch:
         )
 
 
-def unable(captured: Captured, call: Call) -> str:
-    """Why a model cannot be a pipeline; empty where it can."""
-    if captured.objective is None:
-        return explain_ambiguity(len(captured.flowing)) if len(captured.flowing) > 1 else "it has no loss"
-    weight = captured.weight
-    if weight is not None and weight.kind == "unknown":
-        return f"it cannot be told what the loss is a mean over: {weight.reason}"
-    if any(layout is not None for layout in call.layouts):
-        return "an input is a DTensor"
-    if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
-        return "an input is differentiated"
-    if not captured.batches:
-        return f"the batch size is fixed at {call.batch}: {captured.why_fixed}"
-    return ""
-
-
 def changes(captured: Captured, outputs: str) -> str:
     """What a pipeline would change about the model's results, so that it is not taken unasked; empty for nothing."""
     if captured.mutated_buffers:
@@ -268,11 +253,11 @@ def refusal(precision: object, outputs: str, scaler: torch.amp.GradScaler | None
     used = getattr(precision, "param_dtype", None)
     if scaler is None and torch.float16 in {used, *dtypes}:
         return (
-            "a pipeline in float16 must know the gradient scaler, because it computes gradients before the loss is "
+            "microbatches in float16 must know the gradient scaler, because gradients are computed before the loss is "
             "scaled: pass grad_scaler=torch.amp.GradScaler(...) to compile(), or use bfloat16"
         )
     if outputs == "sharded":
-        return "outputs='sharded' is not supported by pipelines: use outputs='gather', or 'auto'"
+        return "outputs='sharded' is not supported with microbatches or a pipeline: use outputs='gather', or 'auto'"
     return ""
 
 

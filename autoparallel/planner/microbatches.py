@@ -13,15 +13,33 @@ from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
-from autoparallel.graph.captured import InputSpec
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.planner.candidates import Candidate, Cut, Outcome, Proposals
 from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.fits import require_cuttable
 from autoparallel.planner.paddings import paddings
 from autoparallel.planner.programs import microbatches_of
+from autoparallel.planner.request import Request
 from autoparallel.planner.thresholds import THRESHOLDS
 
 STAGE_PRESETS = ("data_parallel", "fsdp", "tensor_parallel")
 """The presets whose layouts are cut into stages, too."""
+
+
+def microbatches_in_call(request: Request, captured: Captured, call: Call) -> int:
+    """How many microbatches a call without a pipeline has been asked to run in; 1 where nothing is differentiated.
+
+    Raises:
+        PlanError: where the batch cannot be cut.
+    """
+    count = request.microbatches or 1
+    if count == 1 or request.stages or not (call.is_training and call.gradients):
+        return 1
+    if captured.objective is None and request.loss_fn is not None and not call.with_target:
+        return 1
+    require_cuttable(captured, call, count)
+    return count
 
 
 def pipelines(evaluator: Evaluator, *, thorough: bool) -> Proposals:
@@ -160,4 +178,4 @@ def microbatch_counts(batch: int, ranks: int, request: Pipeline) -> list[int]:
     return sorted((m for m in fitting if most % m == 0), reverse=True)
 
 
-__all__ = ["microbatch_counts", "pipelines"]
+__all__ = ["microbatch_counts", "microbatches_in_call", "pipelines"]

@@ -99,6 +99,10 @@ class Planner:
             return None
         return self._predicted[2]
 
+    def with_prediction(self, staged: StagedProgram, plan: Plan) -> Plan:
+        """The plan of a call that runs in microbatches, with its prediction."""
+        return plan.with_prediction(predict(staged.programs[0], plan, self.request.profile))
+
     def with_traffic(self, staged: StagedProgram, plan: Plan, call: Call, owners: Mapping[str, int]) -> Plan:
         """The plan of a pipeline with what its stages send in a call that is differentiated."""
         traffic = pipeline_traffic(staged, plan, call, self.request.profile, owners, self.request.redistributor)

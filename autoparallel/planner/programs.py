@@ -17,7 +17,7 @@ from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.runner import Watch, ignore
 from autoparallel.pipeline.schedules import SPLIT
 from autoparallel.plan import Plan
-from autoparallel.planner.fits import require_fits
+from autoparallel.planner.fits import require_cuttable, require_fits
 from autoparallel.planner.request import Request
 from autoparallel.program import (
     LocalProgram,
@@ -52,16 +52,23 @@ def local_program(
     )
 
 
+def step_program(request: Request, captured: Captured, plan: Plan, call: Call, prefix: str) -> LocalProgram:
+    """A rank's program of a call, or of each of its microbatches; not for a pipeline."""
+    if plan.microbatches > 1:
+        return stage_programs(request, captured, plan, call, prefix).programs[0]
+    return local_program(request, captured, plan, call, prefix)
+
+
 def stage_programs(request: Request, captured: Captured, plan: Plan, call: Call, prefix: str) -> StagedProgram:
-    """The local program of every stage of a pipeline, the same on all ranks.
+    """The local program of every stage of a pipeline, or of the one stage of microbatches, the same on all ranks.
 
     Raises:
         PlanError: where the model cannot be run so.
     """
-    assert plan.pipeline is not None
-    if plan.pipeline.schedule in SPLIT and request.hoist_all:
+    assert plan.staging is not None
+    if plan.staging.schedule in SPLIT and request.hoist_all:
         raise PlanError(
-            f"the schedule {plan.pipeline.schedule!r} parts the backward of a stage, which backend='inductor' does "
+            f"the schedule {plan.staging.schedule!r} parts the backward of a stage, which backend='inductor' does "
             "not: use '1f1b' or 'interleaved_1f1b', or backend='eager'"
         )
     return build_stages(
@@ -81,12 +88,12 @@ def stage_programs(request: Request, captured: Captured, plan: Plan, call: Call,
 def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> None:
     """Rewrites a captured graph into the one that a plan is about, once, and checks that it is.
 
-    A pipeline's graph has the sizes of a microbatch, and differentiates its loss only.
+    Where the batch is cut, the graph has the sizes of a microbatch, and differentiates its loss only.
 
     Raises:
         PlanError: when the plan does not fit it.
     """
-    if request.stages:
+    if request.stages or plan.microbatches > 1:
         leave_only_loss(captured)
     pad(captured, plan.padded)
     require_fits(plan, captured.graph, request.axes, captured.parameters)
@@ -97,10 +104,12 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
             "cross_entropy (or through log_softmax to nll_loss) with reduction 'mean' or 'sum' and that nothing else "
             "reads, also not as an output of the model. Return the loss alone, or leave loss_chunks out"
         )
-    if request.stages:
-        if plan.pipeline is None or plan.pipeline.ranks != request.stages:
-            raise PlanError(f"the plan is not for a pipeline over {request.stages} ranks: plan again")
-        captured.actual = sizes_of(captured, micro_specs(call.specs, microbatches_of(plan.pipeline, captured, call)))
+    if request.stages and (plan.pipeline is None or plan.pipeline.ranks != request.stages):
+        raise PlanError(f"the plan is not for a pipeline over {request.stages} ranks: plan again")
+    if plan.microbatches > 1:
+        require_cuttable(captured, call, plan.microbatches)
+    if plan.staging is not None:
+        captured.actual = sizes_of(captured, micro_specs(call.specs, microbatches_of(plan.staging, captured, call)))
 
 
 def microbatches_of(pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
@@ -108,4 +117,4 @@ def microbatches_of(pipeline: PipelinePlan, captured: Captured, call: Call) -> i
     return pipeline.microbatches if captured.objective is not None else math.gcd(pipeline.microbatches, call.batch)
 
 
-__all__ = ["local_program", "microbatches_of", "outputs_of", "prepare", "stage_programs"]
+__all__ = ["local_program", "microbatches_of", "outputs_of", "prepare", "stage_programs", "step_program"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autoparallel.planner.candidates import Candidate, Proposals
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.memory import fastest
-from autoparallel.planner.microbatches import pipelines
+from autoparallel.planner.microbatches import microbatches_in_call, pipelines
 from autoparallel.planner.presets import PRESETS, is_possible
 
 
@@ -29,7 +29,9 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
     if thorough and request.plan == "auto" and evaluator.settled.at_rest is None:
         axes = [name for name, _ in request.axes]
         names += [name for name in PRESETS if name != "auto" and is_possible(name, axes)]
-    outcome = yield from fastest([Candidate(name) for name in names], request.memory_limit, evaluator, exactly=thorough)
+    count = microbatches_in_call(request, evaluator.captured, evaluator.call)
+    candidates = [Candidate(name, microbatches=count) for name in names]
+    outcome = yield from fastest(candidates, request.memory_limit, evaluator, exactly=thorough)
     return outcome if outcome.plan is None else replace(outcome, plan=replace(outcome.plan, origin=request.origin))
 
 

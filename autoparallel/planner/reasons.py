@@ -14,7 +14,8 @@ from autoparallel.passes.adapt_captured import pad
 from autoparallel.passes.history import PassHistory
 from autoparallel.plan import Plan
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import local_program, prepare
+from autoparallel.planner.programs import local_program, prepare, step_program
+from autoparallel.predict.predict import predict
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class PlanAgain:
         except PlanError:
             return None
         prepare(request, captured, best, self.call)
-        return planner.finish(captured, best, self.call, "mesh0")[0]
+        program = step_program(request, captured, best, self.call, "mesh0")
+        return best.with_prediction(predict(program, best, request.profile))
 
     def history(self, plan: Decisions) -> str:
         """See ``Reasons.history``."""

@@ -35,6 +35,8 @@ class Request:
         stages: the ranks of a pipeline's axis; 0 where there is none.
         pipeline: what is fixed of the pipeline; None leaves all of it open.
         loss_chunks: into how many chunks of rows the loss is cut; None leaves it open.
+        microbatches: into how many parts a training call cuts its batch, where there is no pipeline; None leaves it
+            open.
     """
 
     axes: Axes
@@ -50,6 +52,7 @@ class Request:
     stages: int = 0
     pipeline: Pipeline | None = None
     loss_chunks: int | None = None
+    microbatches: int | None = None
 
     @property
     def origin(self) -> str:

@@ -28,7 +28,7 @@ class Forecast:
     """What a step takes.
 
     Attributes:
-        seconds: of a step with one microbatch.
+        seconds: of a step of one call.
         memory: bytes per device.
         whole: whether the whole program was predicted.
         parts: what takes the memory, where it was.
@@ -85,7 +85,8 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
             runs=(),
         )
         recompute = tuple(layer for layer in plan.recompute if layer in left_layers)
-        key = plan.loss_chunks, tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
+        calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
+        key = plan.loss_chunks, plan.microbatches, calls
         if key not in known:
             known[key] = Forecast.of(predict(short, replace(plan, recompute=recompute)))
         return known[key]

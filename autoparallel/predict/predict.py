@@ -23,8 +23,13 @@ from autoparallel.rules.calls import is_tensor
 
 
 def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
-    """What a step of the program costs, by running it without values (see ``predict.dry_run``)."""
+    """What a step of the program costs, by running it without values (see ``predict.dry_run``).
+
+    Where a call runs in microbatches, the program is that of one of them; their gradients are added up apart.
+    """
     run = dry_run(program, plan, profile)
+    several = plan.microbatches > 1
+    worst = dry_run(program, plan, profile, [program.captured.objective or 0]).peak if several else run.peak
     chains = [chain for bucket in program.buckets for chain in bucket.chains]
     sizes = plan.axis_sizes
 
@@ -34,9 +39,10 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     kept = bytes_kept(gradients, True) + bytes_kept(at_rest - gradients, False)
     states = OPTIMIZER_STATES * gradients
     # The worst moment of forward and backward, or that of the optimizer's step.
-    peak = run.peak if sum(run.peak.values()) > gradients else {GRADIENT_BUFFERS: gradients}
-    memory = {"parameters": at_rest, "optimizer states": states, "inputs and buffers": run.inputs, **peak}
-    fixed = at_rest + states + run.inputs
+    peak = worst if sum(worst.values()) > gradients else {GRADIENT_BUFFERS: gradients}
+    inputs = run.inputs * plan.microbatches
+    memory = {"parameters": at_rest, "optimizer states": states, "inputs and buffers": inputs, **peak}
+    fixed = at_rest + states + inputs
     return Prediction(
         unshard=run.traffic[UNSHARD],
         forward=run.traffic[FORWARD],
@@ -50,12 +56,13 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         update_seconds=update_seconds(profile, kept),
         memory={
             **{what: size for what, size in memory.items() if size},
-            ACCUMULATORS: sum(accumulator_bytes(c, sizes) for c in trained),
+            ACCUMULATORS: sum(accumulator_bytes(c, sizes, apart=several) for c in trained),
         },
         reductions=total_costs(program.buckets, sizes, profile),
         regathered=len(run.regathered),
         modules=_modules(program, plan),
         profile=profile.name,
+        microbatches=plan.microbatches,
         timeline=_thinned([(seconds, fixed + size) for seconds, size in run.history]),
     )
 

@@ -20,9 +20,10 @@ from autoparallel.placements.redistribution import Step, local_numel, step_bytes
 from autoparallel.plan import Plan
 
 
-def accumulator_bytes(chain: ParameterChain, axis_sizes: Sequence[int]) -> int:
-    """What adding up the gradients of several microbatches takes beside the gradient at rest."""
-    if not chain.sync and chain.accumulator_dtype == chain.rest_dtype:
+def accumulator_bytes(chain: ParameterChain, axis_sizes: Sequence[int], *, apart: bool = False) -> int:
+    """What adding up the gradients of several microbatches takes beside the gradient at rest, which may be the sum
+    itself, unless that is kept ``apart``."""
+    if not apart and not chain.sync and chain.accumulator_dtype == chain.rest_dtype:
         return 0
     return local_numel(chain.shape, chain.accumulator, axis_sizes) * chain.accumulator_dtype.itemsize
 

@@ -193,6 +193,8 @@ def _notes(plan: Decisions) -> list[Block]:
     blocks: list[Block] = []
     if plan.recompute:
         blocks.append(f"Recomputed in the backward, to save memory: {recomputed(plan)}.")
+    if plan.microbatches > 1:
+        blocks.append(f"A training call runs in {plan.microbatches} microbatches, and reduces gradients once.")
     if plan.loss_chunks > 1:
         blocks.append(f"The loss is computed in {plan.loss_chunks} chunks of rows: its logits never exist whole.")
     if plan.prediction is None and plan.pipeline is None:

@@ -18,7 +18,7 @@ from autoparallel.runtime.tied import TiedParameters
 
 
 class NotKept:
-    """Stands for an output that a pipeline computes microbatch by microbatch and does not keep."""
+    """Stands for an output that a call computes microbatch by microbatch and does not keep."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = name
@@ -27,8 +27,8 @@ class NotKept:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
-            f"{self._name} is not kept: a pipeline with a loss keeps the other outputs of its microbatches only when "
-            "the model is compiled with outputs='gather'"
+            f"{self._name} is not kept: a call that runs in microbatches keeps outputs beside its loss only when the "
+            "model is compiled with outputs='gather'"
         )
 
     def __repr__(self) -> str:
@@ -99,7 +99,8 @@ class Gradients:
         """
         if self._sums is None:
             raise RuntimeError(
-                "backward() through the loss of a pipeline a second time: its gradients were handed out the first time"
+                "backward() a second time through the loss of a call that ran in microbatches: its gradients were "
+                "handed out the first time"
             )
         sums, self._sums = self._sums, None
         factor = grad.double() / self._divisor
@@ -111,7 +112,8 @@ class Gradients:
             for bucket in stage.program.buckets:
                 chains = [chain for chain in bucket.chains if chain.name in sums[index]]
                 if chains:
-                    self._store.receive_sums(chains, [sums[index][chain.name] for chain in chains], owned=True)
+                    added = [stage.gradients.added(chain) for chain in chains]
+                    self._store.receive_sums(added, [sums[index][chain.name] for chain in chains], owned=True)
         for name, total in self._totals.items():
             self._store.receive_sums([self._tied.chain(name)], [total], owned=True)
 

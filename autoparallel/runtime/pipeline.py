@@ -54,7 +54,7 @@ AHEAD = 8
 
 
 _ONLY_LOSS = (
-    "a pipeline differentiates its loss only, in training mode: pass loss_fn to compile() and the target to the call, "
+    "differentiates its loss only, in training mode: pass loss_fn to compile() and the target to the call, "
     "or have the model return its loss as a scalar, and call model.train() before"
 )
 
@@ -124,6 +124,7 @@ class PipelineRunner:
         self.used = tuple(name for name in used if name in store.parameters)
         self.loss = captured.objective
         self.scaler: torch.amp.GradScaler | None = None
+        self._what = "a pipeline" if self.plan.axis else "a call that runs in microbatches"
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
         self._forms: dict[Any, dict[int, Form]] = {}
 
@@ -133,15 +134,14 @@ class PipelineRunner:
         """Raises ValueError when a call cannot be cut into microbatches, or those over the mesh."""
         for spec, layout in zip(call.specs, call.layouts, strict=True):
             if layout is not None:
-                raise ValueError("a pipeline takes plain tensors, the same on every rank, not DTensors")
+                raise ValueError(f"{self._what} takes plain tensors, the same on every rank, not DTensors")
             if isinstance(spec, InputSpec) and spec.requires_grad:
-                raise ValueError("a pipeline does not differentiate the model's inputs: detach them")
+                raise ValueError(f"{self._what} does not differentiate the model's inputs: detach them")
         count = self._microbatches(call)
         if call.batch % count:
             raise ValueError(
-                f"a batch of {call.batch} rows does not divide into the pipeline's {count} microbatches: use a batch "
-                f"that divides by {count} (drop_last=True in the data loader), or another number of microbatches in "
-                "compile(pipeline=...)"
+                f"a batch of {call.batch} rows does not divide into {count} microbatches: use a batch that divides by "
+                f"{count} (drop_last=True in the data loader), or another number of microbatches in compile()"
             )
         actual = sizes_of(self.captured, micro_specs(call.specs, count))
         for program in self.staged.programs:
@@ -349,7 +349,7 @@ class PipelineRunner:
         """Tells all ranks of the pipeline what one of them has made: the loss, outputs that are kept, buffers."""
         actual = sizes_of(self.captured, call.specs)
         sends: list[Wait] = []
-        for stage, graph in enumerate(self.staged.graphs):
+        for stage, graph in enumerate(self.staged.graphs if self.plan.ranks > 1 else ()):
             wanted, forms = shared_forms(self.captured, graph, actual)
             if not wanted:
                 continue
@@ -404,12 +404,13 @@ class PipelineRunner:
         if run.differentiate:
             assert self.loss is not None
             divisor = self._divisor(run, combined)
-            call = Gradients(self.stages, self.store, self.tied, sums, totals, divisor, self.scaler is not None)
+            scaled = self.scaler is not None and self.store.everyone is not None  # else the scaler agrees on it itself
+            call = Gradients(self.stages, self.store, self.tied, sums, totals, divisor, scaled)
             outputs[self.loss] = HandOut.apply(anchor, outputs[self.loss], call)
         if torch.is_grad_enabled():
             for i in (*self.captured.flowing, *self.captured.detached):
                 if isinstance(outputs[i], torch.Tensor) and not (run.differentiate and i == self.loss):
-                    outputs[i] = Refuse.apply(anchor, outputs[i], _ONLY_LOSS)
+                    outputs[i] = Refuse.apply(anchor, outputs[i], f"{self._what} {_ONLY_LOSS}")
         return outputs
 
     def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | float:
@@ -448,7 +449,7 @@ def attach_stages(
     plan = staged.plan
     chains = [staged.chains(stage) for stage in range(plan.count)]
     ties = find_ties(chains, owners, plan.rank_of, redistributor)
-    tied = TiedParameters(ties, store, group_name(prefix, [plan.axis], [0]))
+    tied = TiedParameters(ties, store, group_name(prefix, [plan.axis], [0]) if plan.axis else None)
     loss = staged.captured.objective
     stages = {}
     for index in plan.stages_of(tied.rank):
@@ -456,7 +457,8 @@ def attach_stages(
         body = compile_body(program) if compile_body is not None else program.body
         mine = {name: p for name, p in tied.borrowed.items() if name in chains[index]}
         made = loss if loss in graph.results else None
-        stages[index] = Stage(index, graph, program, StageGradients(store, mine), plain, body, made)
+        gradients = StageGradients(store, mine, alone=plan.count == 1)
+        stages[index] = Stage(index, graph, program, gradients, plain, body, made)
     return PipelineRunner(staged, stages, store, tied, plain)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from autoparallel.placements import largest_piece
 from autoparallel.program import LocalProgram
 from autoparallel.runtime.backwards import BackwardPasses, Tensors
 from autoparallel.runtime.buckets import ParameterBucket
-from autoparallel.runtime.gradients import Gather, GradientStore, KeptCopy
+from autoparallel.runtime.gradients import Gather, GradientStore, KeptCopy, cast
 from autoparallel.runtime.runner import Runner
 
 
@@ -40,10 +40,11 @@ class StageGradients:
     Args:
         store: the gradients of all the model's parameters.
         borrowed: parameters that lie with another stage, by name.
+        alone: whether there is no other stage, so that each microbatch's gradients are reduced where the plan says so.
     """
 
-    def __init__(self, store: GradientStore, borrowed: Mapping[str, nn.Parameter]) -> None:
-        self.store = store
+    def __init__(self, store: GradientStore, borrowed: Mapping[str, nn.Parameter], *, alone: bool = False) -> None:
+        self.store, self.alone = store, alone
         self.parameters = {**store.parameters, **borrowed}
         self.synchronise = False
         self.sums: dict[str, torch.Tensor] = {}
@@ -98,10 +99,11 @@ class StageGradients:
         """Adds one microbatch's gradients to the sums."""
         sums: Tensors = []
         addends: Tensors = []
-        for chain, values in zip(chains, grads, strict=True):
-            if all(value is None for value in values):
-                continue
-            value, known = self.store.sum_uses(chain, values), self.sums.get(chain.name)
+        reached = [i for i, values in enumerate(grads) if any(value is not None for value in values)]
+        chains = [chains[i] for i in reached]
+        made = [self.store.sum_uses(chain, grads[i]) for chain, i in zip(chains, reached, strict=True)]
+        for chain, value in zip(chains, self._reduced(chains, made), strict=True):
+            known = self.sums.get(chain.name)
             if known is None:
                 copied = value.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
                 self.sums[chain.name] = copied
@@ -111,6 +113,17 @@ class StageGradients:
         if sums:
             torch._foreach_add_(sums, addends)
 
+    def _reduced(self, chains: Sequence[ParameterChain], values: Tensors) -> Tensors:
+        """One microbatch's gradients, or the sums of all, in the layouts in which the plan adds them up."""
+        if not (self.alone and chains and chains[0].each):
+            return values
+        sent = [cast(value, chain.reduce_dtype) for value, chain in zip(values, chains, strict=True)]
+        return self.store.start(sent, [chain.each for chain in chains])()
+
+    def added(self, chain: ParameterChain) -> ParameterChain:
+        """The way that is left to a parameter's summed gradients."""
+        return replace(chain, made=chain.accumulator, each=()) if self.alone else chain
+
     def take(self) -> dict[str, torch.Tensor]:
         """The sums, which begin anew; what was held is let go of."""
         taken, held = self.sums, self._held
@@ -118,7 +131,8 @@ class StageGradients:
         for chain, leaves in held:
             grads = [leaf.grad for leaf in leaves]
             if any(grad is not None for grad in grads):
-                taken[chain.name] = self.store.sum_uses(chain, grads).contiguous()
+                (total,) = self._reduced([chain], [self.store.sum_uses(chain, grads)])
+                taken[chain.name] = total.contiguous()
         return taken
 
     def forget(self) -> None:

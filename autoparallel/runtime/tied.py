@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoparallel import _torch
-from autoparallel.comm.groups import Wait, communicator_of
+from autoparallel.comm.groups import Wait, communicator_of, group_name
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.placements import largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
@@ -75,16 +75,16 @@ class TiedParameters:
 
     Args:
         store: the gradients of the parameters that lie on this rank.
-        group: the name of the group of all ranks of the pipeline.
+        group: the name of the group of all ranks of the pipeline; None where this rank runs all stages.
 
     Attributes:
         rank: this rank's place in the pipeline.
     """
 
-    def __init__(self, ties: Sequence[Tie], store: GradientStore, group: str) -> None:
+    def __init__(self, ties: Sequence[Tie], store: GradientStore, group: str | None) -> None:
         self.ties, self.store = ties, store
-        self.communicator, self.axis = communicator_of(group)
-        self.rank = rank = self.communicator.index(self.axis)
+        self.communicator, self.axis = communicator_of(group or group_name(store.prefix, store.names, [0]))
+        self.rank = rank = self.communicator.index(self.axis) if group is not None else 0
         self.borrowed: dict[str, nn.Parameter] = {}
         for tie in ties:
             if rank in tie.borrowers:

@@ -1,26 +1,36 @@
-"""The promise, for what saves memory and changes no number: the loss in chunks of rows."""
+"""The promise, for what saves memory and changes no number: the loss in chunks of rows, microbatches inside a call."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.parity.harness import Recipe, check
+from tests.parity.harness import Recipe, check, parallel
 
 
-def recipe(mesh: tuple[int, ...], plan: str, accumulation: int = 1, **options: Any) -> Recipe:
-    named = {name: options.pop(name) for name in ("axes", "schedule", "microbatches", "rows") if name in options}
-    common = {"steps": 2, "max_norm": 0.02, "accumulation": accumulation, "share_captures": True, **named}
-    return Recipe("gpt", mesh, plan, options=tuple(options.items()), **common)
+def recipe(
+    mesh: tuple[int, ...], plan: str, accumulation: int = 1, pipeline: dict[str, Any] | None = None, **options: Any
+) -> Recipe:
+    common = {"steps": 2, "max_norm": 0.02, "accumulation": accumulation, "share_captures": True}
+    return Recipe("gpt", mesh, plan, options=tuple(options.items()), **common, **(pipeline or {}))
 
 
+PIPELINE = {"axes": ("pp", "dp"), "schedule": "1f1b", "microbatches": 4}
 CHUNKS = [
     recipe((1,), "auto", loss_chunks=5),
     recipe((2,), "data_parallel", 2, loss_chunks=3),
     recipe((2,), "fsdp", loss_chunks=64),
     recipe((2, 2), "tensor_parallel", loss_chunks=4),
-    recipe((2, 2), "fsdp", axes=("pp", "dp"), schedule="1f1b", microbatches=4, loss_chunks=3),
+    recipe((2, 2), "fsdp", pipeline=PIPELINE, loss_chunks=3),
+]
+MICROBATCHES = [
+    recipe((1,), "auto", microbatches=4),
+    recipe((2,), "data_parallel", 2, microbatches=2),
+    recipe((2,), "fsdp", microbatches=4, loss_chunks=3),
+    recipe((2, 2), "fsdp", 2, microbatches=2),
+    recipe((2, 2), "tensor_parallel", microbatches=2),
 ]
 
 
@@ -28,3 +38,15 @@ CHUNKS = [
 @pytest.mark.parametrize("recipe", CHUNKS, ids=str)
 def test_a_loss_in_chunks_is_the_same(recipe: Recipe) -> None:
     check(recipe)
+
+
+@pytest.mark.wide_where(lambda recipe: recipe.world_size > 1)
+@pytest.mark.parametrize("recipe", MICROBATCHES, ids=str)
+def test_microbatches_inside_a_call_are_the_whole_batch(recipe: Recipe) -> None:
+    check(recipe)
+
+
+@pytest.mark.wide
+def test_dropout_does_not_depend_on_the_microbatches() -> None:
+    one = Recipe("gpt_dropout", (1,), steps=2, rows=8, max_norm=0.02)
+    check(replace(one, mesh=(2,), options=(("microbatches", 4),)), expected=parallel(one)[0]["file"])

@@ -1,0 +1,137 @@
+"""Loss chunks, and microbatches inside a call, take the memory that is predicted, say so, and refuse what differs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoparallel
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.plan import Plan
+from autoparallel.predict.meter import Clock, Ledger
+
+ROWS, WIDTH, CLASSES = 512, 8, 1000
+
+
+class _Alive(TorchDispatchMode):
+    """Follows the bytes that calls have made and that are still alive."""
+
+    def __init__(self, inputs: Any) -> None:
+        super().__init__()
+        self.ledger = Ledger(Clock(0.0))
+        self.ledger.add(inputs)  # views of them are no memory
+        self.ledger.kind = "all"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.ledger.add(result)
+        return result
+
+
+class Classifier(nn.Module):
+    """A head that is much wider than what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def _peak(make: Callable[[], nn.Module] = Classifier, **options: Any) -> tuple[float, float, Any]:
+    """The bytes at the worst moment of a call and its backward, measured and predicted, and the plan."""
+    torch.manual_seed(0)
+    model = autoparallel.compile(make(), loss_fn=F.cross_entropy, **{"plan": "data_parallel", **options})
+    batch = torch.randn(ROWS, WIDTH), torch.arange(ROWS) % WIDTH
+    model.prepare(*batch)
+    alive = _Alive(batch)
+    with alive:
+        model(*batch).backward()
+    prediction = model.plan.prediction
+    resting = sum(prediction.memory[what] for what in ("parameters", "optimizer states", "inputs and buffers"))
+    return sum(alive.ledger.peak.values()), prediction.total_memory - resting, model.plan
+
+
+def test_the_peak_falls_as_predicted() -> None:
+    whole, expected, plain = _peak()
+    assert whole > 2 * ROWS * CLASSES * 4, "logits, and their probabilities or gradient"
+    assert whole == pytest.approx(expected, rel=0.1)
+    peak, expected, plan = _peak(loss_chunks=16)
+    assert peak < 0.2 * whole
+    assert peak == pytest.approx(expected, rel=0.1)
+    assert "The loss is computed in 16 chunks of rows" in plan.explain()
+    assert "Chunks of the loss: 16; now 1." in plan.diff(plain)
+    assert Plan.from_json(plan.to_json()).loss_chunks == 16
+
+
+class Deep(nn.Sequential):
+    """Activations that are much larger than the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(6)))
+
+
+@pytest.mark.wide
+def test_microbatches_take_the_peak_that_is_predicted() -> None:
+    whole, expected, _ = _peak(Deep)
+    assert whole == pytest.approx(expected, rel=0.1)
+    peak, expected, plan = _peak(Deep, microbatches=8)
+    assert peak < 0.4 * whole
+    assert peak == pytest.approx(expected, rel=0.1)
+    assert "A training call runs in 8 microbatches" in plan.explain()
+    assert plan.prediction.seconds() == plan.prediction.seconds(0) + 8 * (
+        plan.prediction.forward_seconds + plan.prediction.backward_seconds
+    )
+    again, _, loaded = _peak(Deep, plan=Plan.from_json(plan.to_json()))
+    assert loaded.microbatches == 8 and again == pytest.approx(peak, rel=0.01)
+
+
+def test_microbatches_are_for_training_calls() -> None:
+    torch.manual_seed(0)
+    plain = Classifier().double()
+    model = autoparallel.compile(copy.deepcopy(plain), loss_fn=F.cross_entropy, microbatches=4)
+    x, y = torch.randn(8, WIDTH, dtype=torch.float64), torch.arange(8)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x[:3], y[:3]), F.cross_entropy(plain(x[:3]), y[:3]))
+    torch.testing.assert_close(model(x), plain(x))
+    halves = [(x[some], y[some]) for some in (slice(0, 4), slice(4, 8))]
+    for window in model.accumulate(2, halves):
+        for args in window:
+            model(*args).backward()
+    F.cross_entropy(plain(x), y).backward()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.to_local(), expected.grad, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="a batch of 6 rows does not divide into 4 microbatches"):
+        model(x[:6], y[:6])
+
+
+def test_microbatches_that_would_differ_are_refused() -> None:
+    batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    for layer, reason in (
+        (nn.BatchNorm1d(WIDTH), "change the buffer 1.running_mean"),
+        (nn.Softmax(0), r"1/aten.softmax.int#0 is of the whole batch"),
+    ):
+        model = autoparallel.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), loss_fn=F.mse_loss, microbatches=2)
+        with pytest.raises(PlanError, match=f"cannot be cut into 2 microbatches with the same numbers: .*{reason}"):
+            model.prepare(*batch)
+    with pytest.raises(PlanError, match="it has no loss"):
+        autoparallel.compile(nn.Linear(WIDTH, WIDTH), microbatches=2).prepare(batch[0])
+
+
+def test_what_cannot_be_chunked_is_refused() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    with pytest.raises(PlanError, match=r"cannot be computed in 4 chunks of rows: .* Return the loss alone"):
+        autoparallel.compile(model, loss_fn=F.mse_loss, loss_chunks=4).prepare(*batch)
+    for name in ("loss_chunks", "microbatches"):
+        for wrong in (0, "all"):
+            with pytest.raises(ValueError, match=f"{name} must be a positive integer"):
+                autoparallel.compile(nn.Linear(2, 2), **{name: wrong})  # type: ignore[arg-type]
