@@ -64,12 +64,16 @@ def fits(captured: Captured, specs: Sequence[Any]) -> bool:
     return True
 
 
+class UnevenBatchError(ValueError):
+    """A plan cuts a batch into parts that a call's does not divide into: another plan may run it."""
+
+
 def require_divisible(divisors: Sequence[tuple[object, int]], actual: Mapping[Any, int], batch: int) -> None:
-    """Raises ValueError when one of some sizes, as expressions of traced symbols, cannot be cut into its pieces."""
+    """Raises UnevenBatchError when a size, as an expression of traced symbols, cannot be cut into its pieces."""
     for expression, pieces in divisors:
         size = int(expression.subs(actual))  # type: ignore[attr-defined]
         if size % pieces:
-            raise ValueError(
+            raise UnevenBatchError(
                 f"a batch of {batch} rows does not divide over the mesh: the plan cuts {size} rows into "
                 f"{pieces} parts. Use a batch that divides by {pieces} (drop_last=True in the data loader), or "
                 "compile for batches of this size"

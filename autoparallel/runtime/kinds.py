@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.comm.groups import before_next_collective
-from autoparallel.graph.calls import Call, fits
+from autoparallel.graph.calls import Call, UnevenBatchError, fits
 from autoparallel.graph.captured import InputSpec
 from autoparallel.graph.python_state import PythonState
 from autoparallel.placements import format_layout
@@ -64,7 +64,7 @@ class Key:
     Attributes:
         call: what can be seen of a call.
         state: which of the states of Python that such calls have met.
-        batch: the batch size, where the trace fixes it.
+        batch: the batch size, where the trace fixes it, or the plan of the others does not divide it.
     """
 
     call: tuple[object, ...]
@@ -183,7 +183,7 @@ class Kinds:
     def _fitting(self, key: Key, sized: object, call: Call) -> Kind:
         """The kind whose trace has the sizes of a call; it is made where there is none."""
         kind = self._kinds.get(key)
-        if kind is not None and not fits(kind.runner.captured, call.specs):
+        if kind is not None and not self._serves(kind, call):
             key = replace(key, batch=call.batch)
             kind = self._kinds.get(key)
         if kind is None:
@@ -194,6 +194,16 @@ class Kinds:
         kind.runner.require_fits(call)
         self._ready[sized] = kind
         return kind
+
+    def _serves(self, kind: Kind, call: Call) -> bool:
+        """Whether a kind's trace has the sizes of a call, and its plan cuts them evenly."""
+        if not fits(kind.runner.captured, call.specs):
+            return False
+        try:
+            kind.runner.require_fits(call)
+        except UnevenBatchError:
+            return False
+        return True
 
     def _make(self, key: Key, call: Call) -> Kind:
         """Captures and plans; says why where only a value of Python's is new."""

@@ -241,7 +241,7 @@ CALL = {
     "no_grad on a rank": ("RankMismatchError", "rank 1: train, under no_grad"),
     "no_sync on a rank": ("RankMismatchError", "rank 1: train, in no_sync"),
     "a layer frozen on a rank": ("RankMismatchError", "rank 1: train, 4 of 6 parameters trained"),
-    "other values on a rank": ("RankMismatchError", "DistributedDataParallel", "same batch", r"DTensor.from_local"),
+    "other values on a rank": ("RankMismatchError", "DistributedDataParallel", "same batch", "model.local_rows"),
     "other targets on a rank": ("RankMismatchError", "DistributedDataParallel", "same batch"),
     "indivisible batch": ("7 rows", "divides? by 2"),
     "empty batch": ("empty|0 rows",),
