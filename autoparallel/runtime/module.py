@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.kinds import KindMaker, Kinds
-from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
+from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
 from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.rows import Rows, RowSampler, batch_axes, count_samples, from_rows
@@ -242,7 +242,15 @@ class ParallelModule(nn.Module):
         """
         return windows(self._store, steps, batches, weights)
 
-    def grad_norm(self, norm_type: float = 2.0, groups: Groups | None = None) -> Any:
+    @overload
+    def grad_norm(self, norm_type: float = 2.0, groups: None = None) -> torch.Tensor: ...
+    @overload
+    def grad_norm(self, norm_type: float = 2.0, *, groups: Groups) -> dict[str, torch.Tensor]: ...
+    @overload
+    def grad_norm(self, norm_type: float, groups: Groups) -> dict[str, torch.Tensor]: ...
+    def grad_norm(
+        self, norm_type: float = 2.0, groups: Groups | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """The global norm of all gradients, without clipping; one all-reduce, whatever the groups.
 
         Args:
@@ -261,6 +269,28 @@ class ParallelModule(nn.Module):
         """
         return self._clipper.norm(norm_type, groups)
 
+    @overload
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = ..., error_if_nonfinite: bool = ..., *, nonfinite: Nonfinite = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: Mapping[str, float],
+        norm_type: float = ...,
+        error_if_nonfinite: bool = ...,
+        *,
+        nonfinite: Nonfinite = ...,
+    ) -> dict[str, torch.Tensor]: ...
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: torch.optim.Optimizer,
+        norm_type: float = ...,
+        error_if_nonfinite: bool = ...,
+        *,
+        nonfinite: Nonfinite = ...,
+    ) -> list[torch.Tensor]: ...
     def clip_grad_norm_(
         self,
         max_norm: Limit,
@@ -268,7 +298,7 @@ class ParallelModule(nn.Module):
         error_if_nonfinite: bool = False,
         *,
         nonfinite: Nonfinite = "propagate",
-    ) -> Any:
+    ) -> Norms:
         """Scales all gradients so that their global norm is at most ``max_norm``; one all-reduce.
 
         Args:
@@ -294,7 +324,7 @@ class ParallelModule(nn.Module):
         return self._clipper.clip_norm(max_norm, norm_type, error_if_nonfinite, nonfinite)
 
     @property
-    def last_grad_norm(self) -> Any:
+    def last_grad_norm(self) -> Norms | None:
         """What the last clipping returned: ``clip_grad_norm_``'s, or that of the last step of an optimizer when the
         model was compiled with ``clip_grad_norm``; None before the first."""
         return self._clipper.last_norm
