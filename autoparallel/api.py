@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from autoparallel.hardware import Profile, profile_for
 from autoparallel.plan import Plan
 from autoparallel.planner.meshes import refusal
 from autoparallel.planner.pins import parse_pins
-from autoparallel.planner.presets import PRESETS
+from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.gradients import GradientStore
@@ -35,8 +35,9 @@ from autoparallel.runtime.state import (
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-OUTPUTS = ("auto", "gather", "sharded")
-BACKENDS = ("eager", "inductor")
+Outputs = Literal["auto", "gather", "sharded"]
+Backend = Literal["eager", "inductor"]
+OUTPUTS, BACKENDS = get_args(Outputs), get_args(Backend)
 
 
 def compile(
@@ -45,13 +46,13 @@ def compile(
     *,
     loss_fn: Callable[..., Any] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
-    plan: str | Plan = "auto",
+    plan: Preset | Plan = "auto",
     pins: Mapping[str, Any] | Plan | None = None,
     forbid: Mapping[str, Any] | None = None,
     hardware: str | Path | Profile | None = None,
     memory_limit: float | None = None,
-    outputs: str = "auto",
-    backend: str = "eager",
+    outputs: Outputs = "auto",
+    backend: Backend = "eager",
     precision: MixedPrecisionPolicy | None = None,
     clip_grad_norm: float | Mapping[str, float] | ClipGradNorm | None = None,
     pipeline: Pipeline | None = None,

@@ -16,7 +16,7 @@ from autoparallel.comm.world import PIPELINE_AXIS, count_ranks, device_of, make_
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
-from autoparallel.graph.captured import Captured
+from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.passes.mark_batch import mark_batch
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
@@ -123,14 +123,15 @@ class Compiler:
         """
         title = f"{type(self.settings.model).__name__} in {'training' if call.is_training else 'evaluation'}"
         self._progress = Progress(title, self.settings.agreement.is_first)
-        captured = self._choose_mesh(call) if self.is_open else None
+        at_rest = self.at_rest
+        first = self._even(call) if at_rest is None and not call.is_training else call
+        captured = self._choose_mesh(first) if self.is_open else None
         if trace is not None:
             captured = replace(trace.copy(), actual=sizes_of(trace, call.specs))
-        at_rest = self.at_rest
         if at_rest is None and not call.is_training:
             # Layouts at rest are planned on the training graph, whatever is called first.
-            trained = captured or self._capture(call, training=True)
-            at_rest, captured = self._resting(self._plan(trained, call, None)), None
+            trained = captured or self._capture(first, training=True)
+            at_rest, captured = self._resting(self._plan(trained, first, None)), None
         captured = captured or self._capture(call)
         trace = captured.copy() if captured.lengths else None
         plan = self._plan(captured, call, at_rest)
@@ -140,6 +141,17 @@ class Compiler:
             kind = attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
         self._progress.conclude(headline(kind.plan) if call.is_training else "a program of its own")
         return replace(kind, trace=trace)
+
+    def _even(self, call: Call) -> Call:
+        """The same call with a batch that can be cut over all ranks and into microbatches, as one that trains has."""
+        pipeline = self.request.pipeline
+        pieces = self.mesh.size() * (pipeline.microbatches or 1 if pipeline is not None else 1)
+        rows = -(-call.batch // pieces) * pieces
+        specs = [
+            replace(s, shape=(s.batch * rows, *s.shape[1:])) if isinstance(s, InputSpec) and s.batch else s
+            for s in call.specs
+        ]
+        return replace(call, specs=tuple(specs), batch=rows)
 
     def _choose_mesh(self, call: Call) -> Captured:
         """Chooses the mesh on the training graph, all ranks together; the graph."""
@@ -173,10 +185,20 @@ class Compiler:
             settled = Settled(at_rest, first.pipeline, first.recompute) if first is not None else Settled(at_rest)
             make = self.settings.agreement.from_first
             with self._progress.phase("plan"):
-                plan = Plan.from_json(make(lambda: self.planner.search(captured, call, settled).to_json()))
+                plan = Plan.from_json(make(lambda: self._search(captured, call, settled).to_json()))
         prepare(self.request, captured, plan, call)
         self.first = first or plan
         return plan
+
+    def _search(self, captured: Captured, call: Call, settled: Settled) -> Plan:
+        """The best plan; an uneven batch that a preset cannot cut is planned freely, around parameters as they lie."""
+        try:
+            return self.planner.search(captured, call, settled)
+        except PlanError:
+            if settled.at_rest is None or call.batch % math.prod(self.request.sizes) == 0:
+                raise
+        freely = replace(self.request, plan="auto")
+        return Planner(self.settings.model, freely).search(captured, call, settled)
 
     def _attach(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
         """Builds the program and attaches it to the parameters, which then lie as ``at_rest`` says."""

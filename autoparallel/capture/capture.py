@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 from torch import fx, nn
-from torch.export import Dim, ExportedProgram, export
+from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
@@ -167,7 +167,7 @@ def _capture(
             rows = {0: Dim.AUTO} if spec.batch and symbolic and scale * batch > 1 else {}
             dynamic.append(rows | {dim: Dim.AUTO for dim, _ in spec.open})
     args, kwargs = pytree.tree_unflatten(leaves, in_spec)
-    shapes = pytree.tree_unflatten(dynamic, in_spec)
+    shapes = _shapes_of((args, kwargs), leaves, dynamic)
     cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
 
     tensors = plain_tensors(model)
@@ -308,8 +308,17 @@ def _calls_of(wrapper: nn.Module) -> Trace:
     return Trace(wrapper.found.originals, {id(module): path for path, module in wrapper.model.named_modules()})
 
 
+def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:
+    """Which dims of the inputs are open, nested as export wants it: a class of the user's as the list of its parts."""
+    shapes = ShapesCollection()
+    for leaf, dims in zip(leaves, dynamic, strict=True):
+        if dims is not None:
+            shapes[leaf] = dims
+    return shapes.dynamic_shapes(lambda args, kwargs: None, inputs)
+
+
 def _export(
-    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], model: nn.Module, calls: Trace
+    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: Any, model: nn.Module, calls: Trace
 ) -> tuple[ExportedProgram, int]:
     """The trace, and how many times it draws random numbers."""
     try:

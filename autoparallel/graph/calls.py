@@ -124,8 +124,8 @@ NUMBERS = (int, float)
 """The types of arguments that become inputs of the graph when they change."""
 
 
-class UnevenLengthError(ValueError):
-    """A plan cuts sizes beside the batch that a call has otherwise: the trace serves it, but another plan does."""
+class UnevenSizeError(ValueError):
+    """A plan cuts a size into parts that a call's does not divide into: another plan may run it."""
 
 
 def require_divisible(
@@ -140,16 +140,15 @@ def require_divisible(
         lengths: the symbols that are no sizes of the batch.
 
     Raises:
-        UnevenLengthError: where the batch has no part in it.
-        ValueError: where it has.
+        UnevenSizeError: saying how the plan cuts it.
     """
     for expression, pieces in divisors:
         if expression.free_symbols.issubset(lengths) and int(expression.subs(actual)) % pieces:  # type: ignore[attr-defined]
-            raise UnevenLengthError(f"the plan cuts a length into {pieces} parts")
+            raise UnevenSizeError(f"the plan cuts a length into {pieces} parts")
     for expression, pieces in divisors:
         size = int(expression.subs(actual))  # type: ignore[attr-defined]
         if size % pieces:
-            raise ValueError(
+            raise UnevenSizeError(
                 f"a batch of {batch} rows does not divide over the mesh: the plan cuts {size} rows into "
                 f"{pieces} parts. Use a batch that divides by {pieces} (drop_last=True in the data loader), or "
                 "compile for batches of this size"

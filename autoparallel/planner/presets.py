@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from autoparallel.decisions.parameters import PlanError
 
-PRESETS = ("auto", "data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel")
+Preset = Literal["auto", "data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 EXPERT_AXIS = "ep"
 """The mesh axis over which every preset but "auto" shards stacks of experts; for all else it is a data axis."""

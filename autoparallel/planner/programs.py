@@ -114,7 +114,8 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
 
 def microbatches_of(pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
     """How many microbatches a call has, or at least may have."""
-    return pipeline.microbatches if captured.objective is not None else math.gcd(pipeline.microbatches, call.batch)
+    differentiated = captured.objective is not None and call.is_training and call.gradients
+    return pipeline.microbatches if differentiated else math.gcd(pipeline.microbatches, call.batch)
 
 
 __all__ = ["local_program", "microbatches_of", "outputs_of", "prepare", "stage_programs", "step_program"]

@@ -25,7 +25,7 @@ from autoparallel import _torch
 from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.runtime import norm as arithmetic
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Limits, ParameterNames, require_nonfinite
+from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Limits, Norms, ParameterNames, require_nonfinite
 from autoparallel.runtime.norm_program import NormProgram, reduce_gradient_norm
 
 Mark = tuple[int, int, int]
@@ -66,7 +66,7 @@ class Clipper:
         self.names = ParameterNames(model, store.parameters)
         self.in_step = in_step
         self.limits = None if in_step is None else self.names.limits(in_step.max_norm)
-        self.last_norm: Any = None
+        self.last_norm: Norms | None = None
         self._programs: dict[Any, NormProgram] = {}
         self._known: dict[str, Any] = {}  # name to the description of its last gradient, found to be right
         self._skipped: tuple[int, torch.Tensor] | None = None
@@ -77,7 +77,7 @@ class Clipper:
 
     # -- what ParallelModule offers ---------------------------------------------------------------------------------
 
-    def norm(self, norm_type: float, groups: Groups | None) -> Any:
+    def norm(self, norm_type: float, groups: Groups | None) -> torch.Tensor | dict[str, torch.Tensor]:
         """See ``ParallelModule.grad_norm``."""
         p = arithmetic.require_norm_type(norm_type)
         wanted = None if groups is None else self.names.groups(groups)
@@ -86,7 +86,7 @@ class Clipper:
         norms = self._visible(self._measure(grads, names, p)[0], grads)
         return norms[0] if wanted is None else dict(zip(wanted, norms.unbind(0), strict=True))
 
-    def clip_norm(self, max_norm: Limit, norm_type: float, error_if_nonfinite: bool, nonfinite: str) -> Any:
+    def clip_norm(self, max_norm: Limit, norm_type: float, error_if_nonfinite: bool, nonfinite: str) -> Norms:
         """See ``ParallelModule.clip_grad_norm_``."""
         p = arithmetic.require_norm_type(norm_type)
         require_nonfinite(nonfinite)

@@ -28,10 +28,7 @@ SAMPLE = 512
 SELDOM = 100
 """The number of calls from one comparison to the next where each waits for an accelerator."""
 
-AS_DTENSOR = (
-    ", or give each rank its rows as a DTensor: DTensor.from_local(rows, mesh, [Shard(0)]) on each axis that shards "
-    "the batch"
-)
+AS_DTENSOR = ", or give each rank its own rows: model(*model.local_rows((x, y))), with those that model.sampler() names"
 
 
 class Exchange:
@@ -121,11 +118,17 @@ class Exchange:
             self.agreement.fail("the ranks call the model differently:", text)
         raise error
 
-    def of_other(self, what: str) -> None:
-        """Shows the other ranks that something comes which all ranks do together; raises where theirs do not."""
-        table = self.agreement.ask(digest(what, self.name, self._counts()), f"{what} of {self.name}")()
+    def of_other(self, what: str, number: int = 0) -> list[int]:
+        """Shows the other ranks that something comes which all ranks do together; raises where theirs do not.
+
+        Returns:
+            The ``number`` that each rank has brought, in the order of the mesh.
+        """
+        mine = digest(what, self.name, self._counts()) + number.to_bytes(8, "little")
+        table = self.agreement.ask(mine, f"{what} of {self.name}")()
         if not bool((table[:, :32] == table[0, :32]).all()):
             self.agreement.fail("the ranks use the model differently:", f"{what}; {self._so_far()}")
+        return [int(number) for number in table[:, 32:40].contiguous().view(torch.int64).flatten()]
 
     def of_backward(self) -> Callable[[], None]:
         """Shows the other ranks that a backward comes; what is returned raises where none of this model does."""

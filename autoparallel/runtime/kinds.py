@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.comm.groups import before_next_collective
 from autoparallel.graph.calls import (
     Call,
-    UnevenLengthError,
+    UnevenSizeError,
     changing_of,
     closed,
     fits,
@@ -221,8 +221,8 @@ class Kinds:
             else:
                 try:
                     kind.runner.require_fits(call)
-                except UnevenLengthError as error:
-                    trace, why = kind.trace, f"{error}, which do not divide it"
+                except UnevenSizeError as error:
+                    trace, why = kind.trace, str(error).partition(". ")[0]
             if why:
                 key = replace(key, sizes=shapes_of(call))
                 kind = self._kinds.get(key)

@@ -19,6 +19,9 @@ Groups = Mapping[str, str | Sequence[str]] | Literal["module", "parameter"]
 Limit = float | Mapping[str, float] | torch.optim.Optimizer
 """One limit; or limits by pattern of parameter names; or the ``"max_norm"`` of an optimizer's groups."""
 
+Norms = torch.Tensor | dict[str, torch.Tensor] | list[torch.Tensor]
+"""The norms that belong to limits: one, by pattern, or of each of the optimizer's groups."""
+
 Nonfinite = Literal["propagate", "skip", "raise"]
 NONFINITE = get_args(Nonfinite)
 
@@ -66,7 +69,7 @@ class Limits:
     names: tuple[frozenset[str], ...]
     values: tuple[float, ...]
 
-    def result(self, norms: torch.Tensor) -> Any:
+    def result(self, norms: torch.Tensor) -> Norms:
         """The norms [norms] in the form of the caller's question: a scalar, a dict by pattern, or a list by group."""
         if self.keys is None:
             return norms[0]

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.checkpoint.loading import Checkpoint, load
 from autoparallel.checkpoint.saving import Save, World, save
 from autoparallel.comm.world import mesh_text
 from autoparallel.graph.calls import Call
-from autoparallel.graph.captured import InputSpec, describe_inputs
-from autoparallel.graph.hooks import guard_direct_calls, hooks_of
-from autoparallel.placements import Layout, from_dtensor_placements
+from autoparallel.graph.hooks import guard_direct_calls
 from autoparallel.plan import Plan
 from autoparallel.runtime.accumulation import T, Window, windows
 from autoparallel.runtime.agreement import Agreement
+from autoparallel.runtime.call_reader import CallReader
 from autoparallel.runtime.calls import run_call
 from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.kinds import KindMaker, Kinds, submodules
-from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite
+from autoparallel.runtime.kinds import KindMaker, Kinds
+from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
 from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
-from autoparallel.runtime.state import copy_parameter, distribute_like
+from autoparallel.runtime.rows import Rows, RowSampler, batch_axes, count_samples, from_rows
+from autoparallel.runtime.state import copy_parameter, lay_like
 from autoparallel.runtime.whole import WholeModel, full_parameters
 
 
@@ -62,13 +61,12 @@ class ParallelModule(nn.Module):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
         self.training = plain.training
-        self._store, self._has_loss_fn = store, has_loss_fn
+        self._store = store
         exchange = Exchange(agreement, store, type(plain).__name__, maker.mesh.device_type, check_inputs)
         self._kinds = Kinds(maker, exchange, store)
-        self._signature = inspect.signature(plain.forward)
+        self._calls = CallReader(plain, self._kinds, has_loss_fn)
         self._entered = threading.RLock()
         self._clipper = Clipper(store, plain, clip_grad_norm)
-        self._parameter_ids = {id(p) for p in plain.parameters()}
         self._saving: Save | None = None
         self._whole, self._methods = WholeModel(plain, store), frozenset(methods)
         guard_direct_calls(plain)
@@ -104,64 +102,63 @@ class ParallelModule(nn.Module):
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, str | None]:
         """A call, and why this rank cannot make it, if it cannot; raises on every rank where it is none on any."""
         try:
-            return self._flatten(args, kwargs)
+            return self._calls.read(args, kwargs, self._whole.entered)
         except Exception as error:  # noqa: BLE001 - raised on every rank
             self._kinds.exchange.of_error(error)
 
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, str | None]:
-        with_target = self._has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
-        leaves, in_spec = pytree.tree_flatten((args, kwargs))
-        problem: str | None = None
-        mesh = self._kinds.maker.mesh
-        modules = submodules(self._plain)
-        parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-        if self._whole.entered:
-            problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
-        elif parameters.keys() != self._parameter_ids:
-            problem = (
-                "a parameter was added, removed or replaced after compile(), so that it would not be trained: change "
-                "the plain model, then compile it"
-            )
-        problem = problem or self._store.assigned()
-        if torch.is_autocast_enabled(mesh.device_type):
-            problem = (
-                "the model is called under torch.autocast, which is not supported yet\nWhat to change: call it "
-                "outside, and give compile() the dtypes (precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-            )
-        layouts: list[Layout | None] = []
-        local: list[Any] = []
-        for leaf in leaves:
-            if isinstance(leaf, DTensor):
-                if leaf.device_mesh != mesh:
-                    problem = "a DTensor input lies on another mesh than the model"
-                try:
-                    layouts.append(from_dtensor_placements(tuple(leaf.placements)))
-                except ValueError as error:
-                    problem = str(error)
-                    layouts.append(None)
-                local.append(leaf.to_local())
-            else:
-                layouts.append(None)
-                local.append(leaf)
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != mesh.device_type:
-                problem = f"an input is on {leaf.device}, the mesh is on {mesh.device_type!r}: move it there"
-        specs, batch = describe_inputs(leaves)
-        if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
-            problem = "the batch is empty: its first tensor has 0 rows"
-        training = tuple([m.training for m in modules])
-        trainable = tuple([p.requires_grad for p in parameters.values()])
-        call = Call(
-            tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
-            torch.is_grad_enabled(), hooks_of(modules), self._kinds.structure_of(modules),
-        )  # fmt: skip
-        return call, problem
+    # -- rows of each rank -------------------------------------------------------------------------------------------
 
-    def _binds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError:
-            return False
-        return True
+    def sampler(
+        self, dataset: Sized | int, batch_size: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> RowSampler:
+        """The samples that each rank reads, so that together they read every batch once::
+
+            loader = DataLoader(dataset, batch_sampler=model.sampler(dataset, 64, shuffle=True))
+            for batch in loader:
+                x, y = model.local_rows(batch)
+                model(x, y).backward()
+
+        Ranks between which the plan does not cut the batch read the same samples. Its ``state_dict()`` names the next
+        sample by its number in the epoch, so that a run goes on there on any mesh; a loader that reads ahead
+        (``num_workers``) must keep the state of what it has handed out, as torchdata's ``StatefulDataLoader`` does.
+
+        Args:
+            dataset: what has a length, or the length.
+            batch_size: of the batch of all ranks.
+            shuffle: gives every epoch an order of its own, which follows from ``seed`` and the epoch's number.
+            drop_last: leaves the samples out that fill no batch at the end of an epoch.
+
+        Raises:
+            TypeError: for a dataset without a length.
+            ValueError: when it is iterated, where a batch leaves a rank without a sample.
+            RuntimeError: when it is iterated, where there is no plan yet.
+        """
+        return RowSampler(self._rows, count_samples(dataset), batch_size, shuffle, seed, drop_last)
+
+    def local_rows(self, batch: T) -> T:
+        """Makes a batch, for a call, of which each rank has brought its own rows.
+
+        Every tensor whose first dim is the batch, as that of the first tensor is, becomes a ``DTensor`` of which this
+        rank has its part. Where the ranks have different numbers of rows, as at the end of an epoch, all of them get
+        all rows, so that nothing is padded and the loss is exactly that of the batch. Where the plan does not cut the
+        batch, it is given back as it is. All ranks call it together.
+
+        Args:
+            batch: tensors in lists, tuples, dicts and the like.
+
+        Raises:
+            ValueError: where ranks that want the same rows have different numbers of them.
+            RuntimeError: where there is no plan yet.
+        """
+        rows, maker = self._rows(), self._kinds.maker
+        numbers = partial(self._kinds.exchange.of_other, "local_rows()")
+        return from_rows(batch, rows, maker.mesh, self._store.prefix, numbers)
+
+    def _rows(self) -> Rows:
+        """Which rows this rank wants, by the first plan; all, in a pipeline."""
+        if self.plan.pipeline is not None:
+            return Rows.on(self._kinds.maker.mesh, ())
+        return Rows.on(self._kinds.maker.mesh, batch_axes(next(iter(self._kinds)).runner.captured))
 
     # -- full parameters --------------------------------------------------------------------------------------------
 
@@ -249,7 +246,15 @@ class ParallelModule(nn.Module):
         """
         return windows(self._store, steps, batches, weights)
 
-    def grad_norm(self, norm_type: float = 2.0, groups: Groups | None = None) -> Any:
+    @overload
+    def grad_norm(self, norm_type: float = 2.0, groups: None = None) -> torch.Tensor: ...
+    @overload
+    def grad_norm(self, norm_type: float = 2.0, *, groups: Groups) -> dict[str, torch.Tensor]: ...
+    @overload
+    def grad_norm(self, norm_type: float, groups: Groups) -> dict[str, torch.Tensor]: ...
+    def grad_norm(
+        self, norm_type: float = 2.0, groups: Groups | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """The global norm of all gradients, without clipping; one all-reduce, whatever the groups.
 
         Args:
@@ -268,6 +273,28 @@ class ParallelModule(nn.Module):
         """
         return self._clipper.norm(norm_type, groups)
 
+    @overload
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = ..., error_if_nonfinite: bool = ..., *, nonfinite: Nonfinite = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: Mapping[str, float],
+        norm_type: float = ...,
+        error_if_nonfinite: bool = ...,
+        *,
+        nonfinite: Nonfinite = ...,
+    ) -> dict[str, torch.Tensor]: ...
+    @overload
+    def clip_grad_norm_(
+        self,
+        max_norm: torch.optim.Optimizer,
+        norm_type: float = ...,
+        error_if_nonfinite: bool = ...,
+        *,
+        nonfinite: Nonfinite = ...,
+    ) -> list[torch.Tensor]: ...
     def clip_grad_norm_(
         self,
         max_norm: Limit,
@@ -275,7 +302,7 @@ class ParallelModule(nn.Module):
         error_if_nonfinite: bool = False,
         *,
         nonfinite: Nonfinite = "propagate",
-    ) -> Any:
+    ) -> Norms:
         """Scales all gradients so that their global norm is at most ``max_norm``; one all-reduce.
 
         Args:
@@ -301,7 +328,7 @@ class ParallelModule(nn.Module):
         return self._clipper.clip_norm(max_norm, norm_type, error_if_nonfinite, nonfinite)
 
     @property
-    def last_grad_norm(self) -> Any:
+    def last_grad_norm(self) -> Norms | None:
         """What the last clipping returned: ``clip_grad_norm_``'s, or that of the last step of an optimizer when the
         model was compiled with ``clip_grad_norm``; None before the first."""
         return self._clipper.last_norm
@@ -364,14 +391,8 @@ class ParallelModule(nn.Module):
         converted = {}
         for name, value in state_dict.items():
             parameter = own.get(name)
-            if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
-                home = parameter.device_mesh
-                if value.shape == parameter.shape and not isinstance(value, DTensor):
-                    layout = from_dtensor_placements(tuple(parameter.placements))
-                    value = distribute_like(value.to(parameter.device), parameter, home, layout)
-                elif isinstance(value, DTensor) and value.placements != parameter.placements:
-                    value = value.redistribute(home, parameter.placements)
-            converted[name] = value
+            known = isinstance(parameter, DTensor) and isinstance(value, torch.Tensor)
+            converted[name] = lay_like(value, parameter) if known else value  # type: ignore[arg-type]
         return super().load_state_dict(converted, strict=strict)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -484,12 +505,21 @@ class ParallelModule(nn.Module):
             agreement=self._kinds.exchange.agreement,
             store=store,
             maker=maker,
-            has_loss_fn=self._has_loss_fn,
+            has_loss_fn=self._calls.has_loss_fn,
             clip_grad_norm=self._clipper.in_step,
             check_inputs=self._kinds.exchange.check_inputs,
             methods=tuple(self._methods),
         )
         return made
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What ``DistributedDataParallel`` asks first of what it is to wrap, in ``Accelerator.prepare`` also."""
+        raise TypeError(
+            "a model compiled by autoparallel cannot be wrapped in DistributedDataParallel (as Accelerate's prepare "
+            "does): it reduces its gradients itself. What to change: use the compiled model as it is, and prepare "
+            "only the data loader"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses pickle, and with it ``torch.save`` of the whole model."""

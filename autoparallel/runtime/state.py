@@ -14,7 +14,7 @@ from torch.utils import swap_tensors
 
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
-from autoparallel.placements import Invariant, Layout, to_dtensor_placements
+from autoparallel.placements import Invariant, Layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.runtime.hooks import move_hooks
 from autoparallel.runtime.initial_values import find_units, set_already
 from autoparallel.runtime.slices import local_slice
@@ -164,7 +164,13 @@ def _is_meta(parameter: torch.Tensor) -> bool:
     return _torch.local_of(parameter).device.type == "meta"
 
 
-def distribute_like(value: torch.Tensor, parameter: DTensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """A plain, whole tensor as a ``DTensor`` that lies as ``parameter`` does, without communication."""
-    local = local_slice(value.to(parameter.dtype), layout, mesh)
+def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """A value to load that lies as a parameter does: a plain, whole tensor without communication, a ``DTensor`` by
+    redistributing it; one of another shape as it is."""
+    mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+    if isinstance(value, DTensor):
+        return value if value.placements == placements else value.redistribute(mesh, placements)
+    if value.shape != parameter.shape:
+        return value
+    local = local_slice(value.to(parameter.device, parameter.dtype), from_dtensor_placements(placements), mesh)
     return _torch.wrap_local(local, _torch.spec_of(parameter))

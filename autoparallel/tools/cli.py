@@ -21,7 +21,7 @@ from autoparallel.comm.world import Axes, axes_of, make_mesh, mesh_text
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
-from autoparallel.planner.presets import PRESETS
+from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.text import plain_text
 from autoparallel.tools import plan as cli_plan
 from autoparallel.tools.calibration import calibrate, profile_tables
@@ -197,7 +197,7 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _subject(options: argparse.Namespace) -> tuple[nn.Module, Any, Any, str | Plan]:
+def _subject(options: argparse.Namespace) -> tuple[nn.Module, Any, Any, Preset | Plan]:
     """The model, the inputs and the loss function of the factory, and the plan."""
     require_plain_process(f"autoparallel {options.command}")
     factory, plan = find_factory(options.factory), plan_of(options.plan)

@@ -23,7 +23,7 @@ from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.meshes import MeshSearch, refusal
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import PRESETS, is_possible
+from autoparallel.planner.presets import PRESETS, Preset, is_possible
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.predict.cost import model_flops
@@ -170,10 +170,11 @@ def _refusal(request: Request) -> str:
     return refusal(request.precision, request.outputs, None, set())
 
 
-def plan_of(text: str) -> str | Plan:
+def plan_of(text: str) -> Preset | Plan:
     """A preset's name, or the plan that a file holds."""
-    if text in PRESETS:
-        return text
+    for preset in PRESETS:
+        if text == preset:
+            return preset
     if Path(text).is_file():
         return Plan.load(text)
     raise UsageError(f"unknown plan {text!r}: expected one of {', '.join(PRESETS)}, or a plan's .json file")

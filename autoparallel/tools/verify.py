@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from autoparallel import operators
 from autoparallel.comm.world import MeshShape
 from autoparallel.plan import Plan
+from autoparallel.planner.presets import Preset
 from autoparallel.tools.parity.comparison import compare, compare_ranks, difference, seen_of
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import measure, narrowing_casts
@@ -44,7 +45,7 @@ def verify(
     loss_fn: Callable[..., Any] | None = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
-    plan: str | Plan = "auto",
+    plan: Preset | Plan = "auto",
     tolerance: float | str = "auto",
     dtype: torch.dtype | None = torch.float64,
     steps: int | None = None,

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch, api
 from autoparallel.comm.world import MeshShape, axes_of, count_ranks
 from autoparallel.plan import Plan
-from autoparallel.planner.presets import PRESETS
+from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.runtime.module import ParallelModule
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Task:
     batches: tuple[Batch, ...]
     loss_fn: Callable[..., Any] | None
     axes: tuple[tuple[str, int], ...]
-    plan: str | Plan
+    plan: Preset | Plan
     dtype: torch.dtype | None
     steps: int
     seed: int
@@ -94,7 +94,7 @@ def make_task(
     example_inputs: Any,
     loss_fn: Callable[..., Any] | None,
     example_kwargs: Mapping[str, Any] | None = None,
-    plan: str | Plan = "auto",
+    plan: Preset | Plan = "auto",
     dtype: torch.dtype | None = None,
     steps: int | None = None,
     seed: int = 0,

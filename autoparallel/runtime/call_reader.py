@@ -1,0 +1,153 @@
+"""Reads a call: what it is given, flattened, and why this rank cannot make it, if it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import UserDict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import InputSpec, describe_inputs
+from autoparallel.graph.hooks import hooks_of
+from autoparallel.placements import Layout, from_dtensor_placements
+from autoparallel.runtime.kinds import Kinds, submodules
+
+
+class CallReader:
+    """Reads the calls of one model.
+
+    Args:
+        plain: the model.
+        kinds: the kinds of calls that it has had.
+        has_loss_fn: whether the last positional argument may be the target of a loss function.
+    """
+
+    def __init__(self, plain: nn.Module, kinds: Kinds, has_loss_fn: bool) -> None:
+        self.plain, self.kinds, self.has_loss_fn = plain, kinds, has_loss_fn
+        self._signature = inspect.signature(plain.forward)
+        self._parameter_ids = {id(p) for p in plain.parameters()}
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_whole: bool) -> tuple[Call, str | None]:
+        """A call, and why this rank cannot make it, if it cannot.
+
+        Args:
+            is_whole: whether the model's parameters are gathered now (see ``ParallelModule.whole``).
+        """
+        with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
+        leaves, in_spec = _flatten((args, kwargs))
+        mesh = self.kinds.maker.mesh
+        modules = submodules(self.plain)
+        parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+        problem: str | None = None
+        if is_whole:
+            problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
+        elif parameters.keys() != self._parameter_ids:
+            problem = (
+                "a parameter was added, removed or replaced after compile(), so that it would not be trained: change "
+                "the plain model, then compile it"
+            )
+        problem = problem or self.kinds.store.assigned()
+        if torch.is_autocast_enabled(mesh.device_type):
+            problem = (
+                "the model is called under torch.autocast, whose choice of a dtype for each operator is not made here"
+                "\nWhat to change: call it outside, and give compile() the dtypes "
+                "(precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            )
+        layouts: list[Layout | None] = [None] * len(leaves)
+        local = list(leaves)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, DTensor):
+                local[i] = leaf.to_local()
+                try:
+                    layouts[i] = from_dtensor_placements(tuple(leaf.placements))
+                except ValueError as error:
+                    problem = str(error)
+            if why := _unfit(leaf, mesh):
+                problem = f"{self._name(args, kwargs, i)} {why}"
+        specs, batch = describe_inputs(leaves)
+        if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
+            problem = "the batch is empty: its first tensor has 0 rows"
+        training = tuple([m.training for m in modules])
+        trainable = tuple([p.requires_grad for p in parameters.values()])
+        call = Call(
+            tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
+            torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules),
+        )  # fmt: skip
+        return call, problem
+
+    def _binds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
+    def _name(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: int) -> str:
+        """What a user calls a leaf of the inputs, such as ``the argument x[0]``."""
+        (_, first, *rest), _ = pytree.tree_flatten_with_path((args, kwargs))[0][leaf]
+        names = list(self._signature.parameters)
+        position = getattr(first, "idx", None)
+        if position is None:
+            name = str(getattr(first, "key", first))
+        else:
+            name = names[position] if position < len(names) else f"{position} (the target)"
+        return f"the argument {name}{pytree.keystr(tuple(rest))}"
+
+
+def _unfit(leaf: Any, mesh: DeviceMesh) -> str | None:
+    """Why one leaf of the inputs cannot be used; None where it can."""
+    if isinstance(leaf, np.ndarray):
+        return f"is a numpy array: give torch.from_numpy(array).to({mesh.device_type!r})"
+    if isinstance(leaf, DTensor) and leaf.device_mesh != mesh:
+        return "is a DTensor that lies on another mesh than the model"
+    if isinstance(leaf, torch.Tensor) and leaf.device.type != mesh.device_type:
+        return f"is on {leaf.device}, the mesh is on {mesh.device_type!r}: move it there"
+    return None
+
+
+def _flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of the inputs; dataclasses of tensors and ``UserDict``s, such as transformers' ``BatchEncoding``, are
+    made known to torch at their first sight, so that their tensors are leaves."""
+    leaves, spec = pytree.tree_flatten(inputs)
+    unknown = {type(leaf) for leaf in leaves if _holds_tensors(leaf)}
+    for kind in unknown:
+        if issubclass(kind, UserDict):
+            make = partial(_mapping_of, kind)
+            pytree.register_pytree_node(kind, _items_of, make, flatten_with_keys_fn=_keyed_items_of)
+        else:
+            torch.export.register_dataclass(kind)
+    return _flatten(inputs) if unknown else (leaves, spec)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, UserDict):
+        return True
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+    return any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in pytree.tree_leaves(values))
+
+
+def _items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    return list(mapping.values()), tuple(mapping)
+
+
+def _keyed_items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    return [(pytree.MappingKey(key), value) for key, value in mapping.items()], tuple(mapping)
+
+
+def _mapping_of(kind: type, values: Iterable[Any], keys: tuple[Any, ...]) -> Any:
+    return kind(dict(zip(keys, values, strict=True)))
+
+
+__all__ = ["CallReader"]
