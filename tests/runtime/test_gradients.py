@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from autoparallel.runtime.backwards import IN_FLIGHT, BackwardPass, Travel
 from tests.runtime.support import (
     Net,
     batch,
@@ -512,3 +513,29 @@ def test_other_ways_of_backward(per_use: bool) -> None:
     for results in run_on_ranks(_ways, per_use, world_size=2):
         wrong = {name: far for name, far in results.items() if not far < 1e-9}
         assert not wrong and len(results) > 12, wrong
+
+
+def test_no_more_than_two_reductions_are_under_way_and_what_is_through_keeps_no_whole_gradient() -> None:
+    ended: list[int] = []
+
+    def travel(number: int) -> Travel:
+        def start(tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+            def wait() -> list[Tensor]:
+                ended.append(number)
+                return [tensors[0][:2]]
+
+            return wait
+
+        return Travel([torch.full((8,), float(number))], [start])
+
+    running = BackwardPass()
+    for number in range(5):
+        running.expect(travel(number), lambda values: None)
+        assert number + 1 - len(ended) <= IN_FLIGHT
+    assert ended == [0, 1, 2]
+    sizes = []
+    for number, (reduced, _) in enumerate(running.reductions):
+        (value,) = reduced()
+        assert value.tolist() == [number, number]
+        sizes.append(value.untyped_storage().nbytes())
+    assert sizes == [8, 8, 8, 32, 32] and ended == [0, 1, 2, 3, 4]
