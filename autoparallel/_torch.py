@@ -68,6 +68,11 @@ def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
 _TORCH = torch.__file__.rpartition("/")[0] + "/"
 
 
+def cast_module(module: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Casts all parameters and buffers of a module in place; ``Module.to`` drops imaginary parts."""
+    return module._apply(cast)
+
+
 def make_spec(
     mesh: DeviceMesh, placements: tuple[DTensorPlacement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> DTensorSpec:
@@ -228,9 +233,9 @@ def backward_hook_of(module: nn.Module) -> BackwardHook:
 
 __all__ = [
     "HOOKS", "BackwardHook", "NoopSaveInputs", "SingleLevelFunction", "StorageWeakRef", "accumulated", "after_backward",
-    "all_gather_single", "backward_hook_of", "copy_parameter_hooks", "default_store", "free_unbacked_symbols",
-    "function_apply", "graph_break_of", "has_side_effect", "is_compiled_call", "is_gloo", "is_open", "leave_open",
-    "local_of", "make_fake_mode", "make_spec", "mesh_without_groups", "modules", "outside_of_dynamo", "process_group",
-    "reduce_scatter_single", "running_backward", "same_storage", "source_of", "spec_of", "timeout_of", "without_modes",
-    "wrap_local", "wrap_with_set_grad_enabled",
+    "all_gather_single", "backward_hook_of", "cast_module", "copy_parameter_hooks", "default_store",
+    "free_unbacked_symbols", "function_apply", "graph_break_of", "has_side_effect", "is_compiled_call", "is_gloo",
+    "is_open", "leave_open", "local_of", "make_fake_mode", "make_spec", "mesh_without_groups", "modules",
+    "outside_of_dynamo", "process_group", "reduce_scatter_single", "running_backward", "same_storage", "source_of",
+    "spec_of", "timeout_of", "without_modes", "wrap_local", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.operators.draws import traced_dropout
+from autoparallel.passes.canonicalize_layers import CELLS, SPLIT_LAYERS
 from autoparallel.passes.emitter import Emitter, fake_tensors
 from autoparallel.passes.settle_memory import MEMORY_REWRITES
 from autoparallel.passes.ungroup_experts import ungroup_experts
@@ -48,6 +49,12 @@ def canonicalize_operators(module: fx.GraphModule) -> None:
             value = MEMORY_REWRITES[node.target](emit, node)
             if value is not None:
                 _replace(node, value)
+        elif node.target in CELLS:
+            _replace(node, CELLS[node.target](emit, node))
+        elif node.target in SPLIT_LAYERS:
+            part = SPLIT_LAYERS[node.target](emit, node)
+            if part is not None:
+                _replace_parts(node, part)
         elif node.target in _SPLITS:
             _replace_split(emit, node)
     graph.eliminate_dead_code()
@@ -279,6 +286,17 @@ def _replace_extremum(emit: Emitter, node: fx.Node) -> None:
     _replace_parts(node, part)
 
 
+def _replace_complex_scatter(emit: Emitter, node: fx.Node) -> None:
+    """What is written into complex numbers, which torch does not differentiate, is written into their pairs."""
+    v = arguments(node)
+    if not node.meta["val"].is_complex():
+        return
+    x, source = (emit(aten.view_as_real.default, v[name]) for name in ("self", "src"))
+    dim = v["dim"] % len(shape_of(node))
+    pairs = emit(node.target, x, source, dim, *node.args[3:], **node.kwargs)
+    _replace(node, emit(aten.view_as_complex.default, pairs))
+
+
 def _replace_topk(emit: Emitter, node: fx.Node) -> None:
     """``topk`` and ``sort`` as positions, which carry no gradient, and a look-up there, which has the same gradient."""
     v = arguments(node)
@@ -363,12 +381,6 @@ def _replace_sparse_embedding(emit: Emitter, node: fx.Node) -> None:
         _replace(node, emit(aten.embedding.default, *args))
 
 
-def _replace_pool_with_indices(emit: Emitter, node: fx.Node) -> None:
-    if all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
-        pooled = emit(aten.max_pool2d.default, *node.args)
-        _replace_parts(node, lambda i: pooled)
-
-
 def _replace_variance_and_mean(emit: Emitter, node: fx.Node) -> None:
     v = arguments(node)
     if any(user.target is not operator.getitem for user in node.users):
@@ -381,7 +393,8 @@ def _replace_variance_and_mean(emit: Emitter, node: fx.Node) -> None:
     def part(i: int) -> fx.Node:
         if i == 1:
             return emit(aten.mean.dim, v["self"], dims, keepdim)
-        return emit(aten.var.correction, v["self"], dims, correction=correction, keepdim=keepdim)
+        spread = aten.std.correction if "std" in str(node.target) else aten.var.correction
+        return emit(spread, v["self"], dims, correction=correction, keepdim=keepdim)
 
     _replace_parts(node, part)
 
@@ -418,15 +431,18 @@ _REWRITES: dict[Any, Callable[[Emitter, fx.Node], None]] = {
     aten.embedding.default: _replace_sparse_embedding,
     aten.empty_like.default: _replace_empty_like,
     aten.max.dim: _replace_extremum,
-    aten.max_pool2d_with_indices.default: _replace_pool_with_indices,
     aten.min.dim: _replace_extremum,
     aten.native_dropout.default: _drop_inactive,
     aten.nll_loss_nd.default: _replace_nll_loss,
     aten.repeat.default: _replace_repeat,
     aten.repeat_interleave.self_int: _replace_repeat_interleave,
+    aten.select_scatter.default: _replace_complex_scatter,
     aten.slice.Tensor: _drop_full_slice,
+    aten.slice_scatter.default: _replace_complex_scatter,
     aten.sort.default: _replace_topk,
     aten.sort.stable: _replace_topk,
+    aten.std_mean.correction: _replace_variance_and_mean,
+    aten.std_mean.dim: _replace_variance_and_mean,
     aten.topk.default: _replace_topk,
     aten.type_as.default: _replace_type_as,
     aten.var_mean.correction: _replace_variance_and_mean,

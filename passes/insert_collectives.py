@@ -136,6 +136,7 @@ class _Writer:
         with self.graph.inserting_before(node):
             node.args, node.kwargs = map_tensor_operands(node, lambda i, x: self.redistributed(x, self.invariant))
         node.meta["placements"] = self.invariant
+        node.meta["needs"] = (self.invariant,) * len(tensor_operands(node))
 
     def redistributed(self, node: fx.Node, layout: Layout) -> fx.Node:
         """The node that holds ``node``'s value in ``layout``, inserted at the current point if there is none."""

@@ -14,14 +14,11 @@ from torch import Tensor, fx
 
 from autoparallel import program
 from autoparallel.comm import collectives
-from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState
-from autoparallel.planner.draft import call_of, draft
-from autoparallel.planner.request import Request
 from autoparallel.rules.core import Rule
 from autoparallel.rules.localize import LocalCall
 from autoparallel.rules.table import RULES
-from autoparallel.tools.parity.localize_program import program_deviation
+from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
 from autoparallel.tools.parity.task import make_task
 from autoparallel.tools.parity.verification import Deviation
 from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
@@ -34,10 +31,9 @@ TOKENS = ragged_tokens(torch.Generator().manual_seed(0), 8, 16, 64)
 def deviation(plan: str, mesh: tuple[int, ...]) -> Deviation | None:
     """Of a GPT with dropout."""
     task = make_task(MODEL, mesh, TOKENS, token_loss, plan=plan, dtype=torch.float64)
-    request = Request(axes=task.axes, profile=profile_for("cpu", None), plan=plan, loss_fn=token_loss)
-    batch = task.batch(1)
-    drafted = draft(task.model, call_of(batch.args, batch.kwargs, with_target=True), request).plan
-    return program_deviation(task, drafted, batch, RandomState(3, 1), 1e-9)
+    planner, call, batch = planner_of(task, plan), call_of_task(task, task.batch(1)), task.batch(1)
+    captured = planner.capture(call)
+    return program_deviation(task, captured, planner.search(captured, call), batch, RandomState(3, 1), 1e-9)
 
 
 @pytest.mark.wide

@@ -83,9 +83,18 @@ def _content(value: Any) -> Any:
 
 
 class _Suspended(TorchDispatchMode):
-    """Has no calls traced inside of operators, where no code of the model runs."""
+    """Has no calls traced inside of operators, where no code of the model runs, but in those of control flow."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Has Dynamo, by which torch traces what these run, take no notice of it."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*args, **(kwargs or {}))
         before = sys.getprofile()
         sys.setprofile(None)
         try:

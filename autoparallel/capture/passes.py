@@ -27,6 +27,7 @@ from autoparallel.passes.mark_gradients import detach_outputs, mark_differentiab
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.passes.raise_row_views import raise_row_views
 from autoparallel.passes.replace_random_operators import replace_random_operators
+from autoparallel.passes.resolve_control_flow import resolve_control_flow
 from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
 from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList
 
@@ -59,13 +60,16 @@ def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
 
 
 def resolving_passes(calls: Trace) -> PassList:
-    """The user's own Python takes the place of what stood for it in the trace."""
+    """The user's own Python takes the place of what stood for it in the trace, and plain Python that of loops."""
     resolve = Pass(
         "resolve_opaque_calls",
         lambda module, findings: resolve_opaque_calls(module, calls.calls, calls.hooks),
         requires={Fact.FLAT},
     )
-    return PassList([resolve], given={Fact.FLAT})
+    control = Pass(
+        "resolve_control_flow", lambda module, findings: resolve_control_flow(module), requires={Fact.FLAT}
+    )
+    return PassList([resolve, control], given={Fact.FLAT})
 
 
 def describing_passes(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +36,11 @@ def require_static(graph: fx.Graph, numbers: Collection[str] = ()) -> None:
             if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
                 what, advice = "a tensor's value is read into Python", "keep it a tensor (no .item())"
             else:
-                what, advice = "a size depends on a tensor's values", "use torch.where or masks, of a fixed size"
+                what = "a size depends on a tensor's values"
+                advice = (
+                    "keep all rows and weigh them by the mask, such as (loss * mask).sum() / mask.sum(), use "
+                    "torch.where or ignore_index"
+                )
             raise CaptureError(
                 f"{what} at {line_of(node)}\nWhat to change: {advice}, or compute it outside of the model and "
                 "pass it in."
@@ -61,6 +66,7 @@ def require_positions(graph: fx.Graph) -> None:
 
 
 def explain_failure(error: Exception, model: nn.Module) -> str:
+    """What a model does that cannot be traced, with its line and a cure."""
     frames = traceback.extract_tb(error.__traceback__)
     package = __file__.rpartition("/capture/")[0]
     own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((f"{package}/", "<"))]
@@ -71,22 +77,23 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
         where = f'"{code.co_filename}", line {code.co_firstlineno}, in forward'
     text = str(error).strip()
     kind = type(error).__name__
-    depends = "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text
-    if depends and any(_loops_over_experts(m) for m in model.modules()):
-        advice = (
-            "the experts are looped over one by one, as the tokens need them: make the model with "
-            "experts_implementation='grouped_mm' (or 'batched_mm')"
-        )
-    elif depends:
-        advice = (
-            "Python control flow or a size depends on a tensor's values: use torch.where or masks, or compute it "
-            "outside of the model and pass it in"
-        )
-    elif kind == "UnsupportedOperatorException" and _draws(text):
+    if "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text or "DynamicOutput" in kind:
+        what, advice = _explain_value(error, own[-1].line or "" if own else "")
+        return f"{type(model).__name__} cannot be captured at {where}\n{what}\nWhat to change: {advice}."
+    if kind == "UnsupportedOperatorException" and _draws(text):
         advice = "torch cannot trace this random operator: draw outside of the model, and pass the numbers in"
     elif kind == "SyntaxError" and "proxy_tensor" in text:
         advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
-    elif ".item()" in text or "scalar" in text:
+    elif "Dynamo" in kind and "RecursionError" in text:
+        advice = (
+            "a function that torch.cond, while_loop or scan runs reads an attribute of a module: read the parameters "
+            "before (w = self.layer.weight), and let the function use them (F.linear(h, w)) instead of the module"
+        )
+    elif kind == "UncapturedHigherOrderOpError":
+        advice = next((line.strip().removeprefix("Hint: ") for line in text.splitlines() if "Hint: " in line), "")
+        text = next((line for line in text.splitlines()[1:] if line.strip()), text)
+        advice = advice.rstrip(".") or "write it without a higher-order operator"
+    elif ".item()" in text:
         advice = "a tensor's value is read into Python: keep it a tensor"
     elif "functorch tensor" in text:
         advice = (
@@ -101,6 +108,57 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
     return f"{type(model).__name__} cannot be captured at {where}\n{kind}: {first}\nWhat to change: {advice}."
 
 
+_OF_TORCH = {
+    "_BatchNorm": "give the batch norm a number as momentum: None reads the count of batches into Python",
+    "AdaptiveLogSoftmaxWithLoss": "use a linear layer and F.cross_entropy, whose classes plans can shard: this module "
+    "picks the rows of each cluster by the targets' values",
+}
+"""What to do instead of modules of torch whose Python depends on values, by the name of the class."""
+
+_CHECKS = re.compile(r"\s*(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(any|all|bool)\(")
+
+
+def _explain_value(error: Exception, line: str) -> tuple[str, str]:
+    """What Python does with a tensor's values in a line, and what to do instead."""
+    modules = list(_modules_of(error))
+    for module in modules:
+        names = {cls.__name__ for cls in type(module).__mro__}
+        advice = next((text for name, text in _OF_TORCH.items() if name in names), None)
+        if advice is not None:
+            return f"Python there depends on a tensor's values, inside of {type(module).__name__}", advice
+    if any(_loops_over_experts(module) for module in modules):
+        return "Python loops over the experts one by one, as the tokens need them", (
+            "make the model with experts_implementation='grouped_mm' (or 'batched_mm')"
+        )
+    if "DynamicOutput" in type(error).__name__:
+        return "a size depends on a tensor's values", (
+            "keep all rows and weigh them by the mask, such as (loss * mask).sum() / mask.sum(), use torch.where or "
+            "ignore_index, or compute it outside of the model and pass it in"
+        )
+    if _CHECKS.search(line):
+        return "Python takes a way that depends on a tensor's values", (
+            "torch.where(condition, a, b) takes elements of both, torch.cond(condition, f, g, operands) runs one of "
+            "two functions; a check that only raises belongs before the call, and what Python must know (a largest "
+            "length) into an argument that is a number"
+        )
+    return "a tensor's value is read into Python", (
+        "keep it a tensor (no int(), float(), .item(), .tolist()), or compute it before the call and pass it in as a "
+        "number"
+    )
+
+
+def _modules_of(error: Exception) -> Iterator[nn.Module]:
+    """The modules whose code an error has passed through, the innermost first."""
+    found = []
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            found.append(module)
+        trace = trace.tb_next
+    return reversed(found)
+
+
 def _draws(text: str) -> bool:
     """Whether a text begins with the name of an operator that torch tags as random."""
     names = text.split()[0].split(".")
@@ -111,8 +169,8 @@ def _draws(text: str) -> bool:
 
 
 def _loops_over_experts(module: nn.Module) -> bool:
-    """Whether it is a model of transformers in whose experts Python asks which of them have tokens."""
-    return getattr(getattr(module, "config", None), "_experts_implementation", "") == "eager"
+    """Whether it is a module of transformers in which Python asks which experts have tokens."""
+    return "Experts" in type(module).__name__ and type(module).__module__.startswith("transformers.")
 
 
 def explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -37,10 +37,15 @@ def refuse_seeding() -> Iterator[None]:
             each.stop()
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+def _refusing(name: str) -> Callable[..., Any]:
+    original = getattr(torch.random, name)
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        caller = sys._getframe(1)
+        if str(caller.f_globals.get("__name__")).startswith("torch._dynamo"):  # puts back what its tracing has moved
+            return original(*args, **options)
         raise CaptureError(
-            f"the model sets torch's generator (torch.{name}) at {line_of_frame(sys._getframe(1))}\n"
+            f"the model sets torch's generator (torch.{name}) at {line_of_frame(caller)}\n"
             "What to change: draw numbers that are to stay the same once, outside of forward, and keep them in a "
             "buffer; seed before the model is called."
         )

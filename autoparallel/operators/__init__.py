@@ -8,9 +8,11 @@ when the operator runs, so that the program is the same text on every rank.  May
 - ``draws``: what is drawn with them: dropout, the usual distributions.
 - ``torch_random``: torch's random operators in terms of these; ``composite_random`` those that are made of others.
 - ``opaque``: what has a backward of its own: an ``autograd.Function``, a hook.
+- ``control_flow``: conditions and loops on values, each with the graphs that it may run.
 - ``plain_randomness``: the same numbers for a plain model in eager.
 - ``tables``: sharded, padded and interleaved tables, and look-ups in them.
 - ``losses``: cross-entropy as a sum and a weight, also of sharded classes.
+- ``recurrent``: recurrent layers, whose results are one tensor.
 - ``complexes``: complex numbers of pairs with any strides.
 - ``experts``: linear layers of which every row picks its own.
 """
@@ -27,10 +29,12 @@ from autoparallel.operators.plain_randomness import UnsupportedRandomness, plain
 from autoparallel.operators.random import MICROBATCH, RandomState, random_state, set_random_state
 from autoparallel.operators.tables import (
     embedding_sharded,
+    indices_along,
     interleave,
     pad_rows,
     padded_embedding,
     piece,
+    pool_indices,
     shard_index,
     topk_indices,
 )
@@ -45,12 +49,14 @@ __all__ = [
     "cross_entropy_weight",
     "dropout",
     "embedding_sharded",
+    "indices_along",
     "interleave",
     "pad_rows",
     "padded_embedding",
     "pairs_as_complex",
     "piece",
     "plain_randomness",
+    "pool_indices",
     "random_state",
     "set_random_state",
     "shard_index",

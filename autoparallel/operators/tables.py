@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,23 @@ from autoparallel.comm.groups import axis_index, axis_size
 def topk_indices(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Tensor:
     """Where the ``k`` largest (or smallest) entries along ``dim`` are, as ``torch.topk`` finds them."""
     return x.detach().topk(k, dim, largest, sorted)[1]
+
+
+def indices_along(x: Tensor, dim: int, finder: str, k: int | None = None) -> Tensor:
+    """Where what ``finder`` looks for along ``dim`` is, as torch finds it; a dim that it reduces stays, with size one.
+
+    Args:
+        finder: ``cummax``, ``cummin``, ``mode``, ``median``, ``nanmedian`` or, with ``k``, ``kthvalue``.
+    """
+    kept = {} if finder.startswith("cum") else {"keepdim": True}
+    found: Tensor = getattr(torch, finder)(x.detach(), *() if k is None else (k,), dim, **kept)[1]
+    return found
+
+
+def pool_indices(x: Tensor, pool: str, arguments: Sequence[Any]) -> Tensor:
+    """Where the largest of each window is, in the flattened plane, as torch's ``pool`` finds it."""
+    found: Tensor = getattr(torch.ops.aten, pool)(x.detach(), *arguments)[1]
+    return found
 
 
 @torch.library.custom_op("autoparallel::shard_index", mutates_args=())

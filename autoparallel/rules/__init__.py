@@ -4,8 +4,8 @@ May import ``operators`` and ``placements``.
 
 - ``core``: what a rule is, its notation, and how a call's rule is made of it.
 - ``table``: every operator's row.
-- ``pointwise``, ``matmul``, ``convolution``, ``reductions``, ``losses``, ``indexing``, ``shapes``, ``random``: what
-  depends on a call's arguments, by family.
+- ``pointwise``, ``matmul``, ``convolution``, ``reductions``, ``losses``, ``indexing``, ``shapes``, ``layers``,
+  ``random``: what depends on a call's arguments, by family.
 - ``registry``: the rule of a call, the user's own among them.
 - ``typing``: the ways in which an operator may run on one mesh axis, by its rule.
 - ``ways``: those of a call, and the layouts that they need and give.

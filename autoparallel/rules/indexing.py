@@ -84,10 +84,21 @@ def scatter_add(node: fx.Node) -> Rule:
 
 
 def scatter(node: fx.Node) -> Rule:
-    """Of what is replaced along a dim, by a tensor or a number."""
-    shapes = operand_shapes(node)
-    parts = _beside(arguments(node)["dim"] % max(len(shapes[0]), 1), shapes)
-    return dimwise(node, parts, parts[0], linear=[(0, 2)] if len(shapes) == 3 else [])
+    """Of what is replaced along a dim, by a tensor or a number, or reduced there."""
+    shapes, values = operand_shapes(node), arguments(node)
+    parts = _beside(values["dim"] % max(len(shapes[0]), 1), shapes)
+    linear = len(shapes) == 3 and values.get("reduce") in (None, "sum", "add") and values.get("include_self", True)
+    return dimwise(node, parts, parts[0], linear=[(0, 2)] if linear else [])
+
+
+def index_copy(node: fx.Node) -> Rule | None:
+    """Of what is replaced along a dim, the same for all others, by a tensor or a number."""
+    into, index, *source = operand_shapes(node)
+    if not into or not index or source and len(source[0]) != len(into):
+        return None
+    (dim,) = dims_of(node)
+    left, *right = _beside(dim, [into, *source])
+    return dimwise(node, [left, ["xj"], *right], left, linear=[(0, 2)] if source else [])
 
 
 def index_add(node: fx.Node) -> Rule | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from autoparallel.rules.calls import arguments, dims_of, operand_shapes
+from autoparallel.rules.calls import arguments, dims_of, operand_shapes, shape_of
 from autoparallel.rules.core import Rule, dim_names, dimwise
 from autoparallel.rules.localize import divide_counts
 from autoparallel.rules.pointwise import keeps_sums
@@ -45,6 +45,19 @@ def reduction(
         reductions={names[i]: kind for i in dims} if kind else {},
         linear=[(0,)] if kind and linear and keeps_sums(node) else [],
     )
+
+
+def pooled_indices(node: fx.Node) -> Rule:
+    """Of the places of the largest in windows of the last dims."""
+    rank = len(shape_of(node))
+    return along(node, range(rank - int(arguments(node)["pool"].split("pool")[1][0]), rank))
+
+
+def cross(node: fx.Node) -> Rule:
+    """Of a cross product along a dim of three."""
+    rank = len(shape_of(node))
+    names = dim_names(rank, {arguments(node)["dim"] % rank})
+    return dimwise(node, [names, names], names, linear=[(0,), (1,)])
 
 
 def fourier(node: fx.Node) -> Rule:

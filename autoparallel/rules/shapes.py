@@ -154,6 +154,29 @@ def slice_scatter(node: fx.Node) -> Rule:
     return dimwise(node, [into, dim_names(rank, dims, "xp")], into, linear=[(0, 1)])
 
 
+def select_scatter(node: fx.Node) -> Rule:
+    """Of a tensor of which one index of a dim is replaced."""
+    into = dim_names(len(shape_of(node)), dims_of(node))
+    return dimwise(node, [into, [n for n in into if n.startswith("d")]], into, linear=[(0, 1)])
+
+
+def unfold(node: fx.Node) -> Rule:
+    """Of windows along a dim, which become the last dim."""
+    values, rank = arguments(node), len(operand_shapes(node)[0])
+    dim = values["dimension"] % max(rank, 1)
+    return dimwise(node, [dim_names(rank, {dim})], [*dim_names(rank, {dim}, "xo"), "xw"], linear=[(0,)])
+
+
+def diagonal_matrices(node: fx.Node) -> Rule | None:
+    """Of matrices with the last dim on a diagonal."""
+    values, rank = arguments(node), len(shape_of(node))
+    rows = sorted((values["dim1"] % rank, values["dim2"] % rank))
+    if rows != [rank - 2, rank - 1]:
+        return None
+    names = dim_names(rank - 2)
+    return dimwise(node, [[*names, "x"]], [*names, "xr", "xc"], linear=[(0,)])
+
+
 def cat(node: fx.Node) -> Rule | None:
     """Of tensors that are joined along a dim."""
     shapes, dims = operand_shapes(node), dims_of(node)

@@ -15,7 +15,8 @@ import torch
 from autoparallel import operators
 from autoparallel.operators import draws
 from autoparallel.operators.experts import grouped_linear
-from autoparallel.rules import convolution, indexing, losses, matmul, random, reductions, shapes
+from autoparallel.operators.recurrent import recurrent
+from autoparallel.rules import convolution, indexing, layers, losses, matmul, random, reductions, shapes
 from autoparallel.rules.core import RuleMaker, make_rule
 from autoparallel.rules.localize import divide_sizes
 from autoparallel.rules.pointwise import masked_fill, pointwise, prelu, quotient, scaled
@@ -34,6 +35,7 @@ PRODUCTS: dict[Any, str] = {
     aten.baddbmm.default: "+, b m k, b k n -> b m n",
     aten.addmv.default: "+, m k, k -> m",
     aten.addbmm.default: "+, b m k, b k n -> m n",
+    aten.bilinear.default: "... i, ... j, n i j, + -> ... n",
 }
 """Products, summed over what the result does not bear; ``+`` is added to them."""
 
@@ -84,6 +86,10 @@ PLACES: dict[Any, str] = {
     aten.pixel_shuffle.default: "... c x y -> ... d u v",
     aten.pixel_unshuffle.default: "... c x y -> ... d u v",
     aten.im2col.default: "... c x y -> ... k l",
+    aten.col2im.default: "... k l -> ... c x y",
+    aten._upsample_bilinear2d_aa.vec: "... x y -> ... u v",
+    aten._upsample_bicubic2d_aa.vec: "... x y -> ... u v",
+    aten.channel_shuffle.default: "... c x y -> ... d x y",
     aten.view_as_real.default: "... -> ... c",
 }
 """Linear operators that change the last dims, which stay whole."""
@@ -93,6 +99,10 @@ LARGEST_PLACES: dict[Any, str] = {
     aten.max_pool2d.default: "... x y -> ... u v",
     aten.max_pool3d.default: "... x y z -> ... u v w",
     aten.one_hot.default: "... -> ... c",
+    aten.linalg_inv.default: "... x y -> ... x y",
+    aten.linalg_det.default: "... x y -> ...",
+    aten.linalg_cholesky.default: "... x y -> ... x y",
+    aten.matrix_exp.default: "... x y -> ... x y",
 }
 """Others that are not linear."""
 
@@ -106,7 +116,7 @@ REDUCTIONS = [
 ALONG = [
     aten._softmax.default, aten.softmax.int, aten._log_softmax.default, aten.log_softmax.int,
     aten._safe_softmax.default, aten.cumprod.default, aten.logcumsumexp.default, aten.argsort.default,
-    aten.argsort.stable, aten.glu.default, operators.topk_indices,
+    aten.argsort.stable, aten.glu.default, operators.topk_indices, operators.indices_along,
 ]  # fmt: skip
 """Operators that work along dims, which stay whole."""
 
@@ -134,7 +144,8 @@ CONVOLUTIONS = [
 LOSSES = [
     aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
     aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default, aten.kl_div.default,
-    aten.soft_margin_loss.default,
+    aten.soft_margin_loss.default, aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default,
+    aten.poisson_nll_loss.default,
 ]  # fmt: skip
 """Losses of each element."""
 
@@ -150,6 +161,17 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten.tensordot.default: matmul.tensordot,
     aten.scaled_dot_product_attention.default: matmul.attention,
     grouped_linear: matmul.grouped,
+    recurrent: layers.recurrent,
+    aten.grid_sampler.default: layers.grid_sample,
+    aten.grid_sampler_2d.default: layers.grid_sample,
+    aten.grid_sampler_3d.default: layers.grid_sample,
+    aten._weight_norm.default: layers.weight_norm,
+    aten.stft.default: layers.stft,
+    aten.cdist.default: partial(make_rule, notation="... p m, ... r m -> ... p r", blocked=["m"]),
+    aten.pairwise_distance.default: partial(make_rule, notation="... m, ... m -> ...", blocked=["m"]),
+    aten.bucketize.Tensor: partial(make_rule, notation="..., x -> ...", blocked=["x"]),
+    aten.linalg_cross.default: reductions.cross,
+    operators.pool_indices: reductions.pooled_indices,
     aten.sum.default: partial(reductions.reduction, kind="sum"),
     aten.sum.dim_IntList: partial(reductions.reduction, kind="sum"),
     aten.mean.default: partial(reductions.reduction, kind="mean"),
@@ -172,6 +194,10 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten.scatter_add.default: indexing.scatter_add,
     aten.scatter.src: indexing.scatter,
     aten.scatter.value: indexing.scatter,
+    aten.scatter.reduce: indexing.scatter,
+    aten.scatter_reduce.two: indexing.scatter,
+    aten.index_copy.default: indexing.index_copy,
+    aten.index_fill.int_Scalar: indexing.index_copy,
     aten.index_add.default: indexing.index_add,
     aten.index.Tensor: indexing.index,
     aten.index_put.default: indexing.index_put,
@@ -197,6 +223,9 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten.tril.default: shapes.triangle,
     aten.triu.default: shapes.triangle,
     aten.slice_scatter.default: shapes.slice_scatter,
+    aten.select_scatter.default: shapes.select_scatter,
+    aten.unfold.default: shapes.unfold,
+    aten.diag_embed.default: shapes.diagonal_matrices,
     aten.cat.default: shapes.cat,
     aten.stack.default: shapes.stack,
     operators.piece: shapes.piece,

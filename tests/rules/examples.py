@@ -10,6 +10,7 @@ from torch import Tensor
 from autoparallel import operators
 from autoparallel.operators import draws
 from autoparallel.operators.experts import grouped_linear
+from autoparallel.operators.recurrent import recurrent
 from autoparallel.rules.pointwise import is_pointwise
 from autoparallel.rules.table import RULES
 from tests.rules.proof import Example, fill
@@ -325,6 +326,12 @@ def _losses() -> list[Example]:
         logits = aten.binary_cross_entropy_with_logits.default
         found += [
             e(aten.soft_margin_loss.default, (a, b.sign(), reduction), constant=frozenset({1}), label=str(reduction)),
+            e(aten.hinge_embedding_loss.default, (a, b.sign(), 1.0, reduction), constant=frozenset({1}),
+              label=str(reduction)),
+            e(aten.margin_ranking_loss.default, (a, b, real(6, 6).sign(), 0.1, reduction), constant=frozenset({2}),
+              label=str(reduction)),
+            e(aten.poisson_nll_loss.default, (a, positive(6, 6), True, False, 1e-8, reduction),
+              constant=frozenset({1}), label=str(reduction)),
             e(aten.kl_div.default, (a, inside(6, 6), reduction), label=str(reduction)),
             e(aten.binary_cross_entropy.default, (inside(6, 6), inside(6, 6), None, reduction), label=str(reduction)),
             e(logits, (a, inside(6, 6), None, None, reduction), label=str(reduction)),
@@ -405,6 +412,13 @@ def _indexing() -> list[Example]:
         e(aten.scatter.src, (real(6, 4), 1, whole(6, 1, high=4), real(6, 1))),
         e(aten.scatter.src, (real(6, 6), 0, torch.arange(6).flip(0).view(6, 1).expand(6, 6), real(6, 6)), label="all"),
         e(aten.scatter.value, (real(6, 4), 1, whole(6, 2, high=4), 0.5)),
+        e(aten.scatter.reduce, (real(6, 4), 1, whole(6, 3, high=4), real(6, 3)), {"reduce": "add"},
+          constant=frozenset({0, 2})),
+        e(aten.scatter_reduce.two, (real(6, 4), 1, whole(6, 3, high=4), real(6, 3), "amax")),
+        e(aten.scatter_reduce.two, (real(6, 4), 1, whole(6, 3, high=4), real(6, 3), "sum"), label="sum"),
+        e(aten.scatter_reduce.two, (real(6, 4), 1, whole(6, 3, high=4), real(6, 3), "mean"), label="mean"),
+        e(aten.index_copy.default, (real(6, 4), 1, torch.tensor([2, 0]), real(6, 2))),
+        e(aten.index_fill.int_Scalar, (real(6, 4), 1, torch.tensor([2, 0]), 0.5)),
         e(aten.index_add.default, (real(4, 6), 0, whole(6, high=4), real(6, 6)), {"alpha": 0.5}),
         e(aten.index.Tensor, (real(6, 4, 6), [None, whole(6, high=4)])),
         e(aten.index.Tensor, (real(4, 3, 6), [whole(6, 6, high=4), whole(6, high=3)]), label="broadcast"),
@@ -455,6 +469,9 @@ def _shapes() -> list[Example]:
         e(aten.tril.default, (real(6, 3, 3), 1)),
         e(aten.triu.default, (real(6, 3, 4),)),
         e(aten.slice_scatter.default, (real(6, 4), real(6, 2), 1, 1, 3)),
+        e(aten.select_scatter.default, (real(6, 4, 6), real(6, 6), 1, 2)),
+        e(aten.unfold.default, (real(6, 6, 6), 1, 3, 2)),
+        e(aten.diag_embed.default, (real(6, 4), 1)),
         e(aten.diagonal.default, (real(6, 3, 4), 1, 1, 2)),
         e(aten.view_as_complex.default, (real(6, 6, 2),)),
         e(aten.view_as_real.default, (torch.complex(real(6, 6), real(6, 6)),)),
@@ -464,6 +481,42 @@ def _shapes() -> list[Example]:
         e(aten.stack.default, ([real(6), real(6)],), label="first"),
     ]
     return found
+
+
+def _layers() -> list[Example]:
+    e = Example
+    weights = [real(12, 2), real(12, 3), real(12), real(12)]
+    squares = torch.eye(3, dtype=torch.float64) * 2 + inside(6, 6, 3, 3) / 3
+    return [
+        e(recurrent, (real(6, 4, 2), [real(1, 6, 3), real(1, 6, 3)], weights, "lstm", True, 1, False, True)),
+        e(recurrent, (real(4, 6, 2), [real(1, 6, 4)], [real(12, 2), real(12, 4)], "gru", False, 1, False, False),
+          label="steps first"),
+        e(aten.grid_sampler.default, (real(6, 6, 4, 4), inside(6, 6, 6, 2) * 2 - 1, 0, 0, False)),
+        e(aten.grid_sampler_2d.default, (real(6, 6, 4, 4), inside(6, 6, 3, 2) * 2 - 1, 1, 1, True),
+          constant=frozenset({1})),
+        e(aten.grid_sampler_3d.default, (real(6, 6, 2, 2, 2), inside(6, 6, 6, 6, 3) * 2 - 1, 0, 0, False)),
+        e(aten._weight_norm.default, (real(6, 4), positive(6, 1), 0)),
+        e(aten._weight_norm.default, (real(3, 6, 2), positive(1, 6, 1), 1), label="inside"),
+        e(aten.cdist.default, (real(6, 6, 3), real(6, 12, 3), 2.0)),
+        e(aten.cdist.default, (real(6, 3), real(6, 3), 1.0), label="one"),
+        e(aten.pairwise_distance.default, (real(6, 6, 3), real(6, 6, 3))),
+        e(aten.bilinear.default, (real(6, 6), real(6, 12), real(6, 6, 12), real(6))),
+        e(aten.col2im.default, (real(6, 8, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1])),
+        e(aten._upsample_bilinear2d_aa.vec, (real(6, 6, 4, 4), [2, 2], False, None)),
+        e(aten._upsample_bicubic2d_aa.vec, (real(6, 6, 6, 6), [3, 3], False, None)),
+        e(aten.stft.default, (real(6, 32), 8), {"window": positive(8), "return_complex": True},
+          constant=frozenset({1})),
+        e(aten.channel_shuffle.default, (real(6, 4, 2, 2), 2)),
+        e(aten.linalg_inv.default, (squares,)),
+        e(aten.linalg_det.default, (squares,)),
+        e(aten.linalg_cholesky.default, (squares @ squares.mT,)),
+        e(aten.matrix_exp.default, (squares,)),
+        e(aten.linalg_cross.default, (real(6, 6, 3), real(6, 1, 3))),
+        e(aten.bucketize.Tensor, (real(6, 6), torch.arange(-1.0, 2.0).double()), constant=frozenset({0, 1})),
+        e(operators.pool_indices, (real(6, 6, 4, 4), "adaptive_max_pool2d", [[2, 2]]), constant=frozenset({0})),
+        *(e(operators.indices_along, (real(6, 6, 4), -1, finder, 2 if finder == "kthvalue" else None), label=finder,
+            constant=frozenset({0})) for finder in ("cummax", "cummin", "mode", "median", "nanmedian", "kthvalue")),
+    ]  # fmt: skip
 
 
 def _random() -> list[Example]:
@@ -488,6 +541,7 @@ FAMILIES: dict[str, list[Example]] = {
     "complexes": _complexes(),
     "matmul": _matmul(),
     "convolution": _convolution(),
+    "layers": _layers(),
     "random": _random(),
     "reductions": _reductions(),
     "losses": _losses(),

@@ -36,7 +36,7 @@ def localized(task: Task, report: VerifyReport) -> Deviation:
     random, batch = draws.state, task.batch(step)
     captured = planner_of(task, report.plan).capture(call_of_task(task, batch))
     deviation = capture_deviation(task, captured, batch, random, tolerance)
-    deviation = deviation or program_deviation(task, report.plan, batch, random, tolerance)
+    deviation = deviation or program_deviation(task, captured, report.plan, batch, random, tolerance)
     if deviation is not None:
         return deviation
     if failed and all(d.kind == "attribute" for d in failed):

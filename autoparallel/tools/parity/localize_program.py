@@ -40,8 +40,8 @@ from autoparallel.tools.parity.verification import Deviation
 PREFIX = "mesh0"
 
 
-def planner_of(task: Task, plan: Plan) -> Planner:
-    """The planner of a task whose plan is known; its programs return whole outputs."""
+def planner_of(task: Task, plan: str | Plan) -> Planner:
+    """The planner of a task, for a plan that is known or a preset; its programs return whole outputs."""
     request = Request(
         axes=task.axes, profile=profile_for("cpu", None), plan=plan, loss_fn=task.loss_fn, outputs="gather"
     )
@@ -62,12 +62,15 @@ class _Whole:
         for node in local.nodes:
             if "key" in node.meta and node.op != "output":
                 self.local[node.meta["key"]] = node
+        self.results = [x for x in local.output_node().args[0] if isinstance(x, fx.Node) and is_tensor(x)]  # type: ignore[union-attr]
         self.whole = {n.meta["key"]: n for n in whole.graph.nodes if "key" in n.meta}
         self.versions: dict[fx.Node, Tensor] = {}
         self.recorder = Recorder(whole.module, self.recording, self.operand)
 
     def operand(self, call: fx.Node, position: int, x: fx.Node, env: Mapping[fx.Node, Any]) -> Tensor:
-        """The tensor that a call reads: in the layout in which the ranks read it."""
+        """The tensor that a call, or the output, reads: in the layout in which the ranks read it."""
+        if call.op == "output":
+            return self._identity(self.results[position], env)
         mine = self.local.get(call.meta["key"])
         mine = mine.meta.get("scales", mine) if mine is not None else None
         needs = mine.meta.get("needs") if mine is not None else None
@@ -93,11 +96,15 @@ class _Whole:
         return self.versions[node]
 
 
-def program_deviation(task: Task, plan: Plan, batch: Batch, random: RandomState, tolerance: float) -> Deviation | None:
-    """The first node of a rank's program that computes something else than the captured graph; None where none does."""
-    planner = planner_of(task, plan)
-    call, request = call_of_task(task, batch), planner.request
-    captured = planner.capture(call)
+def program_deviation(
+    task: Task, captured: Captured, plan: Plan, batch: Batch, random: RandomState, tolerance: float
+) -> Deviation | None:
+    """The first node of a rank's program that computes something else than the captured graph; None where none does.
+
+    Args:
+        captured: is used up.
+    """
+    call, request = call_of_task(task, batch), planner_of(task, plan).request
     prepare(request, captured, plan, call)
     sizes = request.sizes
     settle_interleaving(captured.module, {key: plan.modes(key) for key in plan.operators}, sizes)

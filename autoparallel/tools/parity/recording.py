@@ -56,14 +56,16 @@ class Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value."""
+        positions = itertools.count()
+
+        def given(x: fx.Node) -> Any:
+            return self._used(n, next(positions), x) if is_tensor(x) else self.env[x]
+
+        if n.op == "output":
+            return fx.map_arg(n.args[0], given)
         if n.op != "call_function":
             value = super().run_node(n)
         else:
-            positions = itertools.count()
-
-            def given(x: fx.Node) -> Any:
-                return self._used(n, next(positions), x) if is_tensor(x) else self.env[x]
-
             args, kwargs = fx.map_arg((n.args, n.kwargs), given)
             value = self.call_function(n.target, args, kwargs)
         if isinstance(value, Tensor):

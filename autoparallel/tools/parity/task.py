@@ -149,14 +149,20 @@ def _cast_batch(batch: Batch, dtype: torch.dtype | None) -> Batch:
     return Batch(args, kwargs)
 
 
+def _cast(dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    """A tensor on the cpu; a complex one has two numbers of the dtype."""
+    if dtype is None or not (x.is_floating_point() or x.is_complex()):
+        return x.to("cpu")
+    return x.to("cpu", dtype.to_complex() if x.is_complex() else dtype)
+
+
 def _copy(dtype: torch.dtype | None, x: Tensor) -> Tensor:
-    cast = dtype if dtype is not None and x.is_floating_point() else x.dtype
-    return x.detach().to("cpu", cast, copy=True).requires_grad_(x.requires_grad)
+    return _cast(dtype, x.detach()).clone().requires_grad_(x.requires_grad)
 
 
 def _copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """A copy on the cpu with its hooks; ``copy.deepcopy`` leaves out those of parameters."""
-    copied = copy.deepcopy(model).to("cpu", dtype)
+    copied = _torch.cast_module(copy.deepcopy(model), functools.partial(_cast, dtype))
     for theirs, ours in zip(model.parameters(), copied.parameters(), strict=True):
         _torch.copy_parameter_hooks(theirs, ours)
     return copied

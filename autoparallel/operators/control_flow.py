@@ -1,0 +1,111 @@
+"""Control flow on values: ``torch.cond``, ``while_loop``, ``scan``, ``map`` and ``associative_scan``, as one call each.
+
+A trace holds such a call with the graphs that it may run.  In a program it is a call of plain Python around these
+graphs, which autograd differentiates as it would any other.  It runs on whole tensors, because nothing tells how what
+its graphs do may be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+Body = Callable[..., Any]
+
+
+def _listed(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def _has_values(x: Any) -> bool:
+    """Whether a value is more than a shape: a prediction runs programs on tensors without values."""
+    return not isinstance(x, Tensor) or not (x.is_meta or hasattr(x, "fake_mode"))
+
+
+def _holds(predicate: Any) -> bool:
+    """Whether a condition holds; without values the first way is taken."""
+    return bool(predicate) if _has_values(predicate) else True
+
+
+class _Zeros(torch.autograd.Function):
+    """Hands a result through, and zeros as the gradients of what it might have been made of."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *operands: Tensor) -> Tensor:
+        ctx.save_for_backward(*operands)
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *grads, *(torch.zeros_like(x) if x.requires_grad else None for x in ctx.saved_tensors)
+
+
+def _cond(predicate: Any, true: Body, false: Body, operands: Sequence[Any]) -> list[Any]:
+    results = _listed((true if _holds(predicate) else false)(*operands))
+    flowing = [x for x in operands if isinstance(x, Tensor) and x.requires_grad]
+    # What only the other way reads gets a gradient of zero, as in eager, and not none.
+    return [_Zeros.apply(x, *flowing) if flowing and x.is_floating_point() else x for x in results]
+
+
+def _while_loop(condition: Body, body: Body, carried: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+    values = list(carried)
+    while _holds(_listed(condition(*values, *more))[0]):
+        values = _listed(body(*values, *more))
+        if not all(map(_has_values, values)):
+            break
+    return values
+
+
+def _scan(combine: Body, init: Sequence[Any], xs: Sequence[Tensor], more: Sequence[Any] = ()) -> list[Any]:
+    carry, made = list(init), []
+    for row in zip(*(x.unbind(0) for x in xs), strict=True):
+        results = _listed(combine(*carry, *row, *more))
+        carry = results[: len(init)]
+        made.append(results[len(init) :])
+    return [*carry, *(torch.stack(rows) for rows in zip(*made, strict=True))]
+
+
+def _associative_scan(combine: Body, xs: Sequence[Tensor], more: Sequence[Any] = ()) -> list[Any]:
+    first, *rows = zip(*(x.unbind(0) for x in xs), strict=True)
+    made = [list(first)]
+    for row in rows:
+        made.append(_listed(combine(*made[-1], *row, *more)))
+    return [torch.stack(parts) for parts in zip(*made, strict=True)]
+
+
+def _map(body: Body, xs: Sequence[Tensor], more: Sequence[Any] = ()) -> list[Any]:
+    return _scan(body, (), xs, more)
+
+
+RUNS: dict[str, Callable[..., list[Any]]] = {
+    "cond": _cond, "while_loop": _while_loop, "scan": _scan, "associative_scan": _associative_scan, "map_impl": _map,
+}  # fmt: skip
+"""What each of torch's higher-order operators does, by its name."""
+
+
+def control_operator(name: str, arguments: Sequence[Any]) -> tuple[Callable[..., tuple[Any, ...]], list[Any]]:
+    """The operator that makes one such call, which prints under torch's name, and the arguments it is called with:
+    all but the graphs."""
+    graphs = [x for x in arguments if isinstance(x, fx.GraphModule)]
+    places = [isinstance(x, fx.GraphModule) for x in arguments]
+
+    def call(*rest: Any) -> tuple[Any, ...]:
+        inner, outer = iter(graphs), iter(rest)
+        return tuple(RUNS[name](*(next(inner) if graph else next(outer) for graph in places)))
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = __name__
+    call.graphs = graphs  # type: ignore[attr-defined]
+    return call, [x for x, graph in zip(arguments, places, strict=True) if not graph]
+
+
+def inner_graphs(target: Any) -> Sequence[fx.GraphModule]:
+    """The graphs that an operator may run."""
+    graphs: Sequence[fx.GraphModule] = getattr(target, "graphs", ())
+    return graphs
+
+
+__all__ = ["RUNS", "control_operator", "inner_graphs"]

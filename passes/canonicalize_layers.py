@@ -1,0 +1,207 @@
+"""Layers of torch with several results, and operators that find positions, in terms of operators with one result.
+
+Before:
+    lstm = aten.lstm(x, [h, c], [w, u], False, 1, 0.0, True, False, True);  out = lstm[0]
+    cummax = aten.cummax(x, 1);  values = cummax[0]
+After:
+    recurrent = autoparallel.recurrent(x, [h, c], [w, u], "lstm", False, 1, False, True)
+    out = aten.reshape(aten.slice(recurrent, 1, 0, 40), [8, 5, 8])
+    indices_along = autoparallel.indices_along(x, 1, "cummax");  values = aten.gather(x, 1, indices_along)
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoparallel import operators
+from autoparallel.operators.recurrent import recurrent
+from autoparallel.passes.emitter import Emitter
+from autoparallel.rules.calls import arguments, shape_of
+
+aten = torch.ops.aten
+
+Parts = Callable[[int], Any]
+"""From a result's index to the value that takes its place."""
+
+
+def _only_parts(node: fx.Node) -> bool:
+    return all(user.target is operator.getitem for user in node.users)
+
+
+def _split_recurrent(emit: Emitter, node: fx.Node) -> Parts | None:
+    """A recurrent layer, whose results are parts of one."""
+    v = arguments(node)
+    steps = shape_of(v["input"])[1 if v["batch_first"] else 0]
+    if v["dropout"] and v["train"] or not _only_parts(node) or not isinstance(steps, int):
+        return None
+    kind, x = str(node.target).split(".")[1], v["input"]
+    states = v["hx"] if kind == "lstm" else [v["hx"]]
+    biases, layers, both, first = v["has_biases"], v["num_layers"], v["bidirectional"], v["batch_first"]
+    rows = emit(recurrent, x, states, v["params"], kind, biases, layers, both, first)
+    shapes = [tuple(value.shape) for value in node.meta["val"]]
+    return lambda i: _part_of_rows(emit, rows, shapes, i, first)
+
+
+def _part_of_rows(emit: Emitter, rows: fx.Node, shapes: list[tuple[Any, ...]], index: int, first: bool) -> fx.Node:
+    """One of the results that lie side by side in rows."""
+
+    def inner(i: int) -> tuple[Any, ...]:
+        shape = shapes[i]
+        return (shape[0] if i or not first else shape[1], shape[2])
+
+    start = sum(math.prod(inner(i)) for i in range(index))
+    part = emit(aten.slice.Tensor, rows, 1, start, start + math.prod(inner(index)))
+    part = emit(aten.reshape.default, part, [emit.size(rows, 0), *inner(index)])
+    return part if first and not index else emit(aten.transpose.int, part, 0, 1)
+
+
+def _split_lstm_cell(emit: Emitter, node: fx.Node) -> Parts:
+    """One step of an LSTM (Hochreiter and Schmidhuber 1997)."""
+    x, (h, c), weights = _cell(node)
+    gates = emit(aten.add.Tensor, *_products(emit, x, h, weights))
+    i, f, g, o = _cut(emit, gates, 4)
+    kept = emit(aten.mul.Tensor, emit(aten.sigmoid.default, f), c)
+    added = emit(aten.mul.Tensor, emit(aten.sigmoid.default, i), emit(aten.tanh.default, g))
+    after = emit(aten.add.Tensor, kept, added)
+    out = emit(aten.mul.Tensor, emit(aten.sigmoid.default, o), emit(aten.tanh.default, after))
+    return lambda index: after if index else out
+
+
+def _gru_cell(emit: Emitter, node: fx.Node) -> fx.Node:
+    """One step of a GRU (Cho et al. 2014), with the reset gate behind the product, as torch has it."""
+    x, h, weights = _cell(node)
+    given, before = (_cut(emit, product, 3) for product in _products(emit, x, h, weights))
+    reset, update = (
+        emit(aten.sigmoid.default, emit(aten.add.Tensor, a, b)) for a, b in zip(given[:2], before[:2], strict=True)
+    )
+    new = emit(aten.tanh.default, emit(aten.add.Tensor, given[2], emit(aten.mul.Tensor, reset, before[2])))
+    return emit(aten.add.Tensor, emit(aten.mul.Tensor, emit(aten.sub.Tensor, h, new), update), new)
+
+
+def _rnn_cell(emit: Emitter, node: fx.Node) -> fx.Node:
+    """One step of an Elman network."""
+    x, h, weights = _cell(node)
+    act = aten.tanh.default if node.target is aten.rnn_tanh_cell.default else aten.relu.default
+    return emit(act, emit(aten.add.Tensor, *_products(emit, x, h, weights)))
+
+
+def _cell(node: fx.Node) -> tuple[Any, Any, list[Any]]:
+    """The input of a cell, its state, and its weights and biases."""
+    v = arguments(node)
+    return v["input"], v["hx"], [v["w_ih"], v["w_hh"], v["b_ih"], v["b_hh"]]
+
+
+def _products(emit: Emitter, x: Any, h: Any, weights: list[Any]) -> tuple[fx.Node, fx.Node]:
+    """The products of a cell's input and of its state with their weights."""
+    w_x, w_h, b_x, b_h = weights
+    return emit(aten.linear.default, x, w_x, b_x), emit(aten.linear.default, h, w_h, b_h)
+
+
+def _cut(emit: Emitter, x: fx.Node, count: int) -> list[fx.Node]:
+    width = shape_of(x)[-1] // count
+    return [emit(aten.slice.Tensor, x, len(shape_of(x)) - 1, i * width, (i + 1) * width) for i in range(count)]
+
+
+def _split_bag(emit: Emitter, node: fx.Node) -> Parts | None:
+    """Bags of one length, which are the rows of a matrix: a look-up, and a reduction of each row."""
+    v = arguments(node)
+    flat, offsets = v["indices"], v["offsets"]
+    plain = v["per_sample_weights"] is None and v["padding_idx"] in (None, -1) and not v["include_last_offset"]
+    if not plain or v["scale_grad_by_freq"] or any(user.args[1:] != (0,) for user in node.users):
+        return None
+    ids = flat.args[0] if flat.target in (aten.view.default, aten.reshape.default) else None
+    if not isinstance(ids, fx.Node) or len(shape_of(ids)) != 2 or len(shape_of(flat)) != 1:
+        return None
+    steps = arguments(offsets) if offsets.target is aten.arange.start_step else {}
+    if steps.get("start") != 0 or steps.get("step") != shape_of(ids)[1] or shape_of(offsets) != shape_of(ids)[:1]:
+        return None
+    found = emit(aten.embedding.default, v["weight"], ids)
+    if v["mode"] == 2:
+        where = emit(aten.argmax.default, found, 1, True)
+        bags = emit(aten.squeeze.dim, emit(aten.gather.default, found, 1, where), 1)
+    else:
+        bags = emit((aten.sum.dim_IntList, aten.mean.dim)[v["mode"]], found, [1])
+    return lambda i: bags
+
+
+def _split_found(emit: Emitter, node: fx.Node) -> Parts | None:
+    """Where what is looked for stands, and a look-up there, which has the same gradient."""
+    v = arguments(node)
+    x, dim = v["self"], v["dim"]
+    if not shape_of(x) or not _only_parts(node):
+        return None
+    where = emit(operators.indices_along, x, dim, str(node.target).split(".")[1], v.get("k"))
+
+    def part(i: int) -> fx.Node:
+        value = where if i == 1 else emit(aten.gather.default, x, dim, where)
+        return value if v.get("keepdim", True) else emit(aten.squeeze.dim, value, dim)
+
+    return part
+
+
+def _split_pool(emit: Emitter, node: fx.Node) -> Parts | None:
+    """The largest of each window: the dims that are pooled become one, in which the places are."""
+    x, dims = node.args[0], int(str(node.target).split("pool")[1][0])
+    assert isinstance(x, fx.Node)
+    if node.target is aten.max_pool2d_with_indices.default and all(user.args[1] == 0 for user in node.users):
+        pooled = emit(aten.max_pool2d.default, *node.args)
+        return lambda i: pooled
+    lead = [emit(aten.sym_size.int, x, d) if not isinstance(s, int) else s for d, s in enumerate(shape_of(x)[:-dims])]
+    inner, outer = shape_of(x)[-dims:], tuple(node.meta["val"][0].shape)[-dims:]
+    if not _only_parts(node) or not all(isinstance(s, int) for s in (*inner, *outer)):
+        return None
+    where = emit(operators.pool_indices, x, str(node.target).split(".")[1], list(node.args[1:]))
+
+    def part(i: int) -> fx.Node:
+        if i == 1:
+            return where
+        flat = emit(aten.reshape.default, x, [*lead, math.prod(inner)])
+        at = emit(aten.reshape.default, where, [*lead, math.prod(outer)])
+        return emit(aten.reshape.default, emit(aten.gather.default, flat, -1, at), [*lead, *outer])
+
+    return part
+
+
+def _split_extrema(emit: Emitter, node: fx.Node) -> Parts | None:
+    """The smallest and the largest."""
+    v = arguments(node)
+    dims = [v["dim"]] if v["dim"] is not None else []
+    if not _only_parts(node):
+        return None
+    return lambda i: emit((aten.amin.default, aten.amax.default)[i], v["self"], dims, v["keepdim"])
+
+
+SPLIT_LAYERS: dict[Any, Callable[[Emitter, fx.Node], Parts | None]] = {
+    aten.lstm.input: _split_recurrent,
+    aten.gru.input: _split_recurrent,
+    aten.rnn_tanh.input: _split_recurrent,
+    aten.rnn_relu.input: _split_recurrent,
+    aten.lstm_cell.default: _split_lstm_cell,
+    aten.embedding_bag.padding_idx: _split_bag,
+    aten.cummax.default: _split_found,
+    aten.cummin.default: _split_found,
+    aten.mode.default: _split_found,
+    aten.median.dim: _split_found,
+    aten.nanmedian.dim: _split_found,
+    aten.kthvalue.default: _split_found,
+    aten.adaptive_max_pool1d.default: _split_pool,
+    aten.adaptive_max_pool2d.default: _split_pool,
+    aten.adaptive_max_pool3d.default: _split_pool,
+    aten.max_pool2d_with_indices.default: _split_pool,
+    aten.aminmax.default: _split_extrema,
+}
+"""What makes the parts of calls with several results; None leaves a call as it is, and it runs on whole tensors."""
+
+CELLS: dict[Any, Callable[[Emitter, fx.Node], fx.Node]] = {
+    aten.gru_cell.default: _gru_cell,
+    aten.rnn_tanh_cell.default: _rnn_cell,
+    aten.rnn_relu_cell.default: _rnn_cell,
+}
+
+__all__ = ["CELLS", "SPLIT_LAYERS"]

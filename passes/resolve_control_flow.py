@@ -1,0 +1,56 @@
+"""Puts plain Python around the graphs of ``torch.cond``, ``while_loop``, ``scan`` and their like.
+
+Before (true_graph_0 and false_graph_0 are submodules):
+    cond = torch.ops.higher_order.cond(gt, true_graph_0, false_graph_0, (h, weight));  getitem = cond[0]
+After, the graphs inside of the operator:
+    cond = autoparallel.operators.control_flow.cond(gt, (h, weight));  getitem = cond[0]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoparallel.operators.control_flow import RUNS, control_operator
+from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.refusal import Refusal
+
+
+def resolve_control_flow(module: fx.GraphModule) -> None:
+    """Rewrites the graph of ``module`` in place, and the graphs that it may run.
+
+    Raises:
+        Refusal: for a higher-order operator that no program can make.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        name = node.target.name()
+        if name not in RUNS:
+            raise Refusal(
+                node,
+                f"the model calls torch.ops.higher_order.{name}, which no program can make",
+                "write it with torch.cond, while_loop or scan, or without a higher-order operator",
+            )
+        arguments = [
+            module.get_submodule(str(x.target)) if isinstance(x, fx.Node) and x.op == "get_attr" else x
+            for x in node.args
+        ]
+        for inner in arguments:
+            if isinstance(inner, fx.GraphModule):
+                resolve_control_flow(inner)
+                canonicalize_operators(inner)
+                inner.recompile()
+        target, rest = control_operator(name, arguments)
+        with graph.inserting_before(node):
+            new = graph.call_function(target, tuple(rest))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+
+
+__all__ = ["resolve_control_flow"]
