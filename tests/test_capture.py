@@ -138,7 +138,9 @@ class _Outer(nn.Module):
 
 
 REFUSED = {
-    "branch on a value": (_Branch, r"Python takes a way that depends on a tensor's values", r"torch.where\(.*torch.cond\("),
+    "branch on a value": (
+        _Branch, r"Python takes a way that depends on a tensor's values", r"torch.where\(.*torch.cond\("
+    ),
     "item": (_Item, r"tensor's value is read into Python|on a tensor's values", "keep it a tensor"),
     "loop over a value": (_Loop, r"depends on a tensor's values|read into Python", "pass it in|keep it a tensor"),
     "size of a selection": (_Nonzero, r"depends on a tensor's values", "masks"),
