@@ -47,6 +47,7 @@ class Candidate:
         limit: bytes per device that the search may add up; None for any number.
         room: bytes of the limit that are left for what the search does not add up.
         microbatches: into how many a step is cut.
+        loss_chunks: into how many chunks of rows the loss is cut, where it can be; the request may ask for more.
         cut: how the layouts are cut into the stages of a pipeline; None leaves them whole.
     """
 
@@ -56,6 +57,7 @@ class Candidate:
     limit: float | None = None
     room: float = 0.0
     microbatches: int = 1
+    loss_chunks: int = 1
     cut: Cut | None = None
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autoparallel.planner.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.means import with_means
 from autoparallel.planner.memory import within
 from autoparallel.planner.microbatches import microbatches_in_call, pipelines
 from autoparallel.planner.paddings import paddings
@@ -28,9 +29,9 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
     if not thorough:
         outcome = yield from paddings(candidate, evaluator)
         return outcome if outcome.plan is not None else (yield from within(candidate, evaluator))
-    if request.plan != "auto" or evaluator.settled.at_rest is not None:
-        return (yield from within(candidate, evaluator))
-    return (yield from presets(candidate, evaluator))
+    alone = request.plan != "auto" or evaluator.settled.at_rest is not None
+    search = within if alone else presets
+    return (yield from with_means(candidate, evaluator, lambda some: search(some, evaluator)))
 
 
 def presets(candidate: Candidate, evaluator: Evaluator) -> Proposals:

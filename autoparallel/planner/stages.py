@@ -30,6 +30,7 @@ from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
+from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import (
     BACKWARD,
@@ -98,6 +99,8 @@ class StagePlanner:
         self.sizes = plan.axis_sizes
         self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
         self.forbidden = self._forbidden()
+        heads = find_heads(captured.graph) if plan.loss_chunks > 1 else ()
+        self._chunked = {node for head in heads for node in (head.product, *head.between)}  # whose results never exist
         self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
         self.may_split, self.may_recompute = may_split, may_recompute
         self.recompute: tuple[str, ...] = ()
@@ -391,7 +394,7 @@ class StagePlanner:
         reads = {x: self._kept(x, by, layouts.get(by), size) for x, by in self._parameters(node).items()}
         kept = sum(own for x, (own, _) in reads.items() if x not in seen)
         seen.update(reads)
-        activations = result_bytes if flows else 0.0
+        activations = result_bytes if flows and node not in self._chunked else 0.0
         layer = layer_of(node)
         outside = activations if any(layer_of(user) != layer for user in node.users) else 0.0
         return Row(node, layer, forward, backward, activations, outside, kept, reads, result)
