@@ -160,6 +160,8 @@ def compile(
         )
     if (staged or (microbatches or 1) > 1) and unable:
         raise ValueError(unable)
+    if unable and microbatches is None:
+        microbatches = 1
     if (microbatches or 1) > 1:
         unable = "microbatches=... was given, which is for calls without a pipeline"
     mesh = with_data_axis(mesh) if staged else mesh

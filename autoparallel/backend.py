@@ -132,6 +132,7 @@ class Options:
             precision=self.precision,
             device=mesh.device_type,
             hoist_all=True,
+            microbatches=1,
         )
 
 

@@ -14,7 +14,7 @@ from torch import fx
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import batch_dim, require_divisible, sizes_of
-from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity, is_loss
+from autoparallel.graph.captured import Captured, explain_ambiguity, is_loss
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.adapt_captured import leave_only_loss
@@ -101,15 +101,6 @@ def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | No
         whole = whole or mode == "gather" or (mode == "auto" and captured.loss is None)
         layouts.append(invariant if whole else None)
     return layouts
-
-
-def input_layouts(captured: Captured, specs: Sequence[object], given: Sequence[Layout | None]) -> dict[str, Layout]:
-    """The layouts of the inputs that are ``DTensor``s, by placeholder."""
-    return {
-        name: layout
-        for name, spec, layout in zip(captured.inputs, specs, given, strict=True)
-        if name is not None and layout is not None and isinstance(spec, InputSpec)
-    }
 
 
 # ------------------------------------------------------------------------------------------- the passes in their order
@@ -317,15 +308,10 @@ def build_program(
         reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
         watch: is told of each pass.
     """
-    if hoist_all and plan.recompute:
+    if hoist_all and (plan.recompute or plan.loss_chunks > 1):
         raise PlanError(
-            "the plan recomputes layers in the backward, but backend='inductor' chooses itself what it recomputes: use "
-            "backend='eager', or plan again"
-        )
-    if hoist_all and plan.loss_chunks > 1:
-        raise PlanError(
-            "the plan differentiates its loss chunk by chunk, which backend='inductor' does not: use backend='eager', "
-            "or loss_chunks=1"
+            "the plan recomputes layers in the backward, or cuts its loss into chunks, but backend='inductor' chooses "
+            "itself what it recomputes: use backend='eager', or plan again"
         )
     passes = program_passes(
         captured, plan, prefix=prefix, redistributor=redistributor, outputs=outputs, inputs=inputs, device=device,
@@ -390,8 +376,7 @@ def build_stages(
     training: bool = False,
     watch: Watch = ignore,
 ) -> StagedProgram:
-    """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks; of one stage,
-    where only the batch is cut.
+    """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
 
     Args:
         outputs: which outputs beside a loss are kept: those of "gather"; without a loss, all are.
@@ -442,13 +427,8 @@ def build_stages(
             watch=watch,
         )
         programs.append(program)
-    return StagedProgram(
-        captured,
-        pipeline,
-        tuple(graphs),
-        tuple(programs),
-        tuple(crossings[number] for number in sorted(crossings)),
-    )
+    ordered = tuple(crossings[number] for number in sorted(crossings))
+    return StagedProgram(captured, pipeline, tuple(graphs), tuple(programs), ordered)
 
 
 def _kept(captured: Captured, outputs: str) -> list[int]:

@@ -167,6 +167,15 @@ def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
     return actual
 
 
+def input_layouts(captured: Captured, specs: Sequence[object], given: Sequence[Layout | None]) -> dict[str, Layout]:
+    """The layouts of the inputs that are ``DTensor``s, by placeholder."""
+    return {
+        name: layout
+        for name, spec, layout in zip(captured.inputs, specs, given, strict=True)
+        if name is not None and layout is not None and isinstance(spec, InputSpec)
+    }
+
+
 def micro_specs(specs: Sequence[Any], count: int) -> list[Any]:
     """The inputs of one of ``count`` microbatches."""
     return [

@@ -12,7 +12,7 @@ What is asked, and what is answered:
 The loop:
 
 - ``candidates``: the ways to plan that are compared, and the one loop over them; ``evaluation`` plans and predicts one.
-- ``proposals``, ``paddings``, ``memory``, ``microbatches``, ``meshes``: the generators of candidates.
+- ``proposals``, ``paddings``, ``memory``, ``means``, ``microbatches``, ``meshes``: the generators of candidates.
 
 One search:
 

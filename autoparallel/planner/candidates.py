@@ -47,6 +47,7 @@ class Candidate:
         room: bytes of the limit that are left for what the search does not add up.
         sparing: whether as little memory as possible is taken, whatever the time.
         microbatches: into how many a step is cut.
+        loss_chunks: into how many chunks of rows the loss is cut, where it can be; the request may ask for more.
         cut: how the layouts are cut into the stages of a pipeline; None leaves them whole.
     """
 
@@ -57,6 +58,7 @@ class Candidate:
     room: float = 0.0
     sparing: bool = False
     microbatches: int = 1
+    loss_chunks: int = 1
     cut: Cut | None = None
 
 

@@ -11,7 +11,7 @@ from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.decisions.prediction import Prediction
-from autoparallel.graph.calls import Call, micro_specs, sizes_of
+from autoparallel.graph.calls import Call, input_layouts, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
 from autoparallel.passes.adapt_captured import leave_only_loss, pad
 from autoparallel.passes.chunk_loss import chunkable
@@ -29,7 +29,6 @@ from autoparallel.planner.stages import StagePlanner
 from autoparallel.predict.forecast import Forecast, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
-from autoparallel.program import input_layouts
 
 
 class Evaluator:
@@ -120,7 +119,11 @@ class Evaluator:
             pins=request.pins.resolve(graph, request.axes),
             may_recompute=self.layers if candidate.may_recompute else (),
             schedule=Schedule(candidate.microbatches, max(1, request.stages)),
+            loss_chunks=self._loss_chunks(candidate, graph),
         )
+
+    def _loss_chunks(self, candidate: Candidate, graph: Captured) -> int:
+        return self.request.loss_chunks or candidate.loss_chunks if chunkable(graph.graph) else 1
 
     def _completed(self, plan: Plan, space: SearchSpace, candidate: Candidate) -> Plan:
         """The plan with what the space does not choose, and with notes."""
@@ -141,7 +144,7 @@ class Evaluator:
                 for name, p in plan.parameters.items()
             },
             microbatches=count,
-            loss_chunks=(request.loss_chunks or 1) if chunkable(space.captured.graph) else 1,
+            loss_chunks=self._loss_chunks(candidate, space.captured),
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
 

@@ -140,12 +140,19 @@ def unable(captured: Captured, call: Call) -> str:
     return ""
 
 
+def returns_loss_alone(captured: Captured, outputs: str) -> bool:
+    """Whether microbatches keep all that a model returns; ``outputs`` as ``compile()`` takes it."""
+    return outputs == "gather" or {o for o in captured.outputs if isinstance(o, int)} <= {captured.objective}
+
+
 def differing(captured: Captured, call: Call, count: int) -> str:
     """Why a call cannot be run in so many microbatches with the numbers of the whole batch; empty where it can."""
     if problem := unable(captured, call):
         return problem
     if call.batch % count:
         return f"its {call.batch} rows do not divide by {count}"
+    if captured.attributes:
+        return f"it sets {', '.join(captured.attributes)}"
     if captured.mutated_buffers:
         return f"it would change the buffer {captured.mutated_buffers[0]} once in each microbatch"
     assert captured.objective is not None

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.attention import attention
 from autoparallel.predict.unseen import is_unseen, stand_in
@@ -40,8 +41,12 @@ class Saved:
     largest: int | None
 
 
-def kept_parts(graph: fx.Graph, size: Signatures) -> dict[fx.Node, float]:
-    """Bytes that the backward finds of each node, for each byte of its result; without those of which it finds none."""
+def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> dict[fx.Node, float]:
+    """Bytes that the backward finds of each node, for each byte of its result; without those of which it finds none.
+
+    Args:
+        loss_chunks: into how many chunks of rows the loss is cut; what is made in chunks never exists whole.
+    """
     known: dict[Hashable, Saved] = {}
     owners: dict[fx.Node, fx.Node] = {}
     found: set[fx.Node] = set()
@@ -63,7 +68,10 @@ def kept_parts(graph: fx.Graph, size: Signatures) -> dict[fx.Node, float]:
         if saved.beside:
             largest = node if saved.largest is None else operands[saved.largest]
             beside[largest] = beside.get(largest, 0.0) + saved.beside
-    return {node: float(node in found) + beside.get(node, 0.0) for node in graph.nodes if node in found | beside.keys()}
+    heads = find_heads(graph) if loss_chunks > 1 else ()
+    chunked = {node for head in heads for node in (head.product, *head.between)}
+    kept = (found | beside.keys()) - chunked
+    return {node: float(node in found) + beside.get(node, 0.0) for node in graph.nodes if node in kept}
 
 
 def _strides(x: fx.Node) -> Hashable:

@@ -28,7 +28,7 @@ from autoparallel.graph.captured import Captured
 from autoparallel.hardware import Profile
 from autoparallel.planner.candidates import best
 from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.fits import unable
+from autoparallel.planner.fits import returns_loss_alone, unable
 from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request
 from autoparallel.planner.thresholds import THRESHOLDS
@@ -242,8 +242,7 @@ def changes(captured: Captured, outputs: str) -> str:
     """What a pipeline would change about the model's results, so that it is not taken unasked; empty for nothing."""
     if captured.mutated_buffers:
         return "a pipeline takes batch statistics of microbatches; give a mesh with an axis 'pp' to have one"
-    results = {o for o in captured.outputs if isinstance(o, int)}
-    if outputs != "gather" and not results.issubset({captured.objective}):
+    if not returns_loss_alone(captured, outputs):
         return "a pipeline keeps no output beside the loss; give a mesh with an axis 'pp' to have one"
     return ""
 

@@ -10,7 +10,7 @@ import torch
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
-from autoparallel.graph.calls import Call, micro_specs, sizes_of
+from autoparallel.graph.calls import Call, input_layouts, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import leave_only_loss, pad
 from autoparallel.passes.chunk_loss import chunkable
@@ -24,7 +24,6 @@ from autoparallel.program import (
     StagedProgram,
     build_program,
     build_stages,
-    input_layouts,
     wanted_outputs,
 )
 

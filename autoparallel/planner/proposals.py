@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autoparallel.planner.candidates import Candidate, Proposals
 from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.means import with_means
 from autoparallel.planner.memory import fastest
 from autoparallel.planner.microbatches import microbatches_in_call, pipelines
 from autoparallel.planner.presets import PRESETS, is_possible
@@ -30,8 +31,13 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
         axes = [name for name, _ in request.axes]
         names += [name for name in PRESETS if name != "auto" and is_possible(name, axes)]
     count = microbatches_in_call(request, evaluator.captured, evaluator.call)
-    candidates = [Candidate(name, microbatches=count) for name in names]
-    outcome = yield from fastest(candidates, request.memory_limit, evaluator, exactly=thorough)
+
+    def search(some: Candidate) -> Proposals:
+        candidates = [replace(some, preset=name) for name in names]
+        return fastest(candidates, request.memory_limit, evaluator, exactly=thorough)
+
+    candidate = Candidate(request.origin, microbatches=count)
+    outcome = yield from with_means(candidate, evaluator, search) if thorough else search(candidate)
     return outcome if outcome.plan is None else replace(outcome, plan=replace(outcome.plan, origin=request.origin))
 
 

@@ -91,6 +91,7 @@ class SearchSpace:
         pins: ResolvedPins | None = None,
         may_recompute: Collection[str] = (),
         schedule: Schedule = Schedule(),  # noqa: B008 - frozen
+        loss_chunks: int = 1,
     ) -> None:
         self.captured, self.mesh, self.profile = captured, tuple(mesh), profile
         self.constraints, self.redistributor = constraints, redistributor
@@ -109,7 +110,7 @@ class SearchSpace:
         for node in captured.graph.nodes if may_recompute else ():
             if (layer := layer_of(node)) is not None and layer in may_recompute:
                 self.open[node] = layer
-        self.kept = kept_parts(captured.graph, self.size)
+        self.kept = kept_parts(captured.graph, self.size, loss_chunks)
         self._known: dict[fx.Node, list[Option] | None] = {}
         self._ends: dict[fx.Node, tuple[_Ends, Sequence[tuple[fx.Node, int]]]] = {}
         # What is alike is worked out once: options by the kind of node, prices by the options on both sides.

@@ -100,7 +100,7 @@ class StagePlanner:
         self.sizes = plan.axis_sizes
         self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
         self.forbidden = self._forbidden()
-        self.found = kept_parts(captured.graph, Signatures(captured.actual))
+        self.found = kept_parts(captured.graph, Signatures(captured.actual), plan.loss_chunks)
         self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
         self.may_split, self.may_recompute = may_split, may_recompute
         self.recompute: tuple[str, ...] = ()

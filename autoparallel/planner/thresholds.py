@@ -20,6 +20,7 @@ class Thresholds:
         far: How many times a known step's work the ranks of a pipeline may have, in the largest number of
             microbatches, for a preset's layouts to be cut into stages.
         hopeless: How many times the limit a search without one may add up, for its layouts to be cut all the same.
+        loss_chunks: Into how many chunks of rows a loss is cut where memory is short.
         cut_places: Places for a cut between stages that are looked at; of longer models, those where least crosses.
         two_axes, three_axes, pipelines: How many meshes of two and of three axes, and how many pipelines, are searched
             at most where the mesh is open.
@@ -33,6 +34,7 @@ class Thresholds:
     bubble: float = 0.1
     far: float = 1.25
     hopeless: float = 2.0
+    loss_chunks: int = 8
     cut_places: int = 400
     two_axes: int = 6
     three_axes: int = 2

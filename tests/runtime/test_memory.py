@@ -16,6 +16,7 @@ import autoparallel
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.plan import Plan
 from autoparallel.predict.meter import Clock, Ledger
+from tests.runtime.support import mesh_of, off, run_on_ranks
 
 ROWS, WIDTH, CLASSES = 512, 8, 1000
 
@@ -135,3 +136,38 @@ def test_what_cannot_be_chunked_is_refused() -> None:
         for wrong in (0, "all"):
             with pytest.raises(ValueError, match=f"{name} must be a positive integer"):
                 autoparallel.compile(nn.Linear(2, 2), **{name: wrong})  # type: ignore[arg-type]
+
+
+def _on_two_ranks() -> dict[str, Any]:
+    """Counted and predicted traffic of a step, and how far gradients are from the plain model's, with a scaler."""
+    found = {}
+    x, y = torch.randn(16, WIDTH, dtype=torch.float64), torch.arange(16)
+    options: dict[str, Any] = {"microbatches": 2, "loss_chunks": 3, "loss_fn": F.cross_entropy}
+    for preset in ("data_parallel", "fsdp", "tensor_parallel"):
+        torch.manual_seed(0)
+        plain = Classifier().double()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        mesh = mesh_of(2)
+        model = autoparallel.compile(copy.deepcopy(plain), mesh, plan=preset, grad_scaler=scaler, **options)
+        model.prepare(x, y)
+        with autoparallel.count_traffic(mesh) as traffic:
+            scaler.scale(model(x, y)).backward()
+        F.cross_entropy(plain(x), y).backward()
+        scaler.unscale_(torch.optim.SGD(model.parameters(), lr=0.1))
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        worst = max(off(ours.grad, expected.grad) for ours, expected in pairs)
+        step = model.plan.prediction.step()
+        counted, predicted = ((dict(t.collectives), dict(t.bytes)) for t in (traffic, step))
+        reductions = {p.reduce for p in model.plan.parameters.values()}
+        found[preset] = worst, counted, predicted, reductions
+    return found
+
+
+@pytest.mark.wide
+def test_traffic_is_as_predicted_and_a_scaler_changes_nothing() -> None:
+    for found in run_on_ranks(_on_two_ranks, world_size=2):
+        for worst, counted, predicted, _ in found.values():
+            assert worst < 1e-12
+            assert counted == predicted
+        assert found["data_parallel"][3] == {"per_step"}
+        assert found["fsdp"][3] == {"across_replicas_per_step"}, "no whole gradient is kept"

@@ -1,0 +1,57 @@
+"""Further means that save memory within a limit: the loss in chunks of rows, then microbatches inside a call.
+
+Chunks cost next to nothing, so they come first.  More and more microbatches are tried while layers would have to run
+again otherwise, or nothing fits; each has its own best layouts.  Neither is taken unasked where it would change what
+the model returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from autoparallel.passes.chunk_loss import chunkable
+from autoparallel.planner.candidates import Candidate, Outcome, Proposals
+from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.fits import differing, returns_loss_alone
+from autoparallel.planner.thresholds import THRESHOLDS
+
+Search = Callable[[Candidate], Proposals]
+"""Proposes all that a candidate leaves open."""
+
+
+def with_means(candidate: Candidate, evaluator: Evaluator, search: Search) -> Proposals:
+    """The plan that is predicted to be fastest within the limit, by all means that are left open."""
+    best = yield from search(candidate)
+    if evaluator.request.memory_limit is None:
+        return best
+    for sparing in _means(candidate, evaluator):
+        if best.plan is not None and not best.plan.recompute:
+            break
+        outcome = yield from search(sparing)
+        if outcome.plan is None and best.plan is not None:
+            break
+        if best.plan is None or _seconds(outcome, evaluator) < _seconds(best, evaluator):
+            best = outcome
+    return best
+
+
+def _means(candidate: Candidate, evaluator: Evaluator) -> Iterator[Candidate]:
+    """The candidate with one means after the other, each of which takes less memory than the one before."""
+    request, captured, call = evaluator.request, evaluator.captured, evaluator.call
+    if request.loss_chunks is None and not request.hoist_all and chunkable(captured.graph):
+        candidate = replace(candidate, loss_chunks=THRESHOLDS.loss_chunks)
+        yield candidate
+    if request.microbatches is not None or not (call.is_training and call.gradients):
+        return
+    count = 2
+    while returns_loss_alone(captured, request.outputs) and not differing(captured, call, count):
+        yield replace(candidate, microbatches=count)
+        count *= 2
+
+
+def _seconds(outcome: Outcome, evaluator: Evaluator) -> float:
+    return evaluator.forecast(outcome.require()).seconds
+
+
+__all__ = ["with_means"]

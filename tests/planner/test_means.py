@@ -1,0 +1,76 @@
+"""Where memory is short, the loss goes through its rows in chunks, and a call runs in microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoparallel.hardware import CPU
+from autoparallel.planner.draft import Draft, call_of, draft
+from autoparallel.planner.request import Request
+from tests.captures import shared_captures
+from tests.planner.blocks import Blocks
+
+ROWS, WIDTH = 256, 16
+
+
+class Wide(nn.Module):
+    """Few activations, and a wide head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Blocks(2, WIDTH, WIDTH), nn.Linear(WIDTH, 2000)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(x)), y)
+
+
+class Deep(nn.Module):
+    """Activations alone, outside of layers that could run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(8):
+            x = torch.tanh(x)
+        return F.mse_loss(self.last(x), y)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_trace_for_all_plans() -> Iterator[None]:
+    with shared_captures():
+        yield
+
+
+def _draft(model: nn.Module, y: Tensor, limit: float | None, **options: int) -> Draft:
+    request = Request((("dp", 2),), CPU, "data_parallel", memory_limit=limit, **options)
+    return draft(model, call_of((torch.empty(ROWS, WIDTH, device="meta"), y)), request)
+
+
+def test_the_loss_is_cut_where_memory_is_short() -> None:
+    y = torch.empty(ROWS, dtype=torch.int64, device="meta")
+    free = _draft(Wide(), y, None)
+    assert (free.plan.loss_chunks, free.plan.microbatches) == (1, 1)
+    limit = 0.7 * free.prediction.total_memory
+    found = _draft(Wide(), y, limit)
+    assert (found.plan.loss_chunks, found.plan.microbatches, found.plan.recompute) == (8, 1, ())
+    assert found.prediction.total_memory <= limit
+
+
+def test_a_call_is_cut_where_nothing_else_helps() -> None:
+    y = torch.empty(ROWS, WIDTH, device="meta")
+    free = _draft(Deep(), y, None)
+    limit = 0.6 * free.prediction.total_memory
+    found = _draft(Deep(), y, limit)
+    assert found.plan.loss_chunks == 1 and found.plan.microbatches in (2, 4)
+    assert found.prediction.total_memory <= limit
+    assert found.prediction.seconds() > free.prediction.seconds()
+    asked = _draft(Deep(), y, None, microbatches=found.plan.microbatches)
+    assert asked.prediction.total_memory == found.prediction.total_memory
