@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,17 @@ class TestTrainResNet:
     def test_digits_are_recognised(self, tmp_path: Path) -> None:
         text = run("train_resnet.py", "--mesh", "2,2", "--out", str(tmp_path / "c.png"), processes=4, timeout=360)
         assert float(text.split("accuracy ")[1].split("%")[0]) > 95
+
+
+class TestFinetuneLlama:
+    @pytest.mark.wide
+    @pytest.mark.parametrize("option", ["", "--lora"])
+    def test_two_processes_follow_one(self, option: str) -> None:
+        if option:
+            pytest.importorskip("peft")
+        options = ["--steps", "3", "--plan", "fsdp", *option.split()]
+        one = run("finetune_llama.py", *options)
+        two = run("finetune_llama.py", *options, processes=2)
+        expected, found = (re.findall(r"(?:norm|loss|,) (\d\.\d+)", text) for text in (one, two))
+        assert len(expected) == 6 and float(expected[4]) < float(expected[3])
+        assert [float(x) for x in found] == pytest.approx([float(x) for x in expected], rel=2e-2)
