@@ -126,6 +126,24 @@ class _Breaks(nn.Module):
         return x @ torch.ones(3, 3)  # the line
 
 
+class _CountsBatches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # the line
+
+
+class _Clusters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.AdaptiveLogSoftmaxWithLoss(8, 8, [2, 4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x, x.argmax(-1)).loss  # the line
+
+
 class _Outer(nn.Module):
     """The line is in a submodule."""
 
@@ -138,9 +156,9 @@ class _Outer(nn.Module):
 
 
 REFUSED = {
-    "branch on a value": (
-        _Branch, r"Python takes a way that depends on a tensor's values", r"torch.where\(.*torch.cond\("
-    ),
+    "branch on a value": (_Branch, r"a way that depends on a tensor's values", r"torch.where\(.*torch.cond\("),
+    "momentum of None": (_CountsBatches, r"values, inside of BatchNorm1d", "a number as momentum"),
+    "adaptive softmax": (_Clusters, r"values, inside of AdaptiveLogSoftmaxWithLoss", "F.cross_entropy"),
     "item": (_Item, r"tensor's value is read into Python|on a tensor's values", "keep it a tensor"),
     "loop over a value": (_Loop, r"depends on a tensor's values|read into Python", "pass it in|keep it a tensor"),
     "size of a selection": (_Nonzero, r"depends on a tensor's values", "masks"),

@@ -56,7 +56,7 @@ from autoparallel.graph.plain_tensors import (
     REPLACED,
     is_attribute,
     make_buffer,
-    plain_generators,
+    not_copied,
     plain_tensors,
     stand_in,
     trained_attributes,
@@ -177,7 +177,7 @@ def _capture(
     with mode:
         for tensor in tensors.values():
             memo.setdefault(id(tensor), stand_in(tensor, memo))
-    memo |= {id(generator): generator for generator in plain_generators(model)}  # they cannot be copied
+    memo |= {id(held): held for held in not_copied(model)}
     attributes = {name: t for name, t in tensors.items() if is_attribute(model, name)}
     owners |= {name: name for name in attributes}
     references = {id(memo[id(t)]): t for t in tensors.values()}

@@ -21,6 +21,7 @@ from autoparallel.graph.captured import Captured
 from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.passes.adapt_captured import MARK_BACKWARD
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
+from autoparallel.passes.expand_row_losses import expand_row_losses
 from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
 from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import detach_outputs, mark_differentiable
@@ -43,6 +44,11 @@ def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
             "replace_random_operators",
             lambda module, findings: replace_random_operators(module),
             provides={Fact.REPRODUCIBLE},
+        ),
+        Pass(
+            "expand_row_losses",
+            lambda module, findings: expand_row_losses(module),
+            requires={Fact.REPRODUCIBLE},
         ),
         Pass(
             "inline_gradient_modes",

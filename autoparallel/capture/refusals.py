@@ -38,7 +38,7 @@ def require_static(graph: fx.Graph, numbers: Collection[str] = ()) -> None:
             else:
                 what = "a size depends on a tensor's values"
                 advice = (
-                    "keep all rows and weigh them by the mask, such as (loss * mask).sum() / mask.sum(), use "
+                    "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use "
                     "torch.where or ignore_index"
                 )
             raise CaptureError(
@@ -132,7 +132,7 @@ def _explain_value(error: Exception, line: str) -> tuple[str, str]:
         )
     if "DynamicOutput" in type(error).__name__:
         return "a size depends on a tensor's values", (
-            "keep all rows and weigh them by the mask, such as (loss * mask).sum() / mask.sum(), use torch.where or "
+            "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use torch.where or "
             "ignore_index, or compute it outside of the model and pass it in"
         )
     if _CHECKS.search(line):

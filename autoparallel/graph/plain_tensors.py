@@ -80,9 +80,10 @@ def _tensors(value: Any, label: str, modules: set[int], seen: set[int]) -> Itera
         yield from _tensors(entry, place, modules, seen)
 
 
-def plain_generators(model: nn.Module) -> list[torch.Generator]:
-    """The generators of random numbers that modules hold."""
-    return [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Generator)]
+def not_copied(model: nn.Module) -> list[Any]:
+    """What modules hold that cannot be copied: generators of random numbers, and custom operators."""
+    kinds = (torch.Generator, torch.library.CustomOpDef)  # type: ignore[attr-defined]
+    return [x for module in model.modules() for x in vars(module).values() if isinstance(x, kinds)]
 
 
 def is_attribute(model: nn.Module, name: str) -> bool:

@@ -144,8 +144,7 @@ CONVOLUTIONS = [
 LOSSES = [
     aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
     aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default, aten.kl_div.default,
-    aten.soft_margin_loss.default, aten.hinge_embedding_loss.default, aten.margin_ranking_loss.default,
-    aten.poisson_nll_loss.default,
+    aten.soft_margin_loss.default, aten.poisson_nll_loss.default,
 ]  # fmt: skip
 """Losses of each element."""
 

@@ -326,10 +326,6 @@ def _losses() -> list[Example]:
         logits = aten.binary_cross_entropy_with_logits.default
         found += [
             e(aten.soft_margin_loss.default, (a, b.sign(), reduction), constant=frozenset({1}), label=str(reduction)),
-            e(aten.hinge_embedding_loss.default, (a, b.sign(), 1.0, reduction), constant=frozenset({1}),
-              label=str(reduction)),
-            e(aten.margin_ranking_loss.default, (a, b, real(6, 6).sign(), 0.1, reduction), constant=frozenset({2}),
-              label=str(reduction)),
             e(aten.poisson_nll_loss.default, (a, positive(6, 6), True, False, 1e-8, reduction),
               constant=frozenset({1}), label=str(reduction)),
             e(aten.kl_div.default, (a, inside(6, 6), reduction), label=str(reduction)),

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch, api
 from autoparallel.comm.world import MeshShape, axes_of, count_ranks
+from autoparallel.graph.plain_tensors import not_copied
 from autoparallel.plan import Plan
 from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.runtime.module import ParallelModule
@@ -162,7 +163,8 @@ def _copy(dtype: torch.dtype | None, x: Tensor) -> Tensor:
 
 def _copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """A copy on the cpu with its hooks; ``copy.deepcopy`` leaves out those of parameters."""
-    copied = _torch.cast_module(copy.deepcopy(model), functools.partial(_cast, dtype))
+    memo = {id(held): held for held in not_copied(model)}
+    copied = _torch.cast_module(copy.deepcopy(model, memo), functools.partial(_cast, dtype))
     for theirs, ours in zip(model.parameters(), copied.parameters(), strict=True):
         _torch.copy_parameter_hooks(theirs, ours)
     return copied
