@@ -218,7 +218,22 @@ class TimeMajor(nn.Module):
 
 @pytest.mark.wide
 def test_inputs_with_time_first() -> None:
-    results_of(TimeMajor, [((n, 12, 6), (12, 6)) for n in (3, 5, 4)], 2, plan="fsdp")
+    results_of(TimeMajor, [((n, 12, 6), (12, 6)) for n in (4, 6, 8)], 2, plan="fsdp")
+
+
+class Checked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._check_tensor_all(x.isfinite())  # the line
+        return self.project(x).square().mean()
+
+
+def test_a_check_of_values_is_left_out_and_named() -> None:
+    (message,) = results_of(Checked, [((4, 6),), ((6, 6),)])["messages"]
+    assert "leaves out a check of values" in message and "# the line" in message
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
