@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import traceback
 from collections.abc import Collection, Iterator
@@ -18,10 +19,11 @@ from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of
 from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.rules import operator_name
+from autoparallel.rules.calls import is_tensor
 
 
 def require_static(graph: fx.Graph, numbers: Collection[str] = ()) -> None:
-    """Refuses sizes and numbers that are known only when the program runs.
+    """Refuses sizes and numbers that are known only when the program runs; what is only checked is left out.
 
     Args:
         numbers: the placeholders of numbers that the call is given: what is computed of them is no size.
@@ -29,8 +31,14 @@ def require_static(graph: fx.Graph, numbers: Collection[str] = ()) -> None:
     given: set[Any] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) and [x.name in numbers for x in node.all_input_nodes] == [True]:
-            given |= free_unbacked_symbols(value)
+        if isinstance(value, _READ) and any(map(is_tensor, node.all_input_nodes)):
+            if [x.name in numbers for x in node.all_input_nodes] == [True]:
+                given |= free_unbacked_symbols(value)
+            elif _is_only_checked(node):
+                given |= free_unbacked_symbols(value)
+                _LOGGER.warning(
+                    "the program leaves out a check of values, which eager makes at every call, at %s", line_of(node)
+                )
         unknown = [free_unbacked_symbols(v) for v in pytree.tree_leaves(value)]
         if any(symbols - (set() if isinstance(value, torch.Tensor) else given) for symbols in unknown):
             if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
@@ -45,6 +53,19 @@ def require_static(graph: fx.Graph, numbers: Collection[str] = ()) -> None:
                 f"{what} at {line_of(node)}\nWhat to change: {advice}, or compute it outside of the model and "
                 "pass it in."
             )
+
+
+def _is_only_checked(node: fx.Node) -> bool:
+    """Whether a value that is read into Python ends in assertions (``torch._check``)."""
+    return bool(node.users) and all(
+        user.target in _CHECKS or user.op == "call_function" and not is_tensor(user) and _is_only_checked(user)
+        for user in node.users
+    )
+
+
+_READ = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_LOGGER = logging.getLogger("autoparallel")
+_CHECKS = (torch.ops.aten._assert_scalar.default,)
 
 
 def require_same_memory(graph: fx.Graph) -> None:

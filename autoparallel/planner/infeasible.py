@@ -84,7 +84,7 @@ def explain_conflict(space: SearchSpace, node: fx.Node | None, options: Sequence
         at = f" at {node.meta['key']}" if node is not None and "key" in node.meta else ""
         return (
             f"{problem}{at}: a batch of {', '.join(map(str, rows))} rows must divide by {ranks}, the ranks that shard "
-            f"it; change the batch or the mesh, or {cure}"
+            f"it (the batch is the first dim of the first input); change the batch or the mesh, or {cure}"
         )
     if node is None:
         return f"{problem}: what it asks of some operators contradicts what it asks of others; {cure}"

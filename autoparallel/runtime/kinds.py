@@ -190,8 +190,8 @@ class Kinds:
         return call, self._key(call)
 
     def _form(self, call: Call) -> object:
-        """What a trace depends on, except for sizes and numbers."""
-        return self._with(call, form_of(without_numbers(call.specs)))
+        """The inputs of a call but for sizes and numbers: what is open in training is so in evaluation, too."""
+        return str(call.in_spec), form_of(without_numbers(call.specs)), call.with_target
 
     def _key(self, call: Call) -> Key:
         """What a trace depends on, except for the sizes that are open."""
@@ -199,16 +199,12 @@ class Kinds:
             (s.batch, s.open, s.fixed_shape, s.dtype, s.requires_grad) if isinstance(s, InputSpec) else s
             for s in call.specs
         )
-        key = self._with(call, specs)
-        states = self._states.get(key, [])
-        return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
-
-    def _with(self, call: Call, specs: tuple[object, ...]) -> tuple[object, ...]:
-        """What tells calls apart, their inputs described as ``specs``."""
-        return (
+        key = (
             call.structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts,
             call.with_target, call.gradients, call.hooks,
         )  # fmt: skip
+        states = self._states.get(key, [])
+        return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
 
     def _fitting(self, key: Key, sized: object, call: Call) -> Kind:
         """The kind whose trace has the sizes of a call; it is made where there is none."""

@@ -98,6 +98,27 @@ def test_all_lengths_have_two_traces_and_two_plans() -> None:
     assert (results["traces"], results["plans"], results["messages"]) == (2, 2, [])
 
 
+def _evaluate(lengths: Sequence[int]) -> tuple[list[int], float]:
+    """How many kinds of calls there are after each, in evaluation after two lengths of training."""
+    model = Cumulative().double()
+    compiled: Any = autoparallel.compile(model, mesh_of(1), plan="fsdp")
+    kinds, apart = [], 0.0
+    for number, length in enumerate(lengths):
+        compiled.train(number < 2)
+        x = torch.randn(4, length, 6, dtype=torch.float64)
+        project = compiled.project
+        weight, bias = project.weight.full_tensor(), project.bias.full_tensor()
+        expected = F.linear(x, weight, bias).softmax(1).mul(x).square().mean()
+        apart = max(apart, (compiled(x) - expected).abs().item())
+        kinds.append(len(compiled._kinds))
+    return kinds, apart
+
+
+def test_a_length_that_is_open_in_training_is_so_in_evaluation() -> None:
+    ((kinds, apart),) = run_distributed(_evaluate, (12, 10, 12, 7, 9), world_size=1)
+    assert kinds == [1, 2, 3, 3, 3] and apart < 1e-9
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("plan", ["data_parallel", "fsdp", "tensor_parallel", "auto"])
 def test_lengths_of_a_gpt_on_two_ranks(plan: str) -> None:
@@ -164,6 +185,7 @@ def _sharded_lengths(lengths: Sequence[int]) -> Results:
         return _train(Cumulative, [((4, n, 6),) for n in lengths], 2, pins={"project": (Shard(1),)})
 
 
+@pytest.mark.wide
 def test_a_length_that_a_plan_cannot_cut_is_planned_again() -> None:
     results: Results = run_distributed(_sharded_lengths, (12, 10, 7, 16, 9), world_size=2)[0]
     assert results["apart"] < 1e-9
@@ -218,7 +240,23 @@ class TimeMajor(nn.Module):
 
 @pytest.mark.wide
 def test_inputs_with_time_first() -> None:
-    results_of(TimeMajor, [((n, 12, 6), (12, 6)) for n in (3, 5, 4)], 2, plan="fsdp")
+    results_of(TimeMajor, [((n, 12, 6), (12, 6)) for n in (4, 6, 8)], 2, plan="fsdp")
+
+
+class Checked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._check_tensor_all(x.isfinite())  # the line
+        return self.project(x).square().mean()
+
+
+@pytest.mark.wide
+def test_a_check_of_values_is_left_out_and_named() -> None:
+    (message,) = results_of(Checked, [((4, 6),), ((6, 6),)])["messages"]
+    assert "leaves out a check of values" in message and "# the line" in message
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
@@ -243,6 +281,7 @@ class Compared(Scaled):
         return super().forward(x, scale, step) if scale > 0.25 else self.project(x).square().mean()  # the line
 
 
+@pytest.mark.wide
 def test_a_number_that_the_model_compares_is_named_once() -> None:
     results = results_of(Compared, [((4, 6), s / 10, 1) for s in range(1, 5)])
     (message,) = results["messages"]

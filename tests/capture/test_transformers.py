@@ -80,9 +80,23 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "Bart": {**_BART, "max_position_embeddings": 64},
     "Whisper": {**_BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32},
+    "Llava": {
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+        "text_config": {"model_type": "llama", **_LLAMA},
+        "image_token_id": 2,
+        "vision_feature_layer": -1,
+    },
 }
 HEADS = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration", "Bart": "ForConditionalGeneration",
-         "Whisper": "ForConditionalGeneration"}  # fmt: skip
+         "Whisper": "ForConditionalGeneration", "Llava": "ForConditionalGeneration"}  # fmt: skip
 
 
 def build(name: str) -> Any:
@@ -90,7 +104,7 @@ def build(name: str) -> Any:
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**SMALL[name])
-    assert config.use_cache is True
+    assert config.get_text_config().use_cache is True
     return getattr(transformers, f"{name}{HEADS.get(name, 'ForCausalLM')}")(config)
 
 
@@ -100,6 +114,10 @@ def batch(name: str) -> dict[str, Tensor]:
     if name == "Whisper":
         features = torch.randn(ROWS, 8, 32, dtype=torch.float64, generator=generator)
         return {"input_features": features, "labels": tokens}
+    if name == "Llava":
+        tokens[:, 2:6] = 2  # four patches of an image
+        images = torch.randn(ROWS, 3, 16, 16, dtype=torch.float64, generator=generator)
+        return {"input_ids": tokens, "labels": tokens, "pixel_values": images}
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -126,11 +144,11 @@ def _train_and_evaluate(name: str, world: int, plan: str) -> dict[str, Any]:
         "gradient": max(grads),
         "evaluation": (outputs[0].loss - outputs[1].loss).abs().item(),
         "fields": ["past_key_values" in output for output in outputs],
-        "kept": plain.config.use_cache and compiled.config.use_cache,
+        "kept": all(m.config.get_text_config().use_cache for m in (plain, compiled)),
     }
 
 
-@pytest.mark.wide_where(lambda name, world: (name, world) != ("OPT", 1))
+@pytest.mark.wide
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", SMALL)
 def test_default_configurations_train_and_evaluate(name: str, world: int) -> None:
