@@ -105,10 +105,10 @@ class Options:
         require_options(
             parsed.plan, parsed.pins, parsed.forbid, "gather", parsed.backend, parsed.precision, parsed.check_inputs
         )
-        if parsed.plan == "fsdp":
+        if parsed.plan in ("fsdp", "hybrid"):
             raise ValueError(
-                "plan='fsdp' shards the parameters, which torch.compile leaves whole with their owner: use "
-                "autoparallel.compile(model, mesh, plan='fsdp'), or another plan here"
+                f"plan={parsed.plan!r} shards the parameters, which torch.compile leaves whole with their owner: use "
+                f"autoparallel.compile(model, mesh, plan={parsed.plan!r}), or another plan here"
             )
         if isinstance(parsed.plan, Plan):
             sharded = [name for name, p in parsed.plan.parameters.items() if "S" in p.at_rest]

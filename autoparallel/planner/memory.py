@@ -121,8 +121,10 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if limit is None or not sparing:
             return problems[0]
         least = min(sparing, key=lambda plan: gauge.needs(plan, limit))
-        error = nothing_fits(least, limit, gauge.evaluator.forecast(least, exactly=True))
-        return Outcome(candidates[0], error=error)
+        forecast = gauge.evaluator.forecast(least, exactly=True)
+        if forecast.memory <= limit:  # what a gauge adds for all plans is too much for this one
+            return Outcome(candidates[0], plan=replace(least, lower_bound=min(bound, least.cost or 0.0)))
+        return Outcome(candidates[0], error=nothing_fits(least, limit, forecast))
     return replace(best, plan=replace(best.plan, lower_bound=min(bound, best.plan.cost or 0.0)))
 
 

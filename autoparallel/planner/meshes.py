@@ -185,7 +185,8 @@ class MeshSearch:
         fastest = self._least(flat[1:])
         three = distinct(factored(self.devices, 3), profile)
         split = splits(tuple(size for _, size in fastest.mesh), profile) if fastest is not None else []
-        split = split[: THRESHOLDS.three_axes]
+        # Within a limit, what a multiplier needs many searches for takes minutes on three axes.
+        split = split[: THRESHOLDS.three_axes if self.request.memory_limit is None else 0]
         yield [axes_of(shape) for shape in split]
         untried.extend(axes_of(shape) for shape in three if shape not in split)
 

@@ -118,7 +118,7 @@ class SearchSpace:
         self._has_rule: dict[Hashable, bool] = {}
         self._left: dict[Hashable, list[Option]] = {}
         self._ends_alike: dict[Hashable, _Ends] = {}
-        self._own: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        self._own: dict[tuple[int, bool], tuple[np.ndarray, np.ndarray | None]] = {}
         self._pricer = Pricer(
             captured, self.size, redistributor, profile, self.axis_sizes, self.searched, self.kept,
             self._forbidden, schedule,
@@ -197,14 +197,15 @@ class SearchSpace:
         assert options is not None
         variable = Variable(node, options, problem.add(len(options), layers))
         problem.variables[node] = variable
-        if id(options) not in self._own:
+        alike = id(options), node in self.open
+        if alike not in self._own:
             seconds = np.array([o.seconds for o in options])
             saved = np.array([o.saved_bytes for o in options])
             if node in self.open:
                 seconds = np.stack([seconds, seconds + [o.again for o in options]], axis=-1)
                 saved = np.stack([saved, [o.left_bytes for o in options]], axis=-1)
-            self._own[id(options)] = seconds, saved if saved.any() else None
-        own, kept = self._own[id(options)]
+            self._own[alike] = seconds, saved if saved.any() else None
+        own, kept = self._own[alike]
         scope = variable.number, *self._again(problem, node)
         problem.factors.add(scope, own)
         if kept is not None:
@@ -217,7 +218,7 @@ class SearchSpace:
         layer = self.open.get(node)
         at = tuple([(id(known[r]), position, self.open.get(r) == layer) for r, position in consumers])
         key = (
-            id(options),
+            alike,
             self.size.tensor(node),
             node in self.searched,
             node.name in self.captured.parameters,

@@ -135,7 +135,7 @@ COMPILE = {
     "four axes": ("one to three axes",),
     "another device": (r"up\.weight is on cpu", "'meta'", "move the model"),
     "a buffer elsewhere": ("table is on cuda:0", "'cpu'", "move the model"),
-    "unknown plan": ("fspd", "data_parallel, fsdp, tensor_parallel"),
+    "unknown plan": ("fspd", "data_parallel, fsdp, hybrid, tensor_parallel"),
     "unknown outputs": ("whole", "auto, gather, sharded"),
     "unknown backend": ("jit", "eager, inductor"),
     "not a plan": ("plan", "int"),
