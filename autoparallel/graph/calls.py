@@ -48,6 +48,11 @@ class Call:
         """Whether the model is in training mode, as a graph is that has no modes."""
         return self.training[0] if self.training else True
 
+    @property
+    def trains(self) -> bool:
+        """Whether it is made in training mode and with gradients."""
+        return self.is_training and self.gradients
+
 
 def fits(captured: Captured, specs: Sequence[Any]) -> bool:
     """Whether the sizes that a trace fixed are those of a call."""

@@ -68,6 +68,7 @@ class Captured:
         state: the values of Python's that the trace has read.
         draws: how many times a call draws random numbers.
         runs: the layers that are alike; passes that rewrite the graph before it is planned leave their nodes' names.
+        left_out: the indices of outputs that the graph does not make any more; it has the loss in their place.
     """
 
     module: fx.GraphModule
@@ -89,6 +90,7 @@ class Captured:
     state: PythonState = field(default_factory=PythonState)
     draws: int = 0
     runs: tuple[Run, ...] = ()
+    left_out: frozenset[int] = frozenset()
 
     @property
     def graph(self) -> fx.Graph:
