@@ -437,7 +437,8 @@ def _kept(captured: Captured, outputs: str) -> list[int]:
     results = captured.graph.output_node().args[0]
     weight = captured.weight.output if captured.weight is not None else None
     every = captured.objective is None or outputs == "gather"
-    return [i for i in range(first, len(results)) if every or i in (captured.objective, weight)]  # type: ignore[arg-type]
+    numbers = [i for i in range(first, len(results)) if i not in captured.left_out]  # type: ignore[arg-type]
+    return [i for i in numbers if every or i in (captured.objective, weight)]
 
 
 def _require_loss(captured: Captured) -> None:

@@ -1,16 +1,20 @@
 """What is done to a captured graph before programs are made of it; it is a captured graph still.
 
-A plan may use a vocabulary with padding, and a pipeline differentiates nothing but its loss.
+A plan may use a vocabulary with padding or cut its loss into chunks, and a pipeline differentiates only its loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from autoparallel.graph.captured import Captured
-from autoparallel.passes.mark_gradients import Detached, detach_outputs, mark_backward
+from autoparallel.passes.mark_gradients import Detached, detach_outputs, mark_backward, mark_new
+from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.passes.pad_vocabulary import pad_vocabulary
+from autoparallel.passes.raise_row_views import LOSSES, find_heads, raise_row_views
 from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, Watch, ignore, run_passes
+from autoparallel.rules.calls import is_tensor
 
 MARK_BACKWARD = Pass(
     "mark_backward",
@@ -71,4 +75,28 @@ def leave_only_loss(captured: Captured) -> None:
         captured.flowing = [loss]
 
 
-__all__ = ["MARK_BACKWARD", "leave_only_loss", "leaving_passes", "pad", "padding_passes"]
+def leave_out_logits(captured: Captured) -> None:
+    """Makes outputs beside a known loss no more that are made of its logits, so that those can be cut into chunks."""
+    if captured.loss is None:
+        return
+    output = captured.graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    weight = captured.weight.output if captured.weight is not None else None
+    kept = {*range(len(captured.mutated_buffers)), captured.loss, weight}
+    made = {x for head in find_heads(captured.graph, alone=False) for x in (head.product, *head.between)}
+    for node in captured.graph.nodes:
+        if node.target not in LOSSES and is_tensor(node) and made.intersection(node.all_input_nodes):
+            made.add(node)
+    left_out = {i for i, node in enumerate(results) if i not in kept and node in made}
+    if left_out:
+        output.args = (tuple(results[captured.loss] if i in left_out else x for i, x in enumerate(results)),)
+        captured.graph.eliminate_dead_code()
+        raise_row_views(captured.module)
+        name_nodes(captured.graph)
+        mark_new(captured.graph)
+        captured.left_out |= left_out
+        captured.flowing = [i for i in captured.flowing if i not in left_out]
+        captured.detached = [i for i in captured.detached if i not in left_out]
+
+
+__all__ = ["MARK_BACKWARD", "leave_only_loss", "leave_out_logits", "leaving_passes", "pad", "padding_passes"]

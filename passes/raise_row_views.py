@@ -27,10 +27,11 @@ from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_oper
 
 aten = torch.ops.aten
 
-_LOSSES = (
+LOSSES = (
     operators.cross_entropy_sum, operators.cross_entropy_sum_sharded, aten.nll_loss_nd.default,
     aten.cross_entropy_loss.default,
 )  # fmt: skip
+"""The operators that sum over the rows of logits, their first operand."""
 _ELEMENTWISE = (
     aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.tanh.default, aten.neg.default,
     aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,
@@ -42,12 +43,12 @@ _VIEWS = (aten.slice.Tensor, aten.select.int, aten.reshape.default)
 
 @dataclass(frozen=True)
 class Head:
-    """A product that makes logits, and the loss that alone reads them.
+    """A product that makes logits, and the loss that reads them.
 
     Attributes:
         product: the call of the product.
         rows: its operand whose rows the logits have.
-        between: what is done to the logits, row by row or as views of rows, in order; each result has one reader.
+        between: what is done to the logits, row by row or as views of rows, in order.
         loss: the call that sums over the rows.
     """
 
@@ -62,20 +63,20 @@ class Head:
         return tuple(node for node in self.between if node.target in _VIEWS)
 
 
-def find_heads(graph: fx.Graph) -> Iterator[Head]:
-    """The losses of a graph that are sums over rows of logits that nothing else reads."""
+def find_heads(graph: fx.Graph, *, alone: bool = True) -> Iterator[Head]:
+    """The losses of a graph that are sums over rows of logits; those that nothing else reads, unless not ``alone``."""
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in _LOSSES and (head := _head_of(node)) is not None:
+        if node.op == "call_function" and node.target in LOSSES and (head := _head_of(node, alone)) is not None:
             yield head
 
 
-def _head_of(loss: fx.Node) -> Head | None:
+def _head_of(loss: fx.Node, alone: bool) -> Head | None:
     values = arguments(loss)
     node = loss.args[0]
     if values.get("reduction", 2) != 2 or not isinstance(node, fx.Node) or len(shape_of(node)) != 2:
         return None
     between: list[fx.Node] = []
-    while len(node.users) == 1 and node.op == "call_function":
+    while node.op == "call_function" and not (alone and len(node.users) > 1):
         rows = _rows_of(node)
         if rows is not None:
             return Head(node, rows, tuple(reversed(between)), loss)
@@ -154,4 +155,4 @@ def _again(emit: Emitter, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
     return new
 
 
-__all__ = ["Head", "find_heads", "raise_row_views"]
+__all__ = ["LOSSES", "Head", "find_heads", "raise_row_views"]

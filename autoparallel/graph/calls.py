@@ -49,6 +49,11 @@ class Call:
         """Whether the model is in training mode, as a graph is that has no modes."""
         return self.training[0] if self.training else True
 
+    @property
+    def trains(self) -> bool:
+        """Whether it is made in training mode and with gradients."""
+        return self.is_training and self.gradients
+
 
 def fits(captured: Captured, specs: Sequence[Any]) -> bool:
     """Whether a trace serves a call of these sizes: those that it fixed are the call's, and its guards hold."""

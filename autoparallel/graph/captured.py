@@ -72,6 +72,7 @@ class Captured:
         state: the values of Python's that the trace has read.
         draws: how many times a call draws random numbers.
         runs: the layers that are alike; passes that rewrite the graph before it is planned leave their nodes' names.
+        left_out: the indices of outputs that the graph does not make any more; it has the loss in their place.
     """
 
     module: fx.GraphModule
@@ -97,6 +98,7 @@ class Captured:
     guards: tuple[SizeGuard, ...] = ()
     numbers: tuple[int, ...] = ()
     fixed: tuple[str, ...] = ()
+    left_out: frozenset[int] = frozenset()
 
     @property
     def graph(self) -> fx.Graph:

@@ -13,7 +13,7 @@ from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call, input_layouts, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.passes.adapt_captured import leave_only_loss, pad
+from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import find_layers
@@ -48,6 +48,9 @@ class Evaluator:
         if request.stages:
             self.captured = captured.copy()
             leave_only_loss(self.captured)
+        if (request.loss_chunks or 1) > 1 and call.trains and request.outputs == "auto":
+            self.captured = self.captured.copy()
+            leave_out_logits(self.captured)
         self._outcomes: dict[Candidate, Outcome] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._spaces: dict[Candidate, SearchSpace] = {}

@@ -42,7 +42,7 @@ def _means(candidate: Candidate, evaluator: Evaluator) -> Iterator[Candidate]:
     if request.loss_chunks is None and not request.hoist_all and chunkable(captured.graph):
         candidate = replace(candidate, loss_chunks=THRESHOLDS.loss_chunks)
         yield candidate
-    if request.microbatches is not None or not (call.is_training and call.gradients):
+    if request.microbatches is not None or not call.trains:
         return
     count = 2
     while returns_loss_alone(captured, request.outputs) and not differing(captured, call, count):

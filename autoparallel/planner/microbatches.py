@@ -34,7 +34,7 @@ def microbatches_in_call(request: Request, captured: Captured, call: Call) -> in
         PlanError: where the batch cannot be cut.
     """
     count = request.microbatches or 1
-    if count == 1 or request.stages or not (call.is_training and call.gradients):
+    if count == 1 or request.stages or not call.trains:
         return 1
     if captured.objective is None and request.loss_fn is not None and not call.with_target:
         return 1

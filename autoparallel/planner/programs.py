@@ -12,7 +12,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import Call, input_layouts, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured
-from autoparallel.passes.adapt_captured import leave_only_loss, pad
+from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.runner import Watch, ignore
 from autoparallel.pipeline.schedules import SPLIT
@@ -92,16 +92,18 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
     Raises:
         PlanError: when the plan does not fit it.
     """
+    if plan.loss_chunks > 1 and call.trains and request.outputs == "auto":
+        leave_out_logits(captured)
     if request.stages or plan.microbatches > 1:
         leave_only_loss(captured)
     pad(captured, plan.padded)
     require_fits(plan, captured.graph, request.axes, captured.parameters)
     chunks = max(plan.loss_chunks, request.loss_chunks or 1)
-    if chunks > 1 and captured.objective is not None and not chunkable(captured.graph):
+    if chunks > 1 and call.trains and captured.objective is not None and not chunkable(captured.graph):
         raise PlanError(
             f"the loss cannot be computed in {chunks} chunks of rows: that takes a linear layer whose logits go to "
-            "cross_entropy (or through log_softmax to nll_loss) with reduction 'mean' or 'sum' and that nothing else "
-            "reads, also not as an output of the model. Return the loss alone, or leave loss_chunks out"
+            "cross_entropy (or through log_softmax to nll_loss) with reduction 'mean' or 'sum', and which nothing else "
+            "reads, outputs included, unless the loss is known and outputs='auto'. Else leave loss_chunks out"
         )
     if request.stages and (plan.pipeline is None or plan.pipeline.ranks != request.stages):
         raise PlanError(f"the plan is not for a pipeline over {request.stages} ranks: plan again")

@@ -23,6 +23,7 @@ from autoparallel.placements import Layout
 from autoparallel.runtime.accumulation import Weight
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.kinds import Kinds
+from autoparallel.runtime.microbatches import NotKept
 from autoparallel.runtime.randomness import STREAM
 from autoparallel.runtime.runner import Delivery, Kind, Outputs, refuse_detached
 
@@ -73,7 +74,11 @@ def _deliver(
                 rebind(plain, path, value)
             else:
                 tensor_at(plain, path).copy_(value)
-    values: list[Any] = list(results)
+    left_out = "the loss is computed in chunks of rows, and outputs made of its logits are kept with loss_chunks=1 only"
+    values: list[Any] = [
+        NotKept(f"output {i - count} of the model", left_out) if i in captured.left_out else x
+        for i, x in enumerate(results)
+    ]
     delivery = Delivery(store, _weigh(captured, values, call, store.window), kind.runner.used)
     for i in range(count, len(values)):
         if isinstance(values[i], torch.Tensor) and values[i].requires_grad:

@@ -18,18 +18,15 @@ from autoparallel.runtime.tied import TiedParameters
 
 
 class NotKept:
-    """Stands for an output that a call computes microbatch by microbatch and does not keep."""
+    """Stands for an output that a call does not keep, and says why."""
 
-    def __init__(self, name: str) -> None:
-        self.__dict__["_name"] = name
+    def __init__(self, name: str, reason: str) -> None:
+        self.__dict__["_name"], self.__dict__["_reason"] = name, reason
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(
-            f"{self._name} is not kept: a call that runs in microbatches keeps outputs beside its loss only when the "
-            "model is compiled with outputs='gather'"
-        )
+        raise RuntimeError(f"{self._name} is not kept: {self._reason}")
 
     def __repr__(self) -> str:
         return f"<{self._name}, not kept>"

@@ -59,6 +59,12 @@ _ONLY_LOSS = (
 )
 
 
+_KEPT = (
+    "a call that runs in microbatches keeps outputs beside its loss only when the model is compiled with "
+    "outputs='gather'"
+)
+
+
 class PipelineError(RuntimeError):
     """A pipeline that cannot go on: another rank is gone, or has stopped."""
 
@@ -399,7 +405,7 @@ class PipelineRunner:
             if i in combined:
                 outputs.append(combined[i])
             else:
-                outputs.append(NotKept(f"output {i - len(self.captured.mutated_buffers)} of the model"))
+                outputs.append(NotKept(f"output {i - len(self.captured.mutated_buffers)} of the model", _KEPT))
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         if run.differentiate:
             assert self.loss is not None

@@ -63,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
         help="bytes (70e9, 70GB), or a part of the device's memory (0.9); unless told, what the hardware has, less a "
         "reserve",
     )
+    parser.add_argument("--loss-chunks", type=int, help="into how many chunks of rows the loss is cut")
+    parser.add_argument("--microbatches", type=int, help="into how many parts a call cuts its batch; not with pp")
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=S0,R", help="pin parameters or a module")
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME=S0,*", help="forbid a layout")
     parser.add_argument("--pins", metavar="PLAN", help="a saved plan that is kept as far as the model still has it")
@@ -143,11 +145,17 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             plan=plan,
             pins=replace(pins, kept=Plan.load(options.pins)) if options.pins else pins,
             memory_limit=limit_in_bytes(options.memory_limit, profile),
+            loss_chunks=options.loss_chunks,
+            microbatches=options.microbatches,
             precision=_policy(options.precision),
         )
         request = _on(axes, request)
         if request.stages and _refusal(request):
             raise UsageError(_refusal(request))
+        if request.stages and options.microbatches is not None:
+            raise UsageError("--microbatches is for meshes without an axis 'pp', whose pipeline chooses their number")
+        if any(number is not None and number < 1 for number in (options.loss_chunks, options.microbatches)):
+            raise UsageError("--loss-chunks and --microbatches must be positive")
         request.constraints()
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error

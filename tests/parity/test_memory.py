@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.harness import Recipe, check, parallel
+from tests.parity.harness import Recipe, check, parallel, reference
 
 
 def recipe(
@@ -32,6 +32,13 @@ MICROBATCHES = [
     recipe((2, 2), "fsdp", 2, microbatches=2),
     recipe((2, 2), "tensor_parallel", microbatches=2),
 ]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [{"loss_chunks": 3}, {"microbatches": 2, "loss_chunks": 3}], ids=str)
+def test_models_that_return_logits_beside_their_loss(options: dict[str, int]) -> None:
+    recipe = Recipe("llama", (2,), "fsdp", steps=2, max_norm=0.02, options=tuple(options.items()))
+    check(recipe, expected=[record for record in reference(recipe) if record[2] != "logits"])
 
 
 @pytest.mark.wide_where(lambda recipe: recipe.world_size > 1)

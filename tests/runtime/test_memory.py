@@ -127,10 +127,31 @@ def test_microbatches_that_would_differ_are_refused() -> None:
         autoparallel.compile(nn.Linear(WIDTH, WIDTH), microbatches=2).prepare(batch[0])
 
 
+class Labelled(Classifier):
+    """Returns what models of transformers return."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"loss": F.cross_entropy(logits.view(-1, CLASSES), labels), "logits": logits}
+
+
+def test_logits_beside_a_loss_in_chunks_are_not_kept() -> None:
+    torch.manual_seed(0)
+    plain = Labelled().double()
+    model = autoparallel.compile(copy.deepcopy(plain), plan="data_parallel", loss_chunks=4)
+    x, y = torch.randn(8, WIDTH, dtype=torch.float64), torch.arange(8)
+    found, expected = model(x, y), plain(x, y)
+    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match="output 1 of the model is not kept: the loss is computed in chunks"):
+        found["logits"].argmax(-1)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x, y)["logits"].to_local(), expected["logits"])
+
+
 def test_what_cannot_be_chunked_is_refused() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    with pytest.raises(PlanError, match=r"cannot be computed in 4 chunks of rows: .* Return the loss alone"):
+    with pytest.raises(PlanError, match=r"cannot be computed in 4 chunks of rows: .* nothing else reads"):
         autoparallel.compile(model, loss_fn=F.mse_loss, loss_chunks=4).prepare(*batch)
     for name in ("loss_chunks", "microbatches"):
         for wrong in (0, "all"):
