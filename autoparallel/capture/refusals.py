@@ -136,7 +136,7 @@ _OF_TORCH = {
 }
 """What to do instead of modules of torch whose Python depends on values, by the name of the class."""
 
-_CHECKS = re.compile(r"\s*(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(any|all|bool)\(")
+_DECIDES = re.compile(r"\s*(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(any|all|bool)\(")
 
 
 def _explain_value(error: Exception, line: str) -> tuple[str, str]:
@@ -156,7 +156,7 @@ def _explain_value(error: Exception, line: str) -> tuple[str, str]:
             "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use torch.where or "
             "ignore_index, or compute it outside of the model and pass it in"
         )
-    if _CHECKS.search(line):
+    if _DECIDES.search(line):
         return "Python takes a way that depends on a tensor's values", (
             "torch.where(condition, a, b) takes elements of both, torch.cond(condition, f, g, operands) runs one of "
             "two functions; a check that only raises belongs before the call, and what Python must know (a largest "
