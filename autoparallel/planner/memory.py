@@ -110,7 +110,8 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room, below))
         assert outcome.plan is not None
         if candidate is candidates[0]:
-            bound = max(free.plan.lower_bound or 0.0, outcome.plan.lower_bound or 0.0)
+            unlimited = free.plan.lower_bound or 0.0
+            bound = max(unlimited, outcome.plan.lower_bound or 0.0)
         if limit is not None and gauge.needs(outcome.plan, limit) > limit:
             sparing.append(outcome.plan)
             continue
@@ -123,9 +124,11 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         least = min(sparing, key=lambda plan: gauge.needs(plan, limit))
         forecast = gauge.evaluator.forecast(least, exactly=True)
         if forecast.memory <= limit:  # what a gauge adds for all plans is too much for this one
-            return Outcome(candidates[0], plan=replace(least, lower_bound=min(bound, least.cost or 0.0)))
+            return Outcome(candidates[0], plan=replace(least, lower_bound=min(unlimited, least.cost or 0.0)))
         return Outcome(candidates[0], error=nothing_fits(least, limit, forecast))
-    return replace(best, plan=replace(best.plan, lower_bound=min(bound, best.plan.cost or 0.0)))
+    cost = best.plan.cost or 0.0
+    # A bound within a limit is about the room that was left there; where another needs less, the one without holds.
+    return replace(best, plan=replace(best.plan, lower_bound=bound if bound <= cost else min(unlimited, cost)))
 
 
 def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
