@@ -383,20 +383,6 @@ class GraphConvolution(nn.Module):
         return logits
 
 
-class Branches(nn.Module):
-    """A choice between two ways on a value, by ``torch.cond``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.head = nn.Linear(16, 32), nn.Linear(32, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        h = torch.cond(h.abs().max() > 2, lambda h: h / 2, lambda h: h.sin(), (h,))
-        logits: Tensor = self.head(h)
-        return logits
-
-
 class Translator(nn.Module):
     """Torch's own encoder and decoder."""
 
@@ -492,7 +478,6 @@ PLAIN: dict[str, Callable[[], Made]] = {
     "Vocoder, spectral loss": lambda: Made(Vocoder(), (torch.randn(ROWS, 4, 16), torch.randn(ROWS, 32))),
     "Prototypes": lambda: classifier(Prototypes(), torch.randn(ROWS, 16)),
     "Graph convolution": lambda: classifier(GraphConvolution(), torch.randn(ROWS, 6, 4)),
-    "Branches (torch.cond)": lambda: classifier(Branches(), torch.randn(ROWS, 16)),
     "nn.Transformer": lambda: sequence(Translator()),
     "U-Net": lambda: Made(UNet(), (images(16), images(16)), loss_fn=F.mse_loss),
     "MLP-Mixer": lambda: classifier(Mixer(), images(16)),

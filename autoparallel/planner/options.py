@@ -18,7 +18,7 @@ from autoparallel.placements.modes import Mode
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.cost import operator_seconds
 from autoparallel.rules import Rule, rule_for
-from autoparallel.rules.calls import arguments, tensor_operands
+from autoparallel.rules.calls import tensor_operands
 from autoparallel.rules.typing import Typed
 from autoparallel.rules.ways import call_modes, operand_fits
 
@@ -80,10 +80,11 @@ def operator_options(
             layouts = [tuple(ways[w].operands[i] for w in row) for row in combinations.tolist()]
             even = np.array([operand_fits(node, shape, result_shape, x, axis_sizes) for x in layouts], dtype=bool)
         fits &= even
-    if node.target is operators.piece:  # a shard has whole blocks
-        values = arguments(node)
-        blocks = tuple(values["blocks"] if d == values["dim"] else size for d, size in enumerate(result_shape))
-        fits &= _pieces([w.result for w in ways], combinations, axis_sizes, blocks)[0]
+    for factor in _composed(rule) if rule is not None else ():  # a shard has whole groups, blocks, heads
+        size = rule.sizes[factor]  # type: ignore[union-attr]
+        shards = np.array([way.mode.kind == "shard" and way.mode.factor == factor for way in ways])[combinations]
+        count = np.where(shards, np.array(axis_sizes, dtype=np.int64), 1).prod(axis=1)
+        fits &= (count == 1) | (size % count == 0)
     kept = np.flatnonzero(fits)
     pricer = _Pricer(node, rule, ways, axis_sizes, profile, sizes)
     itemsizes = [x.meta["val"].element_size() for x in operands]
@@ -106,6 +107,13 @@ def operator_options(
     if node.target is operators.interleave:  # paid where the blocks are dealt out: see planner.interleaving
         return [Option(option.modes, option.needs, option.result, 0.0) for option in best.values()]
     return list(best.values())
+
+
+def _composed(rule: Rule) -> list[str]:
+    """The factors of known sizes that begin a dim which has others inside, so that the dim's size does not tell whether
+    they divide."""
+    dims = {dim for tensor in (*rule.operands, rule.result) for dim in tensor if len(dim) > 1}
+    return sorted({dim[0] for dim in dims if isinstance(rule.sizes[dim[0]], int)})
 
 
 def _pieces(
