@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 from collections.abc import Callable
@@ -59,7 +60,8 @@ def first_line(run: Callable[[], Any], has_changed: Callable[[], bool]) -> str:
         name = frame.f_code.co_filename
         return None if at or is_library(name) else line
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # what a garbage collection calls is no line of the user's
     sys.settrace(call)
     try:
         run()
@@ -67,4 +69,6 @@ def first_line(run: Callable[[], Any], has_changed: Callable[[], bool]) -> str:
         pass
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return at[0] if at else last[0] if last else "an unknown line"

@@ -84,16 +84,18 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
 
     def value(x: fx.Node) -> Any:
         if x not in values:
-            val = x.meta.get("val")
-            if val is None:  # a torch.Size of sizes, which is made for a call
-                values[x] = x.target(*fx.map_arg(x.args, value))  # type: ignore[operator]
-            elif not is_tensor(x):
-                values[x] = size(val)
-            else:
+            val: Any = x.meta.get("val")
+            if is_tensor(x):
                 strides = [size(stride) for stride in val.stride()]
                 made = torch.empty_strided(size.shape(x), strides, dtype=val.dtype, device="meta")
                 flows = bool(x.meta["differentiable"]) and (val.is_floating_point() or val.is_complex())
                 values[x] = made.requires_grad_(flows)
+            elif isinstance(val, int | torch.SymInt) and _is_known(val, size):
+                values[x] = size(val)
+            elif isinstance(val, torch.SymInt | torch.SymFloat):
+                values[x] = val.node.pytype(1)  # a number that a call brings, which is no size
+            else:  # several tensors, or what is made of sizes for a call
+                values[x] = _call(x, *fx.map_arg((x.args, x.kwargs), value), size)
         return values[x]
 
     saved: dict[int, Any] = {}  # storages, which stay alive here, by id
@@ -118,6 +120,10 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
         beside / max(1, sizes[largest]),
         largest,
     )
+
+
+def _is_known(value: Any, size: Signatures) -> bool:
+    return isinstance(value, int) or value.node.expr.free_symbols <= size.actual.keys()
 
 
 def _call(node: fx.Node, args: Any, kwargs: Any, size: Signatures) -> Any:

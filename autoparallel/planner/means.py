@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autoparallel.passes.chunk_loss import chunkable
+from autoparallel.passes.chunk_loss import ChunkError, chunkable
 from autoparallel.planner.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.fits import differing, returns_loss_alone
@@ -28,7 +28,10 @@ def with_means(candidate: Candidate, evaluator: Evaluator, search: Search) -> Pr
     for sparing in _means(candidate, evaluator):
         if best.plan is not None and not best.plan.recompute:
             break
-        outcome = yield from search(sparing)
+        try:
+            outcome = yield from search(sparing)
+        except ChunkError:  # the layouts that take the least memory need the logits whole
+            continue
         if outcome.plan is None and best.plan is not None:
             break
         if best.plan is None or _seconds(outcome, evaluator) < _seconds(best, evaluator):
