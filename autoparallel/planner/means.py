@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autoparallel.passes.chunk_loss import ChunkError, chunkable
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.planner.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.fits import differing, returns_loss_alone
@@ -30,7 +31,7 @@ def with_means(candidate: Candidate, evaluator: Evaluator, search: Search) -> Pr
             break
         try:
             outcome = yield from search(sparing)
-        except ChunkError:  # the layouts that take the least memory need the logits whole
+        except PlanError:  # the layouts that take the least memory need the logits whole
             continue
         if outcome.plan is None and best.plan is not None:
             break
