@@ -32,6 +32,7 @@ def _draft(limit: float | None, plan: str | Plan = "auto") -> Draft:
     return draft(Blocks(LAYERS, WIDTH, 8 * WIDTH), call_of((x, x), with_target=True), request)
 
 
+@pytest.mark.wide
 def test_as_few_layers_as_the_limit_asks_for_are_recomputed() -> None:
     free = _draft(None)
     assert free.plan.recompute == ()
