@@ -50,7 +50,7 @@ def compile(
     pins: Mapping[str, Any] | Plan | None = None,
     forbid: Mapping[str, Any] | None = None,
     hardware: str | Path | Profile | None = None,
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
     outputs: Outputs = "auto",
     backend: Backend = "eager",
     precision: MixedPrecisionPolicy | None = None,
@@ -85,9 +85,10 @@ def compile(
         hardware: what the plan is made for: "a100", "h100", "h200", "b200", "cpu", a profile, or the file of one that
             ``python -m autoparallel calibrate`` wrote. None: "cpu" on CPUs, and on GPUs what
             torch calls them; one that is not known is planned for as an "h100", and a warning says so.
-        memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations; at most 1, a
-            part of the device's memory. None: what the hardware has, less the reserve that its profile says (10% of a
-            GPU); no limit where that is not known, as on CPUs. No plan that is predicted to need more is chosen.
+        memory_limit: bytes per device for parameters, gradients, optimizer states and saved activations, as a number or
+            as "70GB"; at most 1, a part of the device's memory. None: what the hardware has, less the reserve that its
+            profile says (10% of a GPU); no limit where that is not known, as on CPUs. No plan that is predicted to need
+            more is chosen.
         outputs: "gather" returns outputs whole, "sharded" as they are made; all of them can be differentiated. "auto"
             is "gather", unless the loss is known, because ``loss_fn`` computed it (its first scalar, if it returns
             several outputs) or because an output is called "loss": the others are sharded then, and differentiating

@@ -75,7 +75,7 @@ class Options:
     pins: Mapping[str, Any] | Plan | None = None
     forbid: Mapping[str, Any] | None = None
     hardware: str | Path | Profile | None = None
-    memory_limit: float | None = None
+    memory_limit: float | str | None = None
     backend: str = "eager"
     precision: MixedPrecisionPolicy | None = None
     check_inputs: int | None = None

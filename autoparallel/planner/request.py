@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -93,25 +95,40 @@ class Settled:
     recompute: tuple[str, ...] = ()
 
 
-def limit_in_bytes(limit: float | None, profile: Profile) -> float | None:
-    """A limit on memory in bytes; one that is at most 1 is a part of what the profile's device has.  None is what a
-    plan may take there, where that is known.
+def limit_in_bytes(limit: float | str | None, profile: Profile) -> float | None:
+    """A limit on memory in bytes.
+
+    Args:
+        limit: bytes, as a number or as a text such as "70GB"; at most 1, a part of what the profile's device has; None
+            for what a plan may take there, where that is known.
 
     Raises:
-        ValueError: for a part of a memory that is not known.
+        TypeError, ValueError: for what is no limit, and for a part of a memory that is not known.
     """
     if limit is None:
         return profile.usable
-    if limit > 1:
-        return limit
-    if limit <= 0:
-        raise ValueError(f"memory_limit must be positive, got {limit}")
+    if isinstance(limit, bool) or not isinstance(limit, int | float | str):
+        raise TypeError(f"memory_limit must be a number, or a text such as '70GB', not a {type(limit).__name__}")
+    value = _number(limit) if isinstance(limit, str) else limit
+    if not 0 < value < math.inf:
+        raise ValueError(f"memory_limit={limit!r} is not a limit: write 70GB, 7e10 or 0.9")
+    if value > 1:
+        return value
     if profile.memory is None:
         raise ValueError(
             f"memory_limit={limit} is a part of the device's memory, which the profile {profile.name!r} does not know: "
             "give bytes"
         )
-    return limit * profile.memory
+    return value * profile.memory
+
+
+def _number(text: str) -> float:
+    """The bytes of a text with a unit or without; 0 for any other text."""
+    match = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?)b?\s*", text.lower())
+    try:
+        return float(match[1]) * 1e3 ** " kmgt".index(match[2] or " ") if match is not None else 0.0
+    except ValueError:
+        return 0.0
 
 
 __all__ = ["Request", "Settled", "limit_in_bytes"]

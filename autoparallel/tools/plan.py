@@ -59,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--precision", choices=("bfloat16", "float16"), help="the dtype parameters are used in")
     parser.add_argument(
         "--memory-limit",
-        type=limit,
         help="bytes (70e9, 70GB), or a part of the device's memory (0.9); unless told, what the hardware has, less a "
         "reserve",
     )
@@ -75,21 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--passes", action="store_true", help="print the program before and after each pass, too")
     parser.add_argument("--out", help="write the plan as JSON")
     parser.add_argument("--report", help="write a report as one HTML file that needs no network")
-
-
-def limit(text: str) -> float:
-    """A limit on memory: bytes, with a unit or without, or a part."""
-    units = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-    number, scale = text.strip(), 1.0
-    if number[-2:].lower() in units:
-        number, scale = number[:-2], units[number[-2:].lower()]
-    try:
-        value = float(number) * scale
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a limit: write 70GB, 7e10 or 0.9")
-    return value
 
 
 def run(options: argparse.Namespace) -> int:
