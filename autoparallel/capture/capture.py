@@ -91,8 +91,8 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
             captured = _capture(model, attempt, *others, fixed=fixed, **options)
         except CaptureError as error:
             if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open
-                raise failed or error from None
-            failed = failed or error
+                raise
+            failed = error  # the last one speaks of the sizes of the call
             fixed[str(error).splitlines()[0].partition(" at ")[2]] = None
             continue
         captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
