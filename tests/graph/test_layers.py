@@ -122,4 +122,4 @@ def _on_two_ranks(plan: str) -> dict[str, float]:
 def test_two_ranks(plan: str) -> None:
     for results in run_distributed(_on_two_ranks, plan, world_size=2):
         assert all(v < TOLERANCE for v in results.values()), results
-        assert max(results.values()) > 0, "what is sharded is added up in another order"
+        assert plan != "fsdp" or max(results.values()) > 0, "what is sharded is added up in another order"
