@@ -335,7 +335,7 @@ def test_experts_in_a_python_loop_are_told_apart() -> None:
     model: Any = MixtralForCausalLM(MixtralConfig(**options, experts_implementation="eager"))
     message = refusal(model, torch.zeros(8, 8, dtype=torch.int64))
     assert "modeling_mixtral.py" in message
-    assert "What to change: the experts are looped over one by one" in message
+    assert "Python loops over the experts one by one" in message
     assert "experts_implementation='grouped_mm'" in message
 
 

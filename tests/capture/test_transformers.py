@@ -155,7 +155,7 @@ def test_default_configurations_train_and_evaluate(name: str, world: int) -> Non
     plan = "tensor_parallel" if world == 2 and name in ("Llama", "T5") else "fsdp"
     for results in run_distributed(_train_and_evaluate, name, world, plan, world_size=world):
         assert max(results["loss"], results["gradient"], results["evaluation"]) < 1e-6, results  # some cast to float32
-        assert results["fields"] == [False, True] and results["kept"]
+        assert results["fields"] == [False, name != "Bart"] and results["kept"]  # Bart makes none beside labels
 
 
 class Scorer(nn.Module):
