@@ -27,7 +27,7 @@ from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, Settled
 from autoparallel.program import LocalProgram, StagedProgram, find_owners
 from autoparallel.report.explain import headline
-from autoparallel.report.progress import Progress
+from autoparallel.report.progress import UNSHOWN, Progress
 from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.compiled import compile_body
 from autoparallel.runtime.gradients import GradientStore
@@ -79,7 +79,7 @@ class Compiler:
         self.owners: dict[str, int] = {}
         self.at_rest: dict[str, ParameterPlan] | None = None
         self.first: Plan | None = None
-        self._progress = Progress(type(settings.model).__name__, is_shown=False)
+        self._progress = UNSHOWN
         self._alike = [weakref.ref(self)]  # the compilers of this model and of its copies
         self._lie_on(mesh, request)
         if settings.lent and not isinstance(request.plan, Plan):

@@ -3,7 +3,7 @@
 May import ``placements`` and ``_torch``.
 
 - ``tree``: the state of models, optimizers and schedulers as plain values, with tensors by name.
-- ``regions``: which part of a tensor a rank has, and which rank writes it.
+- ``writers``: how a tensor lies, and which of the ranks that have a part of it writes it.
 - ``folder``: the folder of one save: its files, their digests, the marker that says it is complete.
 - ``saving``, ``loading``: there and back.
 """

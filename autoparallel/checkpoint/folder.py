@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel.checkpoint.regions import Region
 from autoparallel.checkpoint.tree import merged
+from autoparallel.placements.regions import Region
 
 FORMAT = 1
 MARKER = "checkpoint.json"

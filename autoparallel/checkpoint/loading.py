@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.checkpoint.folder import CheckpointError, Entry, find, read_folder
-from autoparallel.checkpoint.regions import Region, layout_of, own_region
 from autoparallel.checkpoint.saving import World
 from autoparallel.checkpoint.tree import decode, require_same_groups, restore_optimizer
-from autoparallel.placements import Invariant, to_dtensor_placements
+from autoparallel.checkpoint.writers import layout_of
+from autoparallel.placements import Invariant, Layout, to_dtensor_placements
+from autoparallel.placements.regions import own_region, whole_region
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,8 @@ def _for_optimizer(
                 return whole(tensor, was_sharded)
             if entry.shape == tuple(parameter.shape):
                 return _like(entry, parameter, world)
-            placements = to_dtensor_placements((Invariant,) * parameter.device_mesh.ndim)
-            spec = _torch.make_spec(parameter.device_mesh, placements, torch.Size(entry.shape), entry.dtype)
-            return _torch.wrap_local(whole(tensor, was_sharded).to(_torch.local_of(parameter).device), spec)
+            value, mesh = whole(tensor, was_sharded).to(_torch.local_of(parameter).device), parameter.device_mesh
+            return _wrapped(value, (Invariant,) * mesh.ndim, mesh, entry)
 
         content["state"][path] = decode(values, lookup)
     return partial(restore_optimizer, optimizer, content, world.names)
@@ -139,14 +140,19 @@ def _like(entry: Entry, target: Tensor, world: World) -> Tensor:
     local = entry.read(region).to(_torch.local_of(target).device)
     if not isinstance(target, DTensor):
         return local
-    placements = to_dtensor_placements(layout)
-    return _torch.wrap_local(local, _torch.make_spec(mesh, placements, torch.Size(entry.shape), entry.dtype))
+    return _wrapped(local, layout, mesh, entry)
+
+
+def _wrapped(local: Tensor, layout: Layout, mesh: DeviceMesh, entry: Entry) -> DTensor:
+    """This rank's part of a saved tensor as a ``DTensor``."""
+    spec = _torch.make_spec(mesh, to_dtensor_placements(layout), torch.Size(entry.shape), entry.dtype)
+    return _torch.wrap_local(local, spec)
 
 
 def _whole(entries: Mapping[str, Entry]) -> Callable[[str, bool], Tensor]:
     def lookup(name: str, was_sharded: bool) -> Tensor:
         entry = entries[name]
-        return entry.read(Region((0,) * len(entry.shape), entry.shape))
+        return entry.read(whole_region(entry.shape))
 
     return lookup
 

@@ -26,8 +26,9 @@ from autoparallel.checkpoint.folder import (
     write_marker,
     write_rank,
 )
-from autoparallel.checkpoint.regions import is_writer, layout_of, own_region
 from autoparallel.checkpoint.tree import encode, optimizer_state
+from autoparallel.checkpoint.writers import is_writer, layout_of
+from autoparallel.placements.regions import own_region
 
 T = TypeVar("T")
 

@@ -2,6 +2,7 @@
 another.  May import nothing of the package.
 
 - ``placement``: the four placements, their duality, and the arithmetic of pieces.
+- ``regions``: which block of a tensor a rank has.
 - ``modes``: the ways in which an operator may run on one axis.
 - ``redistribution``: the steps between layouts, and what they send.
 """

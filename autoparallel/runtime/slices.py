@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel.placements import Layout, chunk
+from autoparallel.placements import Layout
+from autoparallel.placements.regions import own_region, whole_region
 
 
 def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
@@ -18,26 +19,17 @@ def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.
 
 def local_view(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
     """The same as a view of the whole tensor; the tensor itself where this rank has all of it."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    region = own_region(whole.shape, layout, mesh)
+    if region is None:
         return whole.new_empty(0)
-    part = whole
-    for axis, placement in enumerate(layout):
-        if placement.kind == "S":
-            dim = placement.dim
-            part = part.narrow(dim, *chunk(part.shape[dim], mesh.size(axis), coordinate[axis]))
-    return part
+    return whole[region.within(whole_region(whole.shape))] if any(p.kind == "S" for p in layout) else whole
 
 
 def local_shape(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> tuple[int, ...]:
     """The shape of this rank's part of a tensor."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    local = list(shape)
-    for axis, placement in enumerate(layout):
-        if placement.kind == "S":
-            local[placement.dim] = chunk(local[placement.dim], mesh.size(axis), coordinate[axis])[1]
-    return tuple(local)
+    region = own_region(shape, layout, mesh)
+    assert region is not None
+    return region.shape
 
 
 __all__ = ["local_shape", "local_slice", "local_view"]

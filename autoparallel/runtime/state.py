@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from autoparallel.placements import Invariant, Layout, from_dtensor_placements, 
 from autoparallel.runtime.hooks import move_hooks
 from autoparallel.runtime.initial_values import find_units, set_already
 from autoparallel.runtime.slices import local_slice
+
+T = TypeVar("T")
 
 
 def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -85,22 +87,24 @@ def broadcast(tensors: Sequence[torch.Tensor], ranks: Sequence[int], group: Any,
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     with torch.no_grad():
         for same in by_dtype.values():
-            for batch in _batches(same, 1 << 24):
+            for batch in in_batches(same, torch.Tensor.numel, 1 << 24):
                 flat = torch.cat([t.reshape(-1) for t in batch])
                 dist.broadcast(flat, src=ranks[source], group=group)
                 for t, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                     t.copy_(part.view_as(t))
 
 
-def _batches(tensors: list[torch.Tensor], elements: int) -> Iterator[list[torch.Tensor]]:
-    batch: list[torch.Tensor] = []
-    count = 0
-    for tensor in tensors:
-        if batch and count + tensor.numel() > elements:
+def in_batches(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in their order, as many together as do not exceed a size; one that exceeds it alone stands alone."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if batch and total + size > most:
             yield batch
-            batch, count = [], 0
-        batch.append(tensor)
-        count += tensor.numel()
+            batch, total = [], 0
+        batch.append(item)
+        total += size
     if batch:
         yield batch
 

@@ -23,7 +23,7 @@ from autoparallel.placements import Layout, Replicate, from_dtensor_placements
 from autoparallel.placements.redistribution import BUCKET_BYTES, Step
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.slices import local_view
-from autoparallel.runtime.state import broadcast, slots
+from autoparallel.runtime.state import broadcast, in_batches, slots
 
 
 def full_parameters(
@@ -37,7 +37,7 @@ def full_parameters(
     """
     names = list(store.parameters)
     for _, same in groupby(names, lambda name: _way(store, name, owners)):
-        for bucket in _buckets(store, list(same)):
+        for bucket in in_batches(same, lambda name: _bytes(store.parameters[name]), BUCKET_BYTES):
             values = _gather(store, bucket)
             if owners:
                 settle(store.prefix)
@@ -52,18 +52,8 @@ def _way(store: GradientStore, name: str, owners: Mapping[str, int]) -> Any:
     return parameter.dtype, owners.get(name), [step.axes for step in _path(store, parameter)]
 
 
-def _buckets(store: GradientStore, names: Sequence[str]) -> Iterator[list[str]]:
-    bucket: list[str] = []
-    size = 0
-    for name in names:
-        parameter = store.parameters[name]
-        bytes_ = parameter.numel() * parameter.dtype.itemsize
-        if bucket and size + bytes_ > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(name)
-        size += bytes_
-    yield bucket
+def _bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.dtype.itemsize
 
 
 def _layout(parameter: torch.Tensor) -> Layout:

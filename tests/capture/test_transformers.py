@@ -11,19 +11,11 @@ from torch import Tensor, nn
 
 import autoparallel
 from tests.distributed import run_distributed
+from tests.models.pretrained import GPT2, LLAMA, T5
 from tests.runtime.support import mesh_of
 
 ROWS, LENGTH = 4, 10
 
-_LLAMA: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 _BART: dict[str, Any] = {
     "vocab_size": 96,
     "d_model": 32,
@@ -41,22 +33,11 @@ _BART: dict[str, Any] = {
 }
 
 SMALL: dict[str, dict[str, Any]] = {
-    "Llama": _LLAMA,
-    "Qwen2": _LLAMA,
-    "Mistral": _LLAMA,
-    "Gemma2": {**_LLAMA, "head_dim": 8},
-    "GPT2": {
-        "vocab_size": 96,
-        "n_positions": 64,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
+    "Llama": LLAMA,
+    "Qwen2": LLAMA,
+    "Mistral": LLAMA,
+    "Gemma2": {**LLAMA, "head_dim": 8},
+    "GPT2": {**GPT2, "n_positions": 64},
     "OPT": {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -67,17 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 32,
         "dropout": 0.0,
     },
-    "T5": {
-        "vocab_size": 96,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "dropout_rate": 0.0,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-    },
+    "T5": T5,
     "Bart": {**_BART, "max_position_embeddings": 64},
     "Whisper": {**_BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32},
     "Llava": {
@@ -90,7 +61,7 @@ SMALL: dict[str, dict[str, Any]] = {
             "image_size": 16,
             "patch_size": 8,
         },
-        "text_config": {"model_type": "llama", **_LLAMA},
+        "text_config": {"model_type": "llama", **LLAMA},
         "image_token_id": 2,
         "vision_feature_layer": -1,
     },

@@ -8,21 +8,45 @@ import torch
 
 from tests.models.cases import Batch, Case, token_dictionary
 
+LLAMA: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": 96,
+    "n_positions": 32,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+T5: dict[str, Any] = {
+    "vocab_size": 96,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+}
+"""Tiny configurations of the families."""
+
 
 def build_llama(dtype: torch.dtype, mask: bool = False) -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    options: dict[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "attn_implementation": "sdpa",
-    }
-    model: Any = LlamaForCausalLM(LlamaConfig(**options))
+    model: Any = LlamaForCausalLM(LlamaConfig(**LLAMA, attn_implementation="sdpa"))
     model.to(dtype).train()
 
     def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
@@ -34,20 +58,7 @@ def build_llama(dtype: torch.dtype, mask: bool = False) -> Case:
 def build_gpt2(dtype: torch.dtype, mask: bool = False) -> Case:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    options: dict[str, Any] = {
-        "vocab_size": 96,
-        "n_positions": 32,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "attn_implementation": "sdpa",
-    }
-    model: Any = GPT2LMHeadModel(GPT2Config(**options))
+    model: Any = GPT2LMHeadModel(GPT2Config(**GPT2, attn_implementation="sdpa"))
     model.to(dtype).train()
 
     def make_batch(step: int, rows: int, seed: int = 0) -> Batch:
@@ -60,18 +71,7 @@ def build_gpt2(dtype: torch.dtype, mask: bool = False) -> Case:
 def build_t5(dtype: torch.dtype) -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    options: dict[str, Any] = {
-        "vocab_size": 96,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "dropout_rate": 0.0,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-    }
-    model: Any = T5ForConditionalGeneration(T5Config(**options))
+    model: Any = T5ForConditionalGeneration(T5Config(**T5))
     model.to(dtype).train()
 
     def make_batch(step: int, rows: int, seed: int = 0) -> Batch:

@@ -218,7 +218,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a generator in place": (
         lambda x: x + torch.empty_like(x).normal_(generator=torch.Generator()), "normal_ .*leave out generator="
     ),
-    "binomial": (lambda x: torch.binomial(x.detach() * 0 + 3, x.detach() * 0 + 0.5) + x, "aten.binomial.*outside of"),
+    "binomial": (
+        lambda x: torch.binomial(x.detach() * 0 + 3, x.detach() * 0 + 0.5) + x,
+        "aten.binomial.*draw the numbers outside of the model",
+    ),
     "dirichlet": (lambda x: D.Dirichlet(x.abs() + 1, validate_args=False).sample() + x, "_sample_dirichlet.*draw outs"),
     "random with two bounds": (
         lambda x: x + torch.empty_like(x, dtype=torch.int64).random_(2, 5), "write torch.randint"

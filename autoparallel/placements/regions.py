@@ -1,17 +1,14 @@
-"""Which part of a tensor a rank has, and which of the ranks that have it writes it."""
+"""Which block of a tensor a rank has."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from autoparallel.placements import Invariant, Layout, chunk, from_dtensor_placements
+from autoparallel.placements.placement import Layout, chunk
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,9 @@ class Region:
             yield Region((self.start[0] + begin, *self.start[1:]), (count, *self.shape[1:]))
 
 
-def layout_of(tensor: Tensor, mesh: DeviceMesh) -> tuple[Layout, DeviceMesh]:
-    """How a tensor lies, and on which mesh; a plain one is whole on all ranks of ``mesh``."""
-    if isinstance(tensor, DTensor):
-        return from_dtensor_placements(tuple(tensor.placements)), tensor.device_mesh
-    return (Invariant,) * mesh.ndim, mesh
+def whole_region(shape: Sequence[int]) -> Region:
+    """All of a tensor."""
+    return Region((0,) * len(shape), tuple(shape))
 
 
 def own_region(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> Region | None:
@@ -71,17 +66,4 @@ def own_region(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> Region
     return Region(tuple(start), tuple(size))
 
 
-def is_writer(name: str, layout: Layout, mesh: DeviceMesh) -> bool:
-    """Whether this rank is the one of those with the same part that writes it; tensors are dealt out by name."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return False
-    replica, replicas = 0, 1
-    for axis, placement in enumerate(layout):
-        if placement.kind != "S":
-            replica = replica * mesh.size(axis) + coordinate[axis]
-            replicas *= mesh.size(axis)
-    return replica == zlib.crc32(name.encode()) % replicas
-
-
-__all__ = ["Region", "is_writer", "layout_of", "own_region"]
+__all__ = ["Region", "own_region", "whole_region"]
