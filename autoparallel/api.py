@@ -26,6 +26,7 @@ from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.optimizers import note_replaced
+from autoparallel.runtime.randomness import STREAM
 from autoparallel.runtime.state import (
     broadcast,
     make_dtensors,
@@ -184,6 +185,7 @@ def compile(
         loss_chunks=loss_chunks,
         microbatches=microbatches,
     )
+    STREAM.begin()
     agreement = Agreement(mesh)
     _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline)
     prefix = bind(mesh)
