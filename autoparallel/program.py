@@ -297,6 +297,7 @@ def build_program(
     hoist_all: bool = False,
     reduce_dtype: torch.dtype | None = None,
     watch: Watch = ignore,
+    checked: bool = True,
 ) -> LocalProgram:
     """Runs the passes on ``captured`` (whose graph becomes the body).
 
@@ -307,6 +308,7 @@ def build_program(
         hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
         reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
         watch: is told of each pass.
+        checked: whether the program is checked and compiled, as one that runs must be.
     """
     if hoist_all and (plan.recompute or plan.loss_chunks > 1):
         raise PlanError(
@@ -319,7 +321,7 @@ def build_program(
     )  # fmt: skip
     module = captured.module
     try:
-        findings = run_passes(passes, module, watch)
+        findings = run_passes(passes, module, watch, checked=checked)
     except ChunkError as error:
         raise PlanError(str(error)) from error
     layouts = [node.meta["placements"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
@@ -375,6 +377,7 @@ def build_stages(
     node: int = 0,
     training: bool = False,
     watch: Watch = ignore,
+    checked: bool = True,
 ) -> StagedProgram:
     """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
 
@@ -385,6 +388,7 @@ def build_stages(
         node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
         training: whether the call is one that is differentiated.
         watch: is told of each pass of each stage.
+        checked: whether the programs are checked and compiled, as those that run must be.
 
     Raises:
         PlanError: when the model cannot be run in such stages and microbatches.
@@ -425,6 +429,7 @@ def build_stages(
             hoist_all=hoist_all,
             reduce_dtype=reduce_dtype,
             watch=watch,
+            checked=checked,
         )
         programs.append(program)
     ordered = tuple(crossings[number] for number in sorted(crossings))

@@ -34,9 +34,15 @@ def outputs_of(request: Request, captured: Captured) -> Sequence[Any]:
 
 
 def local_program(
-    request: Request, captured: Captured, plan: Plan, call: Call, prefix: str, watch: Watch = ignore
+    request: Request,
+    captured: Captured,
+    plan: Plan,
+    call: Call,
+    prefix: str,
+    watch: Watch = ignore,
+    checked: bool = True,
 ) -> LocalProgram:
-    """A rank's program; the captured graph becomes its body; ``watch`` is told of each pass."""
+    """A rank's program; the captured graph becomes its body; the options are those of ``build_program``."""
     return build_program(
         captured,
         plan,
@@ -48,17 +54,22 @@ def local_program(
         hoist_all=request.hoist_all,
         reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
         watch=watch,
+        checked=checked,
     )
 
 
-def step_program(request: Request, captured: Captured, plan: Plan, call: Call, prefix: str) -> LocalProgram:
+def step_program(
+    request: Request, captured: Captured, plan: Plan, call: Call, prefix: str, checked: bool = True
+) -> LocalProgram:
     """A rank's program of a call, or of each of its microbatches; not for a pipeline."""
     if plan.microbatches > 1:
-        return stage_programs(request, captured, plan, call, prefix).programs[0]
-    return local_program(request, captured, plan, call, prefix)
+        return stage_programs(request, captured, plan, call, prefix, checked).programs[0]
+    return local_program(request, captured, plan, call, prefix, checked=checked)
 
 
-def stage_programs(request: Request, captured: Captured, plan: Plan, call: Call, prefix: str) -> StagedProgram:
+def stage_programs(
+    request: Request, captured: Captured, plan: Plan, call: Call, prefix: str, checked: bool = True
+) -> StagedProgram:
     """The local program of every stage of a pipeline, or of the one stage of microbatches, the same on all ranks.
 
     Raises:
@@ -81,6 +92,7 @@ def stage_programs(request: Request, captured: Captured, plan: Plan, call: Call,
         reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
         node=request.profile.node,
         training=call.is_training,
+        checked=checked,
     )
 
 
