@@ -184,13 +184,13 @@ class CountingMode(TorchDispatchMode):
             return
         if name == "batch_p2p_ops":
             for kind, tensor in zip(given["op_list"], given["tensors"], strict=True):
-                self._add(kind.removeprefix("i"), *self._group(given["group_name"], _bytes(tensor)))
+                self._add(kind.removeprefix("i"), *self._group(given["group_name"], _torch.bytes_in(tensor)))
             return
         if name not in _OPERATORS:
             raise NotImplementedError(f"count_traffic() does not know the operator {func}: its bytes would be missing")
         kind, argument, part = _OPERATORS[name]
         group = given["process_group"] if "process_group" in given else given["group_name"]
-        axis, full, ranks = self._group(group, _bytes(given[argument]) if argument else 0)
+        axis, full, ranks = self._group(group, _torch.bytes_in(given[argument]) if argument else 0)
         self._add(kind, axis, full * ranks if part else full, ranks)
 
     def _group(self, argument: Any, size: int) -> tuple[str, int, int]:
@@ -221,7 +221,7 @@ class CountingMode(TorchDispatchMode):
         else:
             return
         communicator, axis = communicator_of(given["group"])
-        ranks, full = communicator.size(axis), _bytes(given["x"])
+        ranks, full = communicator.size(axis), _torch.bytes_in(given["x"])
         self._add(kind, active_axes(axis, communicator.size), full * ranks if part else full, ranks)
 
     def _count_exchange(self, name: str, given: Mapping[str, Any]) -> None:
@@ -282,8 +282,3 @@ _OPERATORS: dict[str, tuple[str, str, bool]] = {
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _bytes(values: Any) -> int:
-    tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
-    return sum(x.numel() * x.element_size() for x in tensors)
