@@ -47,8 +47,14 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors among nested values, in their order."""
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+    """The tensors among nested values, in their order; what operators read and make is looked at very often."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        values = pytree.tree_leaves(values) if type(values) in pytree.SUPPORTED_NODES else ()
+    return [x for value in values for x in tensors_in(value)]
 
 
 def bytes_in(values: Any) -> int:

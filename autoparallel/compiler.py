@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel import _torch
 from autoparallel.comm.groups import bind, inner_mesh, other_slices, whole_group, whole_group_name
 from autoparallel.comm.world import PIPELINE_AXIS, count_ranks, device_of, make_mesh, mesh_text
+from autoparallel.data import from_json, to_json
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
@@ -21,6 +22,7 @@ from autoparallel.passes.mark_batch import mark_batch
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.meshes import MeshSearch
+from autoparallel.planner.plan_cache import PlanCache, key_of
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
 from autoparallel.planner.reasons import PlanAgain
@@ -48,6 +50,7 @@ class Settings:
         lent: whether the parameters are given with each call, whole, by an owner who keeps them.
         scaler: the gradient scaler, which a pipeline must know.
         unable: why the options do not go with a pipeline; empty where they do.
+        cache: of plans; the first rank's is used.
     """
 
     model: nn.Module
@@ -57,6 +60,7 @@ class Settings:
     lent: bool = False
     scaler: torch.amp.GradScaler | None = None
     unable: str = ""
+    cache: PlanCache | None = None
 
 
 class Compiler:
@@ -87,7 +91,7 @@ class Compiler:
 
     def _lie_on(self, mesh: DeviceMesh, request: Request) -> None:
         self.mesh, self.request = mesh, request.on(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
-        self.planner = Planner(self.settings.model, self.request)
+        self.planner = Planner(self.settings.model, self.request, cache=self.settings.cache)
 
     def copied(self, model: nn.Module) -> tuple[Compiler, GradientStore]:
         """What compiles a copy of the model, and keeps its gradients.
@@ -157,7 +161,7 @@ class Compiler:
         unable = settings.unable or (_attributes_in_pipeline(captured) if captured.attributes else "")
         search = MeshSearch(request, captured, call, mesh.size(), unable)
         with self._progress.phase("mesh"):
-            self.choice, self.is_open = search.choose(settings.agreement.share), False
+            self.choice, self.is_open = self._choice(search), False
         axes = self.choice.mesh
         if axes != request.axes:
             mesh = make_mesh(mesh.device_type, axes)
@@ -166,6 +170,20 @@ class Compiler:
             settings.store.move(inner, bind(inner), whole_group_name(bind(mesh)) if staged else None)
         self._lie_on(mesh, request)
         return captured
+
+    def _choice(self, search: MeshSearch) -> MeshChoice:
+        """What a search chooses, or has chosen before, where the first rank's cache knows."""
+        cache, agreement = self.settings.cache, self.settings.agreement
+        if cache is None:
+            return search.choose(agreement.share)
+        key = key_of(search.request, search.captured, search.call, Settled(), search.devices, search.refusal)
+        text = agreement.from_first(lambda: cache.get(key, lambda text: from_json(MeshChoice, text, 1) and text) or "")
+        if text:
+            return from_json(MeshChoice, text, 1)
+        choice = search.choose(agreement.share)
+        if agreement.is_first:
+            cache.put(key, to_json(choice, 1))
+        return choice
 
     def _capture(self, call: Call, training: bool | None = None) -> Captured:
         with self._progress.phase("capture"):

@@ -103,6 +103,7 @@ class Target:
         hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
         reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
         node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
+        checked: whether programs are checked and compiled, as those that run must be.
     """
 
     prefix: str
@@ -112,6 +113,7 @@ class Target:
     hoist_all: bool = False
     reduce_dtype: torch.dtype | None = None
     node: int = 0
+    checked: bool = True
 
 
 def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | None]:
@@ -319,7 +321,7 @@ def build_program(
     passes = program_passes(captured, plan, target, inputs, outputs)
     module = captured.module
     try:
-        findings = run_passes(passes, module, watch)
+        findings = run_passes(passes, module, watch, checked=target.checked)
     except ChunkError as error:
         raise PlanError(str(error)) from error
     layouts = [node.meta["placements"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]

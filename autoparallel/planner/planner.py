@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,8 @@ from autoparallel.graph.captured import Captured
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates import best
 from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.programs import build
+from autoparallel.planner.plan_cache import PlanCache, key_of
+from autoparallel.planner.programs import build, prepare
 from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request, Settled
 from autoparallel.predict.pipeline_traffic import pipeline_traffic
@@ -35,10 +37,17 @@ class Planner:
     Args:
         reductions: when the gradient of each parameter is reduced; None leaves it to the request. With a limit, it is
             chosen on the first program that trains then, for all kinds of calls.
+        cache: of plans that were searched before.
     """
 
-    def __init__(self, model: nn.Module, request: Request, reductions: Mapping[str, str] | None = None) -> None:
-        self.model, self.request, self._reductions = model, request, reductions
+    def __init__(
+        self,
+        model: nn.Module,
+        request: Request,
+        reductions: Mapping[str, str] | None = None,
+        cache: PlanCache | None = None,
+    ) -> None:
+        self.model, self.request, self.cache, self._reductions = model, request, cache, reductions
         self._predicted: tuple[Plan, tuple[Any, ...], Prediction | None] | None = None
         if isinstance(request.plan, Plan):
             self._reductions = {name: p.reduce for name, p in request.plan.parameters.items()}
@@ -71,9 +80,21 @@ class Planner:
         Raises:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
         """
+        key = None if self.cache is None else key_of(self.request, captured, call, settled)
+        known = None if self.cache is None else self.cache.get(key, partial(self._read, captured, call))
+        if known is not None:
+            return known
         evaluator = Evaluator(self.request, captured, call, settled)
         plan = best(proposals(evaluator), evaluator.plan).require()
         self._predicted = plan, call.specs, evaluator.prediction(plan)
+        if self.cache is not None:
+            self.cache.put(key, plan.to_json())
+        return plan
+
+    def _read(self, captured: Captured, call: Call, text: str) -> Plan:
+        """A plan that was kept, and that the graph can be prepared for."""
+        plan = Plan.from_json(text)
+        prepare(self.request, captured.copy(), plan, call)
         return plan
 
     def finish(

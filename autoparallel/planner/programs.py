@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
@@ -18,7 +19,13 @@ from autoparallel.program import LocalProgram, StagedProgram, build_program, bui
 
 
 def build(
-    request: Request, captured: Captured, plan: Plan, call: Call, prefix: str, watch: Watch = ignore
+    request: Request,
+    captured: Captured,
+    plan: Plan,
+    call: Call,
+    prefix: str,
+    watch: Watch = ignore,
+    checked: bool = True,
 ) -> LocalProgram | StagedProgram:
     """A rank's program; of a pipeline, or of microbatches, those of all stages, the same on all ranks.
 
@@ -26,11 +33,12 @@ def build(
         captured: becomes the body.
         prefix: the name under which the mesh is bound.
         watch: is told of each pass.
+        checked: whether the programs are checked and compiled, as those that run must be.
 
     Raises:
         PlanError: where the model cannot be run so.
     """
-    target = request.target(prefix)
+    target = replace(request.target(prefix), checked=checked)
     if plan.staging is not None:
         return build_stages(captured, plan, target, call.is_training, watch)
     return build_program(captured, plan, target, input_layouts(captured, call.specs, call.layouts), watch=watch)

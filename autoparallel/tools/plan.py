@@ -22,6 +22,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.meshes import MeshSearch, refusal
 from autoparallel.planner.pins import Pins, parse_pins
+from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import PRESETS, Preset, is_possible
 from autoparallel.planner.reasons import PlanAgain
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--seed", type=int, default=0, help="seed of the factory (default: 0)")
     parser.add_argument("--explain", action="store_true", help="print the whole plan, too")
     parser.add_argument("--passes", action="store_true", help="print the program before and after each pass, too")
+    parser.add_argument("--cache", help="a folder in which plans are kept, to be found by the next run")
     parser.add_argument("--out", help="write the plan as JSON")
     parser.add_argument("--report", help="write a report as one HTML file that needs no network")
 
@@ -86,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
         with _progress("mesh").phase("search"):
             choice = MeshSearch(request, captured, call, mesh, refusal=_refusal(request)).choose()
         request = request.on(choice.mesh)
-    compared = compare(source, request, call, captured, _presets(options, request), choice)
+    cache = PlanCache(options.cache) if options.cache else None
+    compared = compare(source, request, call, captured, _presets(options, request), choice, cache)
     plan = compared.plan
     assert isinstance(plan, Plan)
     print(plain_text(f"{compared.title}: {compared.step}", *choice_blocks(choice), *comparison_blocks(compared)))
@@ -202,6 +205,7 @@ def compare(
     captured: Captured,
     presets: list[str],
     choice: MeshChoice | None = None,
+    cache: PlanCache | None = None,
 ) -> Comparison:
     """The plan that is asked for, and the presets beside it; each is searched and predicted.
 
@@ -216,7 +220,7 @@ def compare(
         # Presets are compared without pins, within the same limit and with the same means that save memory.
         asked = request if chosen else replace(request, plan=name, pins=Pins())
         try:
-            planner = Planner(source.model, asked)
+            planner = Planner(source.model, asked, cache=cache)
             made = draft_captured(planner, captured.copy(), call, _progress(name))
         except ValueError as error:
             if chosen:
