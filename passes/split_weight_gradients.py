@@ -189,6 +189,3 @@ def _read_by_regions(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Nod
 def _reads_activation(node: fx.Node, alone: set[fx.Node]) -> bool:
     """Whether a call reads a tensor that does not follow from parameters alone."""
     return any(is_tensor(x) and x not in alone for x in node.all_input_nodes)
-
-
-__all__ = ["Deferred", "collect_deferred", "deferring", "split_weight_gradients"]

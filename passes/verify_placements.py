@@ -309,6 +309,3 @@ def _name(node: fx.Node) -> str:
 
 def _ways(modes: Sequence[Any]) -> str:
     return ", ".join(map(str, modes))
-
-
-__all__ = ["PlacementError", "verify_placements"]

@@ -180,6 +180,3 @@ def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls.__module__.startswith("torch._"):
         return _apply(cls)(*args, **kwargs)
     return _apply_function(trace, cls, args, kwargs)
-
-
-__all__ = ["FunctionCall", "function_apply"]

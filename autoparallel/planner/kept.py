@@ -134,6 +134,3 @@ def _call(node: fx.Node, args: Any, kwargs: Any, size: Signatures) -> Any:
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-__all__ = ["kept_parts"]

@@ -125,6 +125,3 @@ class MeteredCommunicator:
         """Ends the phase that runs: the time since the one before was its."""
         self.seconds[self.phase] += self.clock.now - sum(self.seconds.values())
         self.phase = phase
-
-
-__all__ = ["BACKWARD", "FORWARD", "GRADIENTS", "PHASES", "UNSHARD", "MeteredCommunicator"]

@@ -142,6 +142,3 @@ def _take_back(parameter: nn.Parameter, full: torch.Tensor) -> None:
     part = local_view(full.detach(), _layout(parameter), parameter.device_mesh)  # type: ignore[attr-defined]
     if part.data_ptr() != local.data_ptr():
         local.copy_(part)
-
-
-__all__ = ["WholeModel", "full_parameters"]

@@ -310,6 +310,3 @@ def _distance(actual: Tensor | None, expected: Tensor | None) -> float:
         one = actual if actual is not None else expected
         return 0.0 if one is None else difference(one, torch.zeros_like(one))
     return difference(actual, expected)
-
-
-__all__ = ["capture_deviation"]

@@ -115,6 +115,3 @@ def narrowing_casts(task: Task) -> tuple[str, ...]:
     with casts, Draws(task.seed).call():
         call(task.model, task, task.batch(1))
     return tuple(casts.places)
-
-
-__all__ = ["FACTOR", "ROUNDINGS", "RUNS", "measure", "moved", "narrowing_casts"]
