@@ -74,7 +74,7 @@ class Planner:
         evaluator = Evaluator(self.request, captured, call, settled)
         plan = best(proposals(evaluator), evaluator.plan).require()
         self._predicted = plan, call.specs, evaluator.prediction(plan)
-        return plan
+        return replace(plan, frontier=evaluator.frontier(plan))
 
     def finish(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> tuple[Plan, LocalProgram]:
         """The plan with its prediction and with the times of reducing that fit the limit, and a rank's program."""
