@@ -127,6 +127,7 @@ class Row:
     Attributes:
         mesh: the axes; a number of devices for the search to factor.
         rows, length: of the batch: sequences and their tokens, or images and their pixels along a side.
+        chunks: into how many the loss is cut, where the logits of a row alone would not fit.
     """
 
     model: str
@@ -134,6 +135,7 @@ class Row:
     rows: int
     length: int
     hardware: str = "h100"
+    chunks: int | None = None
 
     def __str__(self) -> str:
         on = self.mesh if isinstance(self.mesh, int) else ", ".join(f"{name}={size}" for name, size in self.mesh)
@@ -156,7 +158,7 @@ ROWS = (
     Row("8B", 8, 8, 8192),
     Row("8B", _dp(2, 8), 16, 8192),
     Row("8B", _dp(8, 8), 64, 8192),
-    Row("8B", _dp(8, 8), 64, 32768),
+    Row("8B", _dp(8, 8), 64, 32768, chunks=8),
     Row("13B", _dp(8), 8, 4096),
     Row("13B", _dp(8, 8), 64, 4096),
     Row("13B", _dp(8, 8), 64, 4096, "a100"),
@@ -187,7 +189,8 @@ def measure(row: Row) -> dict[str, Any]:
     profile = PROFILES[row.hardware]
     mesh: Axes = (("dp", row.mesh),) if isinstance(row.mesh, int) else row.mesh
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    request = _on(mesh, Request(mesh, profile, precision=policy, memory_limit=limit_in_bytes(None, profile)))
+    limit = limit_in_bytes(None, profile)
+    request = _on(mesh, Request(mesh, profile, precision=policy, memory_limit=limit, loss_chunks=row.chunks))
     call = call_of((), inputs)
     captured = Planner(model.train(), request).capture(call)
     start = time.process_time()

@@ -23,13 +23,14 @@ from autoparallel.planner.candidates import Candidate, Outcome
 from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.problem import Schedule
-from autoparallel.planner.programs import outputs_of, step_program
+from autoparallel.planner.programs import build
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
 from autoparallel.predict.forecast import Forecast, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
+from autoparallel.program import wanted_outputs
 
 
 class Evaluator:
@@ -74,6 +75,15 @@ class Evaluator:
         cuts = known.cuts if keys.issuperset(known.cuts) else None
         return Pipeline(known.schedule, known.microbatches, known.count // known.ranks, cuts)
 
+    def may_chunk(self, plan: Plan) -> bool:
+        """Whether the loss of a plan that does not cut it could go through its rows in chunks, were logits given up."""
+        request = self.request
+        if plan.loss_chunks > 1 or request.hoist_all or request.outputs != "auto" or not self.call.trains:
+            return False
+        graph = self.captured.copy()
+        leave_out_logits(graph)
+        return bool(chunkable(graph.graph))
+
     # -- plans ------------------------------------------------------------------------------------------------------
 
     def plan(self, candidate: Candidate) -> Outcome:
@@ -117,7 +127,7 @@ class Evaluator:
             request.profile,
             constraints,
             request.redistributor,
-            outputs_of(request, graph),
+            wanted_outputs(graph, request.outputs, len(request.axes)),
             pinned=self.settled.at_rest,
             input_layouts=input_layouts(graph, call.specs, call.layouts),
             pins=request.pins.resolve(graph, request.axes),
@@ -231,7 +241,7 @@ class Evaluator:
     def predict(self, graph: Captured, plan: Plan) -> Prediction:
         """What the program that a plan makes of a graph, which is used up, is predicted to cost."""
         pad(graph, plan.padded)
-        program = step_program(self.request, graph, plan, self.call, "mesh0", checked=False)
+        program = build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
         return predict(program, plan, self.request.profile)
 
 

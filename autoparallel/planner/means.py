@@ -37,7 +37,7 @@ def with_means(candidate: Candidate, evaluator: Evaluator, search: Search) -> Pr
             break
         if best.plan is None or _seconds(outcome, evaluator) < _seconds(best, evaluator):
             best = outcome
-        if not outcome.require().recompute:  # what saves more is slower
+        if outcome.plan is not None and not outcome.plan.recompute:  # what saves more is slower
             break
     return best
 

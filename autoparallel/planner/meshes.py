@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -214,8 +214,7 @@ class MeshSearch:
 
     def price(self, mesh: Axes) -> Alternative:
         """What a mesh costs, by a first look."""
-        stages = mesh[0][1] if mesh[0][0] == PIPELINE_AXIS else 0
-        request = replace(self.request, axes=mesh[1:] if stages else mesh, stages=stages)
+        request = self.request.on(mesh)
         evaluator = Evaluator(request, self.captured, self.call)
         try:
             outcome = best(proposals(evaluator, thorough=False), evaluator.plan)
