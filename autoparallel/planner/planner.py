@@ -87,6 +87,7 @@ class Planner:
         evaluator = Evaluator(self.request, captured, call, settled)
         plan = best(proposals(evaluator), evaluator.plan).require()
         self._predicted = plan, call.specs, evaluator.prediction(plan)
+        plan = replace(plan, frontier=evaluator.frontier(plan))
         if self.cache is not None:
             self.cache.put(key, plan.to_json())
         return plan
