@@ -91,7 +91,7 @@ def _accelerate(mesh: str | None, path: str) -> tuple[list[float], dict[str, Ten
                 mesh=device_mesh, compile_options=options, cpu=True, gradient_accumulation_steps=2
             )
         model = _gpt2()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         loader = DataLoader(_rows(18), batch_size=4, shuffle=True)  # type: ignore[arg-type]
         torch.manual_seed(3)

@@ -3,7 +3,7 @@
 A compiled model is one model on one device to them, which happens to be a mesh: every rank is given the same batches,
 and losses and metrics are those of the whole batch.
 
-May import ``api``, ``graph`` and ``runtime``.
+May import ``api``, ``comm``, ``graph`` and ``runtime``.
 
 - ``accelerate``: an ``Accelerator``.
 - ``transformers``: a ``Trainer``.

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.api import compile
 from autoparallel.graph.plain_tensors import REPLACED
+from autoparallel.runtime.microbatches import NotKept
 from autoparallel.runtime.module import ParallelModule
 
 
@@ -135,6 +136,17 @@ class Accelerator(accelerate.Accelerator):
     def gather(self, tensor: Any) -> Any:
         """What it is given, whole: every rank has the values of the whole batch."""
         return tree_map_only(DTensor, lambda x: x.full_tensor(), tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What it is given, whole.
+
+        Raises:
+            RuntimeError: for an output that a pipeline has not kept; it says what to change.
+        """
+        leaves = tree_leaves(input_data)
+        for missing in (x for x in leaves if isinstance(x, NotKept)):
+            missing.shape  # noqa: B018 - raises, and says why
+        return super().gather_for_metrics(input_data) if all(isinstance(x, Tensor) for x in leaves) else input_data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """What it is given, scaled: it is of the whole batch already."""

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.api import compile
+from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.integrations.accelerate import Accelerator
 from autoparallel.runtime.module import ParallelModule
 
@@ -54,7 +55,10 @@ class Trainer(transformers.Trainer):
         self._compiling = mesh, compile_options
         super().__init__(model, args, *others, **options)
         self._set_signature_columns_if_needed()  # from the plain model's forward
-        self.model: ParallelModule = compile(model, mesh, **dict(compile_options or {}))
+        compiling: dict[str, Any] = dict(compile_options or {})
+        if self.compute_metrics is not None and mesh is not None and PIPELINE_AXIS in (mesh.mesh_dim_names or ()):
+            compiling.setdefault("outputs", "gather")  # a pipeline keeps none otherwise
+        self.model: ParallelModule = compile(model, mesh, **compiling)
         self.model_wrapped = self.model
 
     def create_accelerator_and_postprocess(self) -> None:
