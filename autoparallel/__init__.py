@@ -11,6 +11,7 @@ from autoparallel.plan import Plan
 from autoparallel.rules import RuleError, register_rule
 from autoparallel.runtime.agreement import RankMismatchError
 from autoparallel.runtime.limits import ClipGradNorm
+from autoparallel.runtime.local_steps import register_optimizer
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.pipeline import PipelineError
 from autoparallel.tools.parity.verification import VerifyError, VerifyReport
@@ -21,5 +22,5 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError", "Checkpoint", "CheckpointError", "ClipGradNorm", "ParallelModule", "Pipeline", "PipelineError",
     "Plan", "PlanError", "ProcessError", "RankMismatchError", "RuleError", "Traffic", "VerifyError", "VerifyReport",
-    "compile", "count_traffic", "latest", "register_rule", "verify",
+    "compile", "count_traffic", "latest", "register_optimizer", "register_rule", "verify",
 ]  # fmt: skip
