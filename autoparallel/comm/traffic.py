@@ -189,25 +189,26 @@ class CountingMode(TorchDispatchMode):
     Args:
         add: called with these.
         names: process group name to axis, before what is known of bound meshes.
-        dry: reports what a dry run does with meta tensors, instead of what is sent.
     """
 
     def __init__(
-        self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None, *, dry: bool = False
+        self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None
     ) -> None:
         super().__init__()
         self._add = add
         self._names = names or {}
-        self._dry = dry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as operators on local tensors and as collectives
-        if func.namespace in _NAMESPACES and self._dry == any(map(_is_meta, pytree.tree_leaves(args))):
-            self._count(func, args, kwargs or {})
+        if func.namespace in _NAMESPACES and not any(map(_is_meta, pytree.tree_leaves(args))):
+            self.count(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _count(self, func: Any, args: Any, kwargs: Any) -> None:
+    def count(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Reports what an operator sends, if it sends anything."""
+        if func.namespace not in _NAMESPACES:
+            return
         name = func._schema.name.partition("::")[2]
         given = {a.name: a.default_value for a in func._schema.arguments}
         given |= dict(zip(given, args, strict=False)) | kwargs

@@ -22,13 +22,14 @@ from autoparallel.planner.candidates import Candidate, Outcome
 from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.problem import Schedule
-from autoparallel.planner.programs import outputs_of, step_program
+from autoparallel.planner.programs import build
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
 from autoparallel.predict.forecast import Forecast, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
+from autoparallel.program import wanted_outputs
 
 
 class Evaluator:
@@ -116,7 +117,7 @@ class Evaluator:
             request.profile,
             constraints,
             request.redistributor,
-            outputs_of(request, graph),
+            wanted_outputs(graph, request.outputs, len(request.axes)),
             pinned=self.settled.at_rest,
             input_layouts=input_layouts(graph, call.specs, call.layouts),
             pins=request.pins.resolve(graph, request.axes),
@@ -212,7 +213,7 @@ class Evaluator:
     def predict(self, graph: Captured, plan: Plan) -> Prediction:
         """What the program that a plan makes of a graph, which is used up, is predicted to cost."""
         pad(graph, plan.padded)
-        program = step_program(self.request, graph, plan, self.call, "mesh0")
+        program = build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
         return predict(program, plan, self.request.profile)
 
 

@@ -73,13 +73,12 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
     """
     clock = Clock(profile.overlap)
     communicator, ledger = MeteredCommunicator(plan, profile, clock), Ledger(clock)
-    meter = Meter(profile, plan.axis_sizes, clock, ledger)
-    counting = CountingMode(communicator.add, dry=True)
+    meter = Meter(profile, plan.axis_sizes, clock, ledger, CountingMode(communicator.add))
     rank = _DryRank(program, plan, communicator, meter, roots)
     before = use_communicator(communicator)
     try:
         # What the user asks of autograd meanwhile (set_detect_anomaly) reads values, which there are none of.
-        with counting, meter, torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        with meter, torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
             rank.step()
     finally:
         use_communicator(before)

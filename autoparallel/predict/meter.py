@@ -19,11 +19,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.comm.groups import communicator_of
+from autoparallel.comm.traffic import CountingMode
 from autoparallel.hardware import Profile
 from autoparallel.placements import COLLECTIVES, action, parse_placement
 from autoparallel.rules.calls import may_have_gradient
@@ -83,9 +83,7 @@ class Ledger:
 
     def add(self, value: Any) -> None:
         """Counts the tensors in ``value`` until they die."""
-        for tensor in pytree.tree_leaves(value):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in _tensors(value):
             storage = tensor.untyped_storage()
             if storage in self._known:
                 continue
@@ -119,13 +117,15 @@ class Meter(TorchDispatchMode):
     Args:
         profile: what is priced for.
         axis_sizes: the mesh's.
-        clock, ledger: what is told.
+        clock, ledger, sent: what is told.
     """
 
-    def __init__(self, profile: Profile, axis_sizes: Sequence[int], clock: Clock, ledger: Ledger) -> None:
+    def __init__(
+        self, profile: Profile, axis_sizes: Sequence[int], clock: Clock, ledger: Ledger, sent: CountingMode
+    ) -> None:
         super().__init__()
         self.profile, self.axis_sizes = profile, tuple(axis_sizes)
-        self.clock, self.ledger = clock, ledger
+        self.clock, self.ledger, self.sent = clock, ledger, sent
         self._queued = replace(profile, launch=0.0)
 
     @contextmanager
@@ -146,6 +146,7 @@ class Meter(TorchDispatchMode):
         extra = args[0].new_empty(beside) if beside else None
         if extra is not None:
             self.ledger.add(extra)
+        self.sent.count(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self.ledger.add(result)
         self.clock.compute(self.seconds(name, args, kwargs or {}, result))
@@ -193,7 +194,14 @@ def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+    """The tensors among an operator's arguments or results, which are no deeper trees."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [x for item in value for x in _tensors(item)]
 
 
 def _bytes(value: Any) -> int:

@@ -216,7 +216,7 @@ def loss_of(outputs: Sequence[tuple[str, Tensor]], task: Task, notes: list[str])
 def _weighted(x: Tensor, seed: int) -> Tensor:
     x = torch.view_as_real(x) if x.is_complex() else x
     golden = (math.sqrt(5) - 1) / 2  # its multiples are spread evenly over [0, 1]; a random operator would be numbered
-    weights = (torch.arange(1, x.numel() + 1, dtype=torch.float64) * golden + seed / 7) % 1
+    weights = (torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device) * golden + seed / 7) % 1
     return (x.double() * weights.view(x.shape)).sum()
 
 
@@ -268,7 +268,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _whole(x: Tensor) -> Tensor:
     x = x.detach()
-    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()  # a replicated one would be the tensor itself
+    whole = x.full_tensor() if isinstance(x, DTensor) else x
+    return whole.to("cpu", copy=True)  # a replicated one would be the tensor itself
 
 
 __all__ = ["Draws", "LimitOf", "call", "loss_of", "module_stack", "observe", "parameters_here", "tensors_of", "train"]
