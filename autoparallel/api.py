@@ -22,6 +22,7 @@ from autoparallel.planner.pins import parse_pins
 from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.runtime.agreement import Agreement
+from autoparallel.runtime.compiled import make_body_of, require_backend
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Outputs = Literal["auto", "gather", "sharded"]
-Backend = Literal["eager", "inductor"]
-OUTPUTS, BACKENDS = get_args(Outputs), get_args(Backend)
+OUTPUTS = get_args(Outputs)
 
 
 def compile(
@@ -52,7 +52,7 @@ def compile(
     hardware: str | Path | Profile | None = None,
     memory_limit: float | str | None = None,
     outputs: Outputs = "auto",
-    backend: Backend = "eager",
+    backend: str = "eager",
     precision: MixedPrecisionPolicy | None = None,
     clip_grad_norm: float | Mapping[str, float] | ClipGradNorm | None = None,
     pipeline: Pipeline | None = None,
@@ -97,7 +97,9 @@ def compile(
             (``param_dtype``), the dtype gradients are reduced in (``reduce_dtype``; None: that of their use), and the
             dtype of the model's outputs before ``loss_fn`` (``output_dtype``). Parameters at rest, gradients and
             accumulators keep the model's dtype. Give an ``output_dtype`` of float32 for the loss to be computed in it.
-        backend: "eager" runs the program in plain autograd, "inductor" compiles its body with ``torch.compile``.
+        backend: "eager" runs the program in plain autograd; any other name is that of a backend of ``torch.compile``,
+            such as "inductor", with which each distinct region of the program is compiled, once for layers that are
+            alike. Plans, gathers, recomputation and pipelines are the same.
         clip_grad_norm: every step of an optimizer first clips the gradients to this global norm, as
             :meth:`ParallelModule.clip_grad_norm_` does; a number, limits by pattern of parameter names, or a
             :class:`ClipGradNorm` with another p or a policy for norms that are not finite.
@@ -179,7 +181,6 @@ def compile(
         outputs=outputs,
         precision=precision,
         device=mesh.device_type,
-        hoist_all=backend == "inductor",
         pipeline=pipeline,
         loss_chunks=loss_chunks,
         microbatches=microbatches,
@@ -192,7 +193,7 @@ def compile(
     note_replaced(make_dtensors(model, mesh))
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
-    settings = Settings(model, agreement, store, backend == "inductor", scaler=grad_scaler, unable=unable)
+    settings = Settings(model, agreement, store, make_body_of(backend), scaler=grad_scaler, unable=unable)
     module = ParallelModule(
         model,
         agreement=agreement,
@@ -220,8 +221,7 @@ def require_options(
         raise ValueError("a Plan is carried out as it is, so that nothing can be pinned: give it as pins=plan instead")
     if outputs not in OUTPUTS:
         raise ValueError(f"unknown outputs {outputs!r}: expected one of {', '.join(OUTPUTS)}")
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}")
+    require_backend(backend)
     if precision is not None:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 

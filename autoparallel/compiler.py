@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +30,7 @@ from autoparallel.program import LocalProgram, StagedProgram, find_owners
 from autoparallel.report.explain import headline
 from autoparallel.report.progress import UNSHOWN, Progress
 from autoparallel.runtime.agreement import Agreement
-from autoparallel.runtime.compiled import compile_body
+from autoparallel.runtime.compiled import Body, plain_body
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.pipeline import attach_stages
 from autoparallel.runtime.runner import Kind, Runner
@@ -44,7 +45,7 @@ class Settings:
         model: the plain model, or a graph of Dynamo's as one.
         agreement: all ranks.
         store: the parameters, and where their gradients go.
-        compiled: whether bodies go through ``torch.compile``.
+        make_body: what runs the body of a program.
         lent: whether the parameters are given with each call, whole, by an owner who keeps them.
         scaler: the gradient scaler, which a pipeline must know.
         unable: why the options do not go with a pipeline; empty where they do.
@@ -53,7 +54,7 @@ class Settings:
     model: nn.Module
     agreement: Agreement
     store: GradientStore
-    compiled: bool = False
+    make_body: Callable[[LocalProgram], Body] = plain_body
     lent: bool = False
     scaler: torch.amp.GradScaler | None = None
     unable: str = ""
@@ -206,9 +207,8 @@ class Compiler:
         plan, program = self.planner.finish(captured, plan, call, store.prefix)
         self._require_same_program(program, plan)
         self._settle(at_rest)
-        body = compile_body(program) if settings.compiled else program.body
         reasons = PlanAgain(self.planner, replace(call, leaves=()))  # a plan keeps no batch alive
-        return Kind(Runner(program, store, settings.model, body), plan.with_reasons(reasons))
+        return Kind(Runner(program, store, settings.model, settings.make_body), plan.with_reasons(reasons))
 
     def _attach_stages(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
         """Builds every stage's program, on all ranks, and attaches this rank's; one that runs microbatches."""
@@ -218,9 +218,8 @@ class Compiler:
         owners = self.owners or find_owners(staged, store.parameters)
         self.owners = owners if request.stages else {}
         self._settle(at_rest)
-        compiled = compile_body if settings.compiled else None
         prefix, redistributor = bind(self.mesh), request.redistributor
-        runner = attach_stages(staged, store, settings.model, prefix, owners, redistributor, compiled)
+        runner = attach_stages(staged, store, settings.model, prefix, owners, redistributor, settings.make_body)
         runner.scaler = settings.scaler
         if plan.microbatches > 1:
             reasons = PlanAgain(self.planner, replace(call, leaves=()))

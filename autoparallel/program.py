@@ -180,12 +180,11 @@ def program_passes(
     outputs: Sequence[Layout | None],
     inputs: Mapping[str, Layout],
     device: torch.device,
-    hoist_all: bool = False,
     reduce_dtype: torch.dtype | None = None,
 ) -> PassList:
     """What makes of a captured graph the program of one rank; the arguments are those of :func:`build_program`."""
     sizes = Sizes(captured.actual)
-    gather = {name: "per_step" if hoist_all else p.gather for name, p in plan.parameters.items()}
+    gather = {name: p.gather for name, p in plan.parameters.items()}
     reduce = {name: p.reduce for name, p in plan.parameters.items()}
     at_rest = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
     losses = chunkable(captured.graph) if plan.loss_chunks > 1 else []
@@ -211,9 +210,7 @@ def program_passes(
         # Calls of buckets stand before the first use of what they gather, so all uses must be there to be seen.
         Pass(
             "bucket_collectives",
-            lambda module, findings: bucket_collectives(
-                module, findings[Chains].chains, gather, layers=plan.recompute
-            ),
+            lambda module, findings: bucket_collectives(module, findings[Chains].chains, gather, layers=plan.recompute),
             requires={Fact.HOISTED, Fact.FLAT},
             provides={Fact.BUCKETED},
             places=True,
@@ -294,7 +291,6 @@ def build_program(
     outputs: Sequence[Layout | None],
     inputs: Mapping[str, Layout],
     device: torch.device,
-    hoist_all: bool = False,
     reduce_dtype: torch.dtype | None = None,
     watch: Watch = ignore,
 ) -> LocalProgram:
@@ -304,18 +300,12 @@ def build_program(
         prefix: the name under which the mesh is bound.
         outputs, inputs: the layouts in which outputs leave and ``DTensor`` inputs come.
         device: where the program creates tensors.
-        hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
         reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
         watch: is told of each pass.
     """
-    if hoist_all and (plan.recompute or plan.loss_chunks > 1):
-        raise PlanError(
-            "the plan recomputes layers in the backward, or cuts its loss into chunks, but backend='inductor' chooses "
-            "itself what it recomputes: use backend='eager', or plan again"
-        )
     passes = program_passes(
         captured, plan, prefix=prefix, redistributor=redistributor, outputs=outputs, inputs=inputs, device=device,
-        hoist_all=hoist_all, reduce_dtype=reduce_dtype,
+        reduce_dtype=reduce_dtype,
     )  # fmt: skip
     module = captured.module
     try:
@@ -370,7 +360,6 @@ def build_stages(
     redistributor: Redistributor,
     outputs: str,
     device: torch.device,
-    hoist_all: bool = False,
     reduce_dtype: torch.dtype | None = None,
     node: int = 0,
     training: bool = False,
@@ -380,7 +369,7 @@ def build_stages(
 
     Args:
         outputs: which outputs beside a loss are kept: those of "gather"; without a loss, all are.
-        prefix, redistributor, device, hoist_all, reduce_dtype: as ``build_program`` takes them, of the mesh axes other
+        prefix, redistributor, device, reduce_dtype: as ``build_program`` takes them, of the mesh axes other
             than the pipeline's.
         node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
         training: whether the call is one that is differentiated.
@@ -422,7 +411,6 @@ def build_stages(
             outputs=[whole] * count + [layouts[c.name] for c in graph.sent],
             inputs={c.name: layouts[c.name] for c in graph.received},
             device=device,
-            hoist_all=hoist_all,
             reduce_dtype=reduce_dtype,
             watch=watch,
         )

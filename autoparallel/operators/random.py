@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,12 +25,14 @@ class RandomState:
     """What a call's random numbers depend on beside the draw and the global position of an element.
 
     The rows of microbatch ``microbatch`` of ``microbatches`` stand in the batch behind those of the ones before it.
+    Draws are numbered from ``first`` on.
     """
 
     seed: int
     call: int
     microbatch: int = 0
     microbatches: int = 1
+    first: int = 0
 
 
 class _Current(threading.local):
@@ -56,6 +59,17 @@ def set_random_state(state: RandomState) -> None:
 def random_state() -> RandomState:
     """What this thread's random numbers depend on now."""
     return _CURRENT.state
+
+
+@contextmanager
+def draws_from(first: int) -> Iterator[None]:
+    """Inside, the draws are numbered from ``first`` on."""
+    before = _CURRENT.state
+    _CURRENT.state = replace(before, first=first)
+    try:
+        yield
+    finally:
+        _CURRENT.state = before
 
 
 def _mix(z: int) -> int:
@@ -88,7 +102,7 @@ class Numbers:
 
     def __init__(self, number: int, shape: Sequence[int], shards: str, device: torch.device) -> None:
         state = _CURRENT.state
-        self._key = _mix(_mix(_mix(state.seed & _MASK64) ^ number) ^ state.call)
+        self._key = _mix(_mix(_mix(state.seed & _MASK64) ^ (state.first + number)) ^ state.call)
         self._scaled = _positions(shape, shards, device) * _signed(_GAMMA)
 
     def bits(self, stream: int = 0) -> Tensor:
@@ -147,4 +161,4 @@ def _coordinate(groups: str) -> tuple[int, int]:
     return index, count
 
 
-__all__ = ["MICROBATCH", "Numbers", "RandomState", "random_state", "set_random_state"]
+__all__ = ["MICROBATCH", "Numbers", "RandomState", "draws_from", "random_state", "set_random_state"]

@@ -61,7 +61,7 @@ class Evaluator:
     @cached_property
     def layers(self) -> tuple[str, ...]:
         """The layers that can run again in the backward."""
-        return () if self.request.hoist_all else tuple(find_layers(self.captured.graph))
+        return tuple(find_layers(self.captured.graph))
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -178,8 +178,7 @@ class Evaluator:
             PIPELINE_AXIS,
             request.stages,
             request.memory_limit,
-            may_split=not request.hoist_all,
-            may_recompute=candidate.cut.may_recompute and not request.hoist_all,
+            may_recompute=candidate.cut.may_recompute,
         )
         pipeline = planner.choose(candidate.cut.microbatches, self.pipeline, checked=settled.pipeline is None)
         again = planner.recompute

@@ -15,7 +15,6 @@ from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.runner import Watch, ignore
-from autoparallel.pipeline.schedules import SPLIT
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_cuttable, require_fits
 from autoparallel.planner.request import Request
@@ -45,7 +44,6 @@ def local_program(
         outputs=outputs_of(request, captured),
         inputs=input_layouts(captured, call.specs, call.layouts),
         device=torch.device(request.device),
-        hoist_all=request.hoist_all,
         reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
         watch=watch,
     )
@@ -65,11 +63,6 @@ def stage_programs(request: Request, captured: Captured, plan: Plan, call: Call,
         PlanError: where the model cannot be run so.
     """
     assert plan.staging is not None
-    if plan.staging.schedule in SPLIT and request.hoist_all:
-        raise PlanError(
-            f"the schedule {plan.staging.schedule!r} parts the backward of a stage, which backend='inductor' does "
-            "not: use '1f1b' or 'interleaved_1f1b', or backend='eager'"
-        )
     return build_stages(
         captured,
         plan,
@@ -77,7 +70,6 @@ def stage_programs(request: Request, captured: Captured, plan: Plan, call: Call,
         redistributor=request.redistributor,
         outputs=request.outputs,
         device=torch.device(request.device),
-        hoist_all=request.hoist_all,
         reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
         node=request.profile.node,
         training=call.is_training,
