@@ -13,14 +13,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-WIDTH = 118
+WIDTH = 80
 """Characters in a line of a report, whatever the terminal."""
 
-DRAWN = 100
+DRAWN = 70
 """Characters in which plain text draws a timeline, or points."""
 
 HIGH = 12
 """Lines in which it draws points."""
+
+NAME, GAP = 30, 2
+"""Characters up to which the name of a row is not folded, and between columns."""
 
 
 # ------------------------------------------------------------------------------------------------------------- blocks
@@ -124,9 +127,20 @@ def plain_text(*blocks: Block) -> str:
 
 
 def _rich_table(table: Table) -> RichTable:
-    printed = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in table.heads:
-        printed.add_column(head, justify="right" if head in table.right else "left", overflow="fold")
+    """The table, no wider than a line: then heads of numbers are folded between words, and what is no number; short
+    names of rows, and numbers, stay in one piece where they fit."""
+    columns = ([line for row in table.rows for line in row[i].split("\n")] for i in range(len(table.heads)))
+    widths = [max(map(len, lines), default=0) for lines in columns]
+    right = [head in table.right for head in table.heads]
+    kept = [number or i == 0 and widths[i] <= NAME for i, number in enumerate(right)]
+    heads = list(table.heads)
+    if sum(map(max, widths, map(len, heads))) + GAP * len(heads) > WIDTH:
+        heads = [head.replace(" ", "\n") if number else head for head, number in zip(heads, right, strict=True)]
+    wide = [max(width, *map(len, head.split("\n"))) + GAP for width, head in zip(widths, heads, strict=True)]
+    fits = sum(width if keep else min(width, 10) for width, keep in zip(wide, kept, strict=True)) < WIDTH
+    printed = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head, number, keep in zip(heads, right, kept, strict=True):
+        printed.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=keep and fits)
     for row in table.rows:
         printed.add_row(*row)
     return printed

@@ -195,8 +195,7 @@ class Evaluator:
         pipeline = planner.choose(candidate.cut.microbatches, self.pipeline, checked=settled.pipeline is None)
         again = planner.recompute
         if settled.pipeline is not None:
-            layers = {*find_layers(graph.graph)} if settled.recompute else set()
-            again = tuple(layer for layer in settled.recompute if layer in layers)
+            again = tuple(layer for layer in settled.recompute if layer in self.layers)
         plan = replace(plan, pipeline=pipeline, recompute=again)
         return Outcome(candidate, plan, seconds=pipeline.seconds + max(parameter_seconds(graph, plan)))
 

@@ -69,6 +69,7 @@ class Planner:
             precision=request.precision,
             ranks=math.prod(request.sizes),
             gradients=call.gradients or training is True,
+            autocast=call.autocast,
         )
 
     def search(self, captured: Captured, call: Call, settled: Settled = Settled()) -> Plan:  # noqa: B008 - frozen

@@ -21,19 +21,22 @@ def test_plain_text() -> None:
     assert plain_text("words [b]as they are[/b]", TABLE).splitlines() == [
         "words [b]as they are[/b]",
         "",
-        " what     bytes",
-        " ──────────────",
-        " <a>        1 B",
-        " longer   200 B",
+        " what    bytes",
+        " ─────────────",
+        " <a>       1 B",
+        " longer  200 B",
     ]  # fmt: skip
     row, key = plain_text(TIMELINE).splitlines()
-    assert row == f"rank 0  {'0' * 25}{'.' * 50}{'a' * 25}"
+    assert row == f"rank 0  {'0' * 18}{'.' * 34}{'a' * 18}"
     assert key == "0 is a forward, . waiting"
 
 
 def test_what_is_too_wide_is_folded_not_cut() -> None:
     lines = plain_text(Table(("what", "where"), [("x" * 200, "here")])).splitlines()
-    assert max(map(len, lines)) <= 118 and sum(line.count("x") for line in lines) == 200
+    assert max(map(len, lines)) <= 80 and sum(line.count("x") for line in lines) == 200
+    numbers = [f"n {i} n n" for i in range(9)]
+    text = plain_text(Table(("what", *numbers), [("x" * 28, *["12.3 kB"] * 9)], right=numbers))
+    assert max(map(len, text.splitlines())) <= 80 and (text.count("x"), text.count("n"), text.count("k")) == (28, 27, 9)
 
 
 def test_what_was_compared_is_a_picture() -> None:
