@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoparallel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT = 240
@@ -40,13 +47,17 @@ def curve(path: Path) -> list[tuple[float, float]]:
         return [(float(row["loss"]), float(row["norm"])) for row in csv.DictReader(file)]
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    """Examples import each other by name, as the scripts that they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        patch.syspath_prepend(str(EXAMPLES / "by_feature"))
+        yield
+
+
+def load(name: str) -> Any:
+    return importlib.import_module(name)
 
 
 class TestTrainGPT:
@@ -126,3 +137,90 @@ class TestFinetuneLlama:
         expected, found = (numbers_of(text) for text in (one, two))
         assert len(expected) == 6 and expected[4] < expected[3]
         assert found == pytest.approx(expected, rel=2e-2)
+
+
+def plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    windows: Iterable[list[tuple[Tensor, Tensor]]],
+    limit: float = 1e9,
+) -> tuple[list[float], list[float]]:
+    """What the plain model does in this process: the loss of each batch, the norm of each step."""
+    losses, norms = [], []
+    for window in windows:
+        rows = sum(len(y) for _, y in window)
+        for x, y in window:
+            loss = F.cross_entropy(model(x), y)
+            (loss * len(y) / rows).backward()
+            losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def windows_of(batches: Iterable[Any], size: int) -> list[list[Any]]:
+    given = [*batches]
+    return [given[i : i + size] for i in range(0, len(given), size)]
+
+
+@pytest.mark.wide
+class TestBooster:
+    def digits(self, rows: int) -> tuple[ModuleType, nn.Module, tuple[Tensor, Tensor], torch.Generator]:
+        resnet = load("train_resnet")
+        torch.manual_seed(0)
+        (images, labels), _ = resnet.read_digits()
+        return (
+            resnet,
+            resnet.ResNet18().double(),
+            (images[:rows].double(), labels[:rows]),
+            torch.Generator().manual_seed(0),
+        )
+
+    def test_clipping_on_two_processes_is_the_plain_loop(self) -> None:
+        resnet, model, data, order = self.digits(1440)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+        losses, norms = plain(model, optimizer, windows_of(resnet.microbatches(data, order), 1), 1.0)
+        assert sum(norm > 1 for norm in norms) > 2, "the limit bites"
+        for found in autoparallel.launch(load("booster_clipping").train, 1, ranks=2, timeout=TIMEOUT):
+            assert found == (pytest.approx(losses, abs=1e-9), pytest.approx(norms, abs=1e-9))
+
+    def test_accumulation_on_two_processes_is_the_plain_loop(self) -> None:
+        resnet, model, data, order = self.digits(1200)
+        windows = windows_of(resnet.microbatches(data, order), 4)
+        assert [len(window) for window in windows] == [4, 4, 2]
+        losses, _ = plain(model, torch.optim.Adam(model.parameters(), lr=1e-3), windows)
+        for found in autoparallel.launch(load("booster_accumulation").train, 1, ranks=2, timeout=TIMEOUT):
+            assert found == pytest.approx(losses, abs=1e-9)
+
+
+class TestByFeature:
+    NAMES = tuple(sorted(path.stem for path in (EXAMPLES / "by_feature").glob("*.py")))
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_lines_that_are_not_in_the_base_are_marked(self, name: str) -> None:
+        base, own = (
+            (EXAMPLES / "by_feature" / f"{stem}.py").read_text().partition("def train(")[2].splitlines()[1:]
+            for stem in ("base", name)
+        )
+        unmarked = [line for line in own if line not in base and not line.endswith("# new")]
+        assert not unmarked
+        assert name == "base" or any(line.endswith("# new") for line in own)
+
+    @pytest.mark.wide
+    @pytest.mark.parametrize("name", NAMES)
+    def test_two_processes_train_what_one_trains(self, name: str, tmp_path: Path) -> None:
+        example, base = load(name), load("base")
+        torch.manual_seed(0)
+        model = example.Experts().double() if name == "experts" else base.Net().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        windows = windows_of(base.batches(14), 4) if name == "accumulate" else windows_of(base.batches(), 1)
+        losses, _ = plain(model, optimizer, windows, 0.5 if name == "clip" else 1e9)
+        given = (str(tmp_path),) if name == "checkpoint" else ()
+        for found in autoparallel.launch(example.train, *given, ranks=2, timeout=TIMEOUT):
+            assert found == pytest.approx(losses, abs=5e-2 if name == "mixed_precision" else 1e-9)
+
+    @pytest.mark.wide
+    def test_as_a_script(self) -> None:
+        assert "in 12 steps" in run("by_feature/clip.py", processes=2)
+        assert "steps were clipped" in run("booster_clipping.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -41,10 +42,12 @@ def test_passes_are_importable_under_the_package() -> None:
 
 
 @pytest.mark.slow
-def test_wheel_holds_passes_and_typing_marker(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(tmp_path), str(ROOT)]
-    subprocess.run(command, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+@pytest.mark.timeout(600)
+def test_wheel_and_sdist_are_whole_and_install(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)], check=True
+    )  # by way of the sdist
+    (wheel,), (_sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     names = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "autoparallel"
     expected = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
@@ -53,3 +56,21 @@ def test_wheel_holds_passes_and_typing_marker(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "passes/", "examples/", "benchmarks/"))]
     entry_points = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("entry_points.txt")))
     assert b"torch_dynamo_backends" in entry_points
+
+    place = tmp_path / "installed"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", str(place), str(wheel)]
+    subprocess.run(install, check=True)
+    tried = "import autoparallel; print(autoparallel.__file__); print(autoparallel.launch(max, 1, 2, ranks=2))"
+    command = [sys.executable, "-c", tried]
+    environment = os.environ | {"PYTHONPATH": str(place)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [str(place / "autoparallel" / "__init__.py"), "[2, 2]"]
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_a_path_so_that_type_checkers_follow_it(tmp_path: Path) -> None:
+    make = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", make, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    (path,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".pth")]
+    assert zipfile.ZipFile(wheel).read(path).decode().strip() == str(ROOT)
