@@ -136,12 +136,24 @@ class Compiler:
             at_rest, captured = self._resting(self._plan(trained, first, None)), None
         captured = captured or self._capture(call)
         trace = captured.copy() if captured.lengths else None
-        plan = self._plan(captured, call, at_rest)
+        try:
+            plan = self._plan(captured, call, at_rest)
+        except PlanError:
+            even = self._even(call)
+            if at_rest is not None or self.request.stages or not self._is_preset or even.batch == call.batch:
+                raise
+            # A preset cannot cut this batch: parameters lie as for the next larger one that it can.
+            at_rest = self._resting(self._plan(self._capture(even), even, None))
+            plan = self._plan(captured, call, at_rest)
         plan = replace(plan, choice=self.choice or plan.choice)
         with self._progress.phase("build"):
             kind = self._attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
         self._progress.conclude(headline(kind.plan) if call.is_training else "a program of its own")
         return replace(kind, trace=trace)
+
+    @property
+    def _is_preset(self) -> bool:
+        return self.request.plan != "auto" and not isinstance(self.request.plan, Plan)
 
     def _even(self, call: Call) -> Call:
         """The same call with a batch that can be cut over all ranks and into microbatches, as one that trains has."""

@@ -174,6 +174,3 @@ def run_passes(
 def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
     """A module's graph, after those that it calls."""
     return [each for each in reversed(list(module.modules())) if isinstance(each, fx.GraphModule)]
-
-
-__all__ = ["CAPTURED", "Fact", "Findings", "Pass", "PassList", "PassOrderError", "Watch", "ignore", "run_passes"]

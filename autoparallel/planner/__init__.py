@@ -1,7 +1,7 @@
 """Chooses a plan: candidates are proposed, each is searched and predicted, and the best is kept.
 
 May import ``predict``, ``program``, ``plan``, ``decisions``, ``hardware``, ``pipeline``, ``capture``, ``passes``,
-``report``, ``graph``, ``rules``, ``operators``, ``comm`` and ``placements``.
+``report``, ``graph``, ``rules``, ``operators``, ``comm``, ``placements`` and ``_torch``.
 
 What is asked, and what is answered:
 

@@ -121,11 +121,12 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
     if best is None or best.plan is None:
         if limit is None or not sparing:
             return problems[0]
-        least = min(sparing, key=lambda plan: gauge.needs(plan, limit))
+        least = min(sparing, key=gauge.memory)
         forecast = gauge.evaluator.forecast(least, exactly=True)
         if forecast.memory <= limit:  # what a gauge adds for all plans is too much for this one
             return Outcome(candidates[0], plan=replace(least, lower_bound=min(unlimited, least.cost or 0.0)))
-        return Outcome(candidates[0], error=nothing_fits(least, limit, forecast))
+        may_chunk = gauge.evaluator.may_chunk(least)
+        return Outcome(candidates[0], error=nothing_fits(least, limit, forecast, may_chunk=may_chunk))
     cost = best.plan.cost or 0.0
     if limit is not None and best.candidate.preset != candidates[0].preset:
         # A bound within a limit is about the room that is left there: that which the chosen plan needs.

@@ -69,6 +69,7 @@ class Planner:
             precision=request.precision,
             ranks=math.prod(request.sizes),
             gradients=call.gradients or training is True,
+            autocast=call.autocast,
         )
 
     def search(self, captured: Captured, call: Call, settled: Settled = Settled()) -> Plan:  # noqa: B008 - frozen
@@ -87,6 +88,7 @@ class Planner:
         evaluator = Evaluator(self.request, captured, call, settled)
         plan = best(proposals(evaluator), evaluator.plan).require()
         self._predicted = plan, call.specs, evaluator.prediction(plan)
+        plan = replace(plan, frontier=evaluator.frontier(plan))
         if self.cache is not None:
             self.cache.put(key, plan.to_json())
         return plan

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.comm.groups import use_communicator
@@ -156,7 +155,7 @@ class _DryRank:
                 # A number is read into Python, which a tensor without a value does not allow.
                 dtype = node.meta["val"].dtype if node.name in numbers else None
                 values[node.name] = value = self.local(node) if dtype is None else torch.ones((), dtype=dtype)
-                self.inputs += _bytes(value)
+                self.inputs += _torch.bytes_in(value)
                 if node.name in inputs and node.meta["differentiable"]:
                     value.requires_grad_()
         return values
@@ -296,8 +295,3 @@ class _Body(fx.Interpreter):
 def _empty(shape: Sequence[int], layout: Layout, dtype: torch.dtype, plan: Plan) -> torch.Tensor:
     """A rank's part of a tensor that lies as ``layout`` says."""
     return torch.empty(largest_piece(shape, layout, plan.axis_sizes), dtype=dtype, device="meta")
-
-
-def _bytes(value: Any) -> int:
-    tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-    return sum(x.numel() * x.element_size() for x in tensors)

@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of
 from autoparallel.comm.traffic import CountingMode
 from autoparallel.hardware import Profile
@@ -83,7 +84,7 @@ class Ledger:
 
     def add(self, value: Any) -> None:
         """Counts the tensors in ``value`` until they die."""
-        for tensor in _tensors(value):
+        for tensor in _torch.tensors_in(value):
             storage = tensor.untyped_storage()
             if storage in self._known:
                 continue
@@ -160,9 +161,10 @@ class Meter(TorchDispatchMode):
             kind = action(parse_placement(args[1]), parse_placement(args[2]))
             if kind in COLLECTIVES:  # counted as traffic, and paid for there
                 return 0.0
-            return self.profile.step_seconds(self.axis_sizes, kind, (), max(_bytes(args[0]), _bytes(result)))
-        outputs = _tensors(result)
-        inputs = _tensors((args, kwargs))
+            size = max(_torch.bytes_in(args[0]), _torch.bytes_in(result))
+            return self.profile.step_seconds(self.axis_sizes, kind, (), size)
+        outputs = _torch.tensors_in(result)
+        inputs = _torch.tensors_in((args, kwargs))
         if not outputs:
             return 0.0
         storages = {id(x.untyped_storage()) for x in inputs}
@@ -170,13 +172,13 @@ class Meter(TorchDispatchMode):
         if aliases and not name.endswith("_"):  # a view
             return 0.0
         if name in _LOOKUPS:
-            return self.profile.compute_seconds(0.0, 2 * _bytes(outputs), outputs[0].dtype)
+            return self.profile.compute_seconds(0.0, 2 * _torch.bytes_in(outputs), outputs[0].dtype)
         flops, dtype = 0.0, next((x.dtype for x in inputs if may_have_gradient(x)), outputs[0].dtype)
         if name in _FLOPS:
             flops = _FLOPS[name](args, kwargs, result)
             if "attention" in name:
                 flops /= self.profile.attention
-        return self.profile.compute_seconds(flops, _bytes(inputs) + _bytes(outputs), dtype)
+        return self.profile.compute_seconds(flops, _torch.bytes_in(inputs) + _torch.bytes_in(outputs), dtype)
 
 
 def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
@@ -191,21 +193,6 @@ def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
     if kind == "reduce_scatter":  # the pieces, one behind the other
         return size * (int(dst.dim > 0) + int(kind in copies))
     return 2 * size if kind == "all_to_all" else 0
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments or results, which are no deeper trees."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [x for item in value for x in _tensors(item)]
-
-
-def _bytes(value: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in _tensors(value))
 
 
 _FREE = frozenset(

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.tools.parity.comparison import Record
@@ -90,7 +91,7 @@ def _accumulate(
     model: nn.Module, task: Task, batch: Batch, notes: list[str], draws: Draws
 ) -> list[tuple[str, str, Tensor | None]]:
     """Adds to the gradients what one batch of a step gives, and tells its outputs: their kinds, names and values."""
-    inputs = [x for x in _input_leaves(batch) if x.requires_grad]
+    inputs = [x for x in _torch.tensors_in((batch.args, batch.kwargs)) if x.requires_grad]
     for x in inputs:
         x.grad = None
     trains = any(p.requires_grad for p in model.parameters())
@@ -176,10 +177,6 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return values
     return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
-
-
-def _input_leaves(batch: Batch) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(x, Tensor)]
 
 
 def _takes_target(task: Task) -> bool:
