@@ -23,6 +23,7 @@ from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.runtime.agreement import Agreement
+from autoparallel.runtime.compiled import make_body_of, require_backend
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
@@ -38,8 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Outputs = Literal["auto", "gather", "sharded"]
-Backend = Literal["eager", "inductor"]
-OUTPUTS, BACKENDS = get_args(Outputs), get_args(Backend)
+OUTPUTS = get_args(Outputs)
 
 
 def compile(
@@ -54,7 +54,7 @@ def compile(
     hardware: str | Path | Profile | None = None,
     memory_limit: float | str | None = None,
     outputs: Outputs = "auto",
-    backend: Backend = "eager",
+    backend: str = "eager",
     precision: MixedPrecisionPolicy | None = None,
     clip_grad_norm: float | Mapping[str, float] | ClipGradNorm | None = None,
     pipeline: Pipeline | None = None,
@@ -100,7 +100,9 @@ def compile(
             (``param_dtype``), the dtype gradients are reduced in (``reduce_dtype``; None: that of their use), and the
             dtype of the model's outputs before ``loss_fn`` (``output_dtype``). Parameters at rest, gradients and
             accumulators keep the model's dtype. Give an ``output_dtype`` of float32 for the loss to be computed in it.
-        backend: "eager" runs the program in plain autograd, "inductor" compiles its body with ``torch.compile``.
+        backend: "eager" runs the program in plain autograd; any other name is that of a backend of ``torch.compile``,
+            such as "inductor", with which each distinct region of the program is compiled, once for layers that are
+            alike. Plans, gathers, recomputation and pipelines are the same.
         clip_grad_norm: every step of an optimizer first clips the gradients to this global norm, as
             :meth:`ParallelModule.clip_grad_norm_` does; a number, limits by pattern of parameter names, or a
             :class:`ClipGradNorm` with another p or a policy for norms that are not finite.
@@ -184,7 +186,6 @@ def compile(
         outputs=outputs,
         precision=precision,
         device=mesh.device_type,
-        hoist_all=backend == "inductor",
         pipeline=pipeline,
         loss_chunks=loss_chunks,
         microbatches=microbatches,
@@ -199,7 +200,8 @@ def compile(
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
     plans = None if cache is None else PlanCache(cache)
-    settings = Settings(model, agreement, store, backend == "inductor", False, grad_scaler, unable, plans)
+    make_body = make_body_of(backend)
+    settings = Settings(model, agreement, store, make_body, scaler=grad_scaler, unable=unable, cache=plans)
     module = ParallelModule(
         model,
         agreement=agreement,
@@ -227,8 +229,7 @@ def require_options(
         raise ValueError("a Plan is carried out as it is, so that nothing can be pinned: give it as pins=plan instead")
     if outputs not in OUTPUTS:
         raise ValueError(f"unknown outputs {outputs!r}: expected one of {', '.join(OUTPUTS)}")
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}")
+    require_backend(backend)
     if precision is not None:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -34,6 +34,7 @@ from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
 from autoparallel.runtime.calls import run_call
+from autoparallel.runtime.compiled import make_body_of
 from autoparallel.runtime.exchange import Exchange
 from autoparallel.runtime.kinds import Kinds
 from autoparallel.runtime.lent import LentParameters
@@ -67,7 +68,7 @@ class Options:
         plan: "auto", a preset, or a :class:`Plan` whose parameters are whole at rest.
         pins, forbid, hardware, memory_limit, precision, check_inputs: as :func:`autoparallel.compile` takes them;
             what is pinned of parameters must leave them whole.
-        backend: "eager" runs the rewritten program in plain autograd, "inductor" compiles it.
+        backend: as :func:`autoparallel.compile` takes it.
     """
 
     mesh: DeviceMesh
@@ -111,11 +112,11 @@ class Options:
                 f"autoparallel.compile(model, mesh, plan={parsed.plan!r}), or another plan here"
             )
         if isinstance(parsed.plan, Plan):
-            sharded = [name for name, p in parsed.plan.parameters.items() if "S" in p.at_rest]
+            sharded = [name for name, p in parsed.plan.parameters.items() if "S" in p.at_rest or p.gather == "per_use"]
             if sharded:
                 raise PlanError(
-                    f"the plan shards {sharded[0]} at rest, but torch.compile leaves parameters whole with their "
-                    "owner: use autoparallel.compile(model, mesh, plan=plan)"
+                    f"the plan shards {sharded[0]} at rest, or gathers it for each use, but torch.compile leaves "
+                    "parameters whole with their owner: use autoparallel.compile(model, mesh, plan=plan)"
                 )
         return parsed
 
@@ -131,7 +132,6 @@ class Options:
             outputs="gather",
             precision=self.precision,
             device=mesh.device_type,
-            hoist_all=True,
             microbatches=1,
         )
 
@@ -168,9 +168,7 @@ def autoparallel(
     return fragment
 
 
-def _require_same_graph(
-    agreement: Agreement, piece: Piece, request: Request, backend: str, broken: str | None
-) -> None:
+def _require_same_graph(agreement: Agreement, piece: Piece, request: Request, backend: str, broken: str | None) -> None:
     """All ranks compile the same graph with the same options, or all raise; the first word of a compilation."""
     text, plan = piece.describe(()), request.plan
     plan = plan.to_json() if isinstance(plan, Plan) else plan
@@ -217,7 +215,7 @@ class Fragment:
     ) -> None:
         self.piece, self.model = piece, GraphModel(piece)
         self.store = LentParameters(mesh, bind(mesh), dict(self.model.named_parameters()))
-        settings = Settings(self.model, agreement, self.store, options.backend == "inductor", lent=True)
+        settings = Settings(self.model, agreement, self.store, make_body_of(options.backend), lent=True)
         exchange = Exchange(agreement, self.store, "torch.compile", mesh.device_type, options.check_inputs, False)
         self.kinds = Kinds(Compiler(settings, mesh, request), exchange, self.store)
         self._parameters = [(i, state.name) for i, state in piece.states.items() if state.is_parameter]

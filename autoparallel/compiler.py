@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +32,7 @@ from autoparallel.program import LocalProgram, StagedProgram, find_owners
 from autoparallel.report.explain import headline
 from autoparallel.report.progress import UNSHOWN, Progress
 from autoparallel.runtime.agreement import Agreement
-from autoparallel.runtime.compiled import compile_body
+from autoparallel.runtime.compiled import Body, plain_body
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.pipeline import attach_stages
 from autoparallel.runtime.runner import Kind, Runner
@@ -46,7 +47,7 @@ class Settings:
         model: the plain model, or a graph of Dynamo's as one.
         agreement: all ranks.
         store: the parameters, and where their gradients go.
-        compiled: whether bodies go through ``torch.compile``.
+        make_body: what runs the body of a program.
         lent: whether the parameters are given with each call, whole, by an owner who keeps them.
         scaler: the gradient scaler, which a pipeline must know.
         unable: why the options do not go with a pipeline; empty where they do.
@@ -56,7 +57,7 @@ class Settings:
     model: nn.Module
     agreement: Agreement
     store: GradientStore
-    compiled: bool = False
+    make_body: Callable[[LocalProgram], Body] = plain_body
     lent: bool = False
     scaler: torch.amp.GradScaler | None = None
     unable: str = ""
@@ -237,13 +238,12 @@ class Compiler:
             plan = plan.with_reasons(PlanAgain(self.planner, replace(call, leaves=())))  # a plan keeps no batch alive
         if isinstance(built, LocalProgram):
             self._settle(at_rest)
-            body = compile_body(built) if settings.compiled else built.body
-            return Kind(Runner(built, store, settings.model, body), plan)
+            return Kind(Runner(built, store, settings.model, settings.make_body), plan)
         owners = self.owners or find_owners(built, store.parameters)
         self.owners = owners if request.stages else {}
         self._settle(at_rest)
-        compiled = compile_body if settings.compiled else None
-        runner = attach_stages(built, store, settings.model, bind(self.mesh), owners, request.redistributor, compiled)
+        prefix, redistributor = bind(self.mesh), request.redistributor
+        runner = attach_stages(built, store, settings.model, prefix, owners, redistributor, settings.make_body)
         runner.scaler = settings.scaler
         return Kind(runner, plan)
 

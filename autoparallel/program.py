@@ -100,7 +100,6 @@ class Target:
         outputs: which outputs leave whole: ``"auto"`` gathers them unless the loss is known, ``"gather"`` always does,
             ``"sharded"`` never. In microbatches, ``"gather"`` keeps those beside a loss, too.
         device: where a program creates tensors.
-        hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
         reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
         node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
         checked: whether programs are checked and compiled, as those that run must be.
@@ -110,7 +109,6 @@ class Target:
     redistributor: Redistributor
     outputs: str = "auto"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - frozen
-    hoist_all: bool = False
     reduce_dtype: torch.dtype | None = None
     node: int = 0
     checked: bool = True
@@ -210,7 +208,7 @@ def program_passes(
 ) -> PassList:
     """What makes of a captured graph the program of one rank; the arguments are those of :func:`build_program`."""
     sizes = Sizes(captured.actual)
-    gather = {name: "per_step" if target.hoist_all else p.gather for name, p in plan.parameters.items()}
+    gather = {name: p.gather for name, p in plan.parameters.items()}
     reduce = {name: p.reduce for name, p in plan.parameters.items()}
     at_rest = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
     losses = chunkable(captured.graph) if plan.loss_chunks > 1 else []
@@ -313,11 +311,6 @@ def build_program(
     Raises:
         PlanError: when the plan cannot be carried out.
     """
-    if target.hoist_all and (plan.recompute or plan.loss_chunks > 1):
-        raise PlanError(
-            "the plan recomputes layers in the backward, or cuts its loss into chunks, but backend='inductor' chooses "
-            "itself what it recomputes: use backend='eager', or plan again"
-        )
     passes = program_passes(captured, plan, target, inputs, outputs)
     module = captured.module
     try:
@@ -378,11 +371,6 @@ def build_stages(
     """
     pipeline = plan.staging
     assert pipeline is not None
-    if pipeline.schedule in SPLIT and target.hoist_all:
-        raise PlanError(
-            f"the schedule {pipeline.schedule!r} parts the backward of a stage, which backend='inductor' does not: use "
-            "'1f1b' or 'interleaved_1f1b', or backend='eager'"
-        )
     leave_only_loss(captured)
     if training:
         _require_loss(captured)

@@ -35,16 +35,18 @@ class Region(nn.Module):
 
     Attributes:
         around: is entered around each time that it runs again.
+        function: runs the program.
     """
 
     def __init__(self, layer: str, program: fx.GraphModule) -> None:
         super().__init__()
         self.layer, self.program = layer, program
+        # Not the program itself, which reports every exception: the second run ends in one, when it has made enough.
+        self.function: Callable[..., Any] = program.forward
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def forward(self, *arguments: Any) -> Any:
-        # Not self.program(...), which reports every exception: the second run ends in one, when it has made enough.
-        return self.run(self.program.forward, *arguments)
+        return self.run(self.function, *arguments)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls ``function`` and keeps its arguments, from which the backward calls it again."""

@@ -162,7 +162,7 @@ REFUSED = {
     "item": (_Item, r"tensor's value is read into Python|on a tensor's values", "keep it a tensor"),
     "loop over a value": (_Loop, r"depends on a tensor's values|read into Python", "pass it in|keep it a tensor"),
     "size of a selection": (_Nonzero, r"depends on a tensor's values", "masks"),
-    "a generator": (_Generator, r"rand.* draws from a torch.Generator of its own", "leave out generator="),
+    "a generator": (_Generator, r"draws from a torch.Generator of its own", "leave out generator="),
     "a seed": (_Seeds, r"sets torch's generator \(torch.manual_seed\)", "keep them in a buffer"),
     "numpy": (_Numpy, r"cannot be captured", "What to change"),
     "changes its input": (_ChangesInput, r"changes its input x in place", r"x\.clone\(\)"),

@@ -1,30 +1,36 @@
-"""``autoparallel.compile(..., backend="inductor")``: the same program, compiled, gives the same numbers.
+"""``autoparallel.compile(..., backend=...)``: the same program, its regions compiled, gives the same numbers.
 
-AOTAutograd sees all that Inductor sees, and is fast; so the breadth is tested there, and Inductor itself on one model
-by default, on all of them with ``-m slow``.
+AOTAutograd sees all that Inductor sees, and is fast; so the breadth is tested there, and Inductor itself with
+``-m slow``.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
+import operator
 import warnings
+import weakref
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
+from autoparallel import operators
+from autoparallel.passes.name_nodes import name_nodes
+from autoparallel.runtime.buckets import ParameterBucket
+from autoparallel.runtime.compiled import CompiledRegion, RegionCompiler, find_regions
 from tests.distributed import run_distributed
 from tests.models import GPTConfig, build, build_gpt
 from tests.parity.harness import AXES, difference
 
 PLANS = ("data_parallel", "fsdp", "tensor_parallel")
 ROWS = (8, 8, 12, 4)
-"""Rows of each step: the compiled body takes batch sizes that it has not seen."""
+"""Rows of each step: what is compiled takes batch sizes that it has not seen."""
 
 
 def _case(name: str) -> Any:
@@ -34,14 +40,29 @@ def _case(name: str) -> Any:
     return build(name, torch.float64)
 
 
-def _train(name: str, shape: tuple[int, ...], plan: str, backend: str) -> tuple[dict[str, Tensor], str]:
+def _graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _forget_graphs() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def _train(name: str, shape: tuple[int, ...], plan: str, backend: str) -> tuple[dict[str, Tensor], str, list[int]]:
     case = _case(name)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES[len(shape)])
     model = autoparallel.compile(case.model, mesh, loss_fn=case.loss_fn, plan=plan, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen: dict[str, Tensor] = {}
+    graphs = []
     for step, rows in enumerate(ROWS):
         args, kwargs = case.make_batch(step, rows)
+        graphs.append(_graphs())
         if step == 0:  # accumulates, without communication
             with model.no_sync():
                 loss = model(*args, **kwargs)
@@ -58,24 +79,18 @@ def _train(name: str, shape: tuple[int, ...], plan: str, backend: str) -> tuple[
     with torch.no_grad():
         seen["evaluation"] = model(*case.make_batch(100, 8)[0][:-1])
     texts = [kind.runner.program.text() for kind in model._kinds]
-    return seen, "\n".join(texts)
+    return seen, "\n".join(texts), graphs[1:]
 
 
 def _compare(
     name: str, shape: tuple[int, ...], plan: str, compiler: str
-) -> tuple[dict[str, float], str, int, list[str]]:
-    """How far each number is off, the programs, the number of graphs compiled, and torch's warnings."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = functools.partial(torch.compile, backend=compiler)
-    with warnings.catch_warnings(record=True) as caught, mock.patch("torch.compile", compiled):
+) -> tuple[dict[str, float], str, list[int], list[str]]:
+    """How far each number is off, the programs, the graphs compiled before each step, and torch's warnings."""
+    _forget_graphs()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        actual, text = _train(name, shape, plan, "inductor")
-    graphs = counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
-    expected, _ = _train(name, shape, plan, "eager")
+        actual, text, graphs = _train(name, shape, plan, compiler)
+    expected, _, _ = _train(name, shape, plan, "eager")
     assert actual.keys() == expected.keys()
     said = [str(w.message) for w in caught if "autoparallel" in str(w.message)]
     return {key: difference(actual[key], value) for key, value in expected.items()}, text, graphs, said
@@ -90,7 +105,7 @@ def _check(name: str, shape: tuple[int, ...], plan: str, compiler: str) -> None:
     ):
         wrong = {key: value for key, value in off.items() if not value < 1e-9}
         assert len(off) > 4 and not wrong, wrong
-        assert graphs == 2, "one graph for training and one for evaluation, whatever the batch size"
+        assert graphs[0] > 0 and len(set(graphs)) == 1, "all is compiled in the first step, whatever the batch size"
         assert not said, said
         if name == "gpt" and plan == "tensor_parallel":
             assert "embedding_sharded" in text and "cross_entropy_sum_sharded" in text
@@ -103,12 +118,12 @@ def _check(name: str, shape: tuple[int, ...], plan: str, compiler: str) -> None:
     ("name", "plan"),
     list(itertools.product(("mlp", "gpt"), PLANS)),
 )
-def test_a_traced_body_equals_the_eager_one(name: str, plan: str) -> None:
+def test_traced_regions_equal_the_eager_body(name: str, plan: str) -> None:
     _check(name, (2,), plan, "aot_eager")
 
 
 @pytest.mark.slow
-def test_a_traced_body_equals_the_eager_one_on_two_axes() -> None:
+def test_traced_regions_equal_the_eager_body_on_two_axes() -> None:
     _check("gpt", (2, 2), "tensor_parallel", "aot_eager")
 
 
@@ -124,3 +139,177 @@ def test_inductor_equals_the_eager_body() -> None:
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_inductor_equals_the_eager_body_under_every_plan(name: str, plan: str) -> None:
     _check(name, (2,), plan, "inductor")
+
+
+# ---------------------------------------------------------------------------------------------------------- by layer
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.2, self.training)
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.read = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList([Block() for _ in range(layers)])
+        self.head = nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.read(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _Alive:
+    """Follows the gathered memory that is there at once."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.gathers = self.most = 0
+        gather = ParameterBucket.gather
+
+        def counted(bucket: ParameterBucket) -> list[Tensor]:
+            values = gather(bucket)
+            self.gathers += 1
+            self.storages.update(x.untyped_storage() for x in values)
+            self.most = max(self.most, sum(s.nbytes() for s in self.storages))
+            return values
+
+        patch.setattr(ParameterBucket, "gather", counted)
+
+
+def _deep(
+    backend: str, layers: int, shape: tuple[int, ...], preset: str, again: tuple[str, ...], options: dict[str, Any]
+) -> tuple[dict[str, Tensor], int, tuple[int, int]]:
+    """Numbers of three steps, the graphs compiled, and the gathers with the most gathered bytes alive at once."""
+    mesh = init_device_mesh(
+        "cpu", shape, mesh_dim_names=AXES[len(shape)] if "pipeline" not in options else ("pp", "dp")
+    )
+
+    def compiled(plan: Any, backend: str) -> Any:
+        torch.manual_seed(0)
+        model = Deep(layers).double()
+        return autoparallel.compile(model, mesh, loss_fn=F.cross_entropy, plan=plan, backend=backend, **options)
+
+    def batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(step)
+        return torch.randn(rows, 8, dtype=torch.float64), torch.randint(0, 12, (rows,))
+
+    plan: Any = preset
+    if again:
+        planned = compiled(preset, "eager")
+        planned.prepare(*batch(0, 8))
+        plan = replace(planned.plan, recompute=again)
+        options = {name: value for name, value in options.items() if name != "pipeline"}
+    _forget_graphs()
+    seen: dict[str, Tensor] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        alive = _Alive(patch)
+        model = compiled(plan, backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, rows in enumerate((8, 8, 16)):
+            loss = model(*batch(step, rows))
+            loss.backward()
+            seen[f"loss {step}"] = loss.detach().clone()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    seen[f"gradient {step} of {name}"] = p.grad.full_tensor()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.plan.recompute == again
+    return seen, _graphs(), (alive.gathers, alive.most)
+
+
+def _deep_pair(
+    layers: int, shape: tuple[int, ...], preset: str, again: tuple[str, ...], options: dict[str, Any]
+) -> tuple[float, int, int, tuple[tuple[int, int], tuple[int, int]]]:
+    expected, _, plainly = _deep("eager", layers, shape, preset, again, options)
+    actual, graphs, compiled = _deep("aot_eager", layers, shape, preset, again, options)
+    assert expected.keys() == actual.keys()
+    off = max(difference(actual[key], value) for key, value in expected.items())
+    return off, len(expected), graphs, (plainly, compiled)
+
+
+ZERO_BUBBLE: dict[str, Any] = {"pipeline": autoparallel.Pipeline("zero_bubble", microbatches=4)}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("shape", "preset", "again", "options"),
+    [
+        ((2,), "fsdp", (), {}),
+        ((2,), "fsdp", ("blocks.0", "blocks.1", "blocks.3"), {}),
+        ((2,), "fsdp", (), {"loss_chunks": 3}),
+        ((2,), "tensor_parallel", ("blocks.1",), {}),
+        ((2, 1), "data_parallel", (), ZERO_BUBBLE),
+        ((2, 1), "data_parallel", ("blocks.0", "blocks.3"), ZERO_BUBBLE),
+    ],
+)
+def test_compiled_by_layer_equals_eager(
+    shape: tuple[int, ...], preset: str, again: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    for off, numbers, graphs, (plainly, compiled) in run_distributed(
+        _deep_pair, 4, shape, preset, again, options, world_size=2, timeout=500
+    ):
+        assert off < 1e-9 and numbers > 30 and graphs > 0
+        assert plainly[0] == compiled[0], "as many gathers as in eager"
+        assert compiled[1] <= plainly[1], "no more gathered parameters at once than in eager"
+
+
+@pytest.mark.wide
+def test_as_many_graphs_are_compiled_for_twelve_layers_as_for_four() -> None:
+    for four, twelve in run_distributed(_graphs_by_depth, world_size=2, timeout=500):
+        assert four == twelve == 3, "what is before the layers, a layer, what is after them"
+
+
+def _graphs_by_depth() -> list[int]:
+    return [_deep("aot_eager", layers, (2,), "fsdp", (), {})[1] for layers in (4, 12)]
+
+
+def _two_layers() -> fx.Graph:
+    """Two layers that draw numbers; each one's weight is gathered in it."""
+    aten, graph = torch.ops.aten, fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 4)
+
+    def call(layer: int, target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta.update(nn_module_stack={"": (f"layers.{layer}", nn.Module)}, val=torch.empty(4, 4))
+        return node
+
+    for layer in range(2):
+        y = call(layer, aten.tanh.default, x)
+        gather = graph.create_node("call_module", f"unshard_{layer}", ())
+        weight = call(layer, operator.getitem, gather, 0)
+        gather.meta["bucket"] = weight.meta["bucket"] = layer
+        x = call(layer, operators.dropout, call(layer, aten.mm.default, y, weight), 0.5, 3 + layer)
+    graph.output((x,))
+    name_nodes(graph)
+    return graph
+
+
+def test_gathers_stand_before_the_layers_that_they_are_for() -> None:
+    graph = _two_layers()
+    regions = find_regions(graph)
+    assert [[node.name for node in region] for region in regions] == [
+        ["tanh_default", "mm_default", "dropout"],
+        ["tanh_default_1", "mm_default_1", "dropout_1"],
+    ]
+    order = [node.name for node in graph.nodes if node.op == "call_module" or node.name.startswith("mm")]
+    assert order == ["unshard_0", "mm_default", "unshard_1", "mm_default_1"]
+    graph.lint()
+
+
+def test_layers_that_are_alike_share_what_they_were_compiled_to() -> None:
+    module = fx.GraphModule({f"unshard_{i}": nn.Identity() for i in range(2)}, _two_layers())
+    compiler = RegionCompiler("aot_eager")
+    copy = compiler.rewritten(module)
+    first, second = (m for m in copy.modules() if isinstance(m, CompiledRegion))
+    assert first.function is second.function and (first.first, second.first) == (3, 4)

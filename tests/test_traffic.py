@@ -83,7 +83,7 @@ def _functional_collectives() -> Counts:
     with autoparallel.count_traffic(mesh) as traffic:
         functional.all_reduce(x.detach(), "sum", (mesh, 0))
         y = functional.all_gather_tensor_autograd(x, 0, (mesh, 0))
-        y.sum().backward()  # its transpose is a reduce-scatter
+        (y * y).sum().backward()  # its transpose is a reduce-scatter
     return _counts(traffic)
 
 

@@ -122,6 +122,9 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
         return f"{type(model).__name__} cannot be captured at {where}\n{what}\nWhat to change: {advice}."
     if kind == "UnsupportedOperatorException" and _draws(text):
         advice = "torch cannot trace this random operator: draw outside of the model, and pass the numbers in"
+    elif "torch._C.Generator" in text:  # of torch 2.11, which does not trace it
+        text = "this draws from a torch.Generator of its own, whose numbers would be those of the trace in every call"
+        advice = "leave out generator=, or draw outside of the model and pass the numbers in"
     elif kind == "SyntaxError" and "proxy_tensor" in text:
         advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
     elif "Dynamo" in kind and "RecursionError" in text:

@@ -25,12 +25,14 @@ class RandomState:
     """What a call's random numbers depend on beside the draw and the global position of an element.
 
     The rows of microbatch ``microbatch`` of ``microbatches`` stand in the batch behind those of the ones before it.
+    Draws are numbered from ``first`` on.
     """
 
     seed: int
     call: int
     microbatch: int = 0
     microbatches: int = 1
+    first: int = 0
 
 
 class _Current(threading.local):
@@ -95,7 +97,7 @@ class Numbers:
 
     def __init__(self, number: int, shape: Sequence[int], shards: str, device: torch.device) -> None:
         state = _CURRENT.state
-        self._key = _mix(_mix(_mix(state.seed & _MASK64) ^ number) ^ state.call)
+        self._key = _mix(_mix(_mix(state.seed & _MASK64) ^ (state.first + number)) ^ state.call)
         self._scaled = _positions(shape, shards, device) * _signed(_GAMMA)
 
     def bits(self, stream: int = 0) -> Tensor:

@@ -63,7 +63,7 @@ class Evaluator:
     @cached_property
     def layers(self) -> tuple[str, ...]:
         """The layers that can run again in the backward."""
-        return () if self.request.hoist_all else tuple(find_layers(self.captured.graph))
+        return tuple(find_layers(self.captured.graph))
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -78,7 +78,7 @@ class Evaluator:
     def may_chunk(self, plan: Plan) -> bool:
         """Whether the loss of a plan that does not cut it could go through its rows in chunks, were logits given up."""
         request = self.request
-        if plan.loss_chunks > 1 or request.hoist_all or request.outputs != "auto" or not self.call.trains:
+        if plan.loss_chunks > 1 or request.outputs != "auto" or not self.call.trains:
             return False
         graph = self.captured.copy()
         leave_out_logits(graph)
@@ -189,8 +189,7 @@ class Evaluator:
             PIPELINE_AXIS,
             request.stages,
             request.memory_limit,
-            may_split=not request.hoist_all,
-            may_recompute=candidate.cut.may_recompute and not request.hoist_all,
+            may_recompute=candidate.cut.may_recompute,
         )
         pipeline = planner.choose(candidate.cut.microbatches, self.pipeline, checked=settled.pipeline is None)
         again = planner.recompute

@@ -45,7 +45,7 @@ def with_means(candidate: Candidate, evaluator: Evaluator, search: Search) -> Pr
 def _means(candidate: Candidate, evaluator: Evaluator) -> Iterator[Candidate]:
     """The candidate with one means after the other, each of which takes less memory than the one before."""
     request, captured, call = evaluator.request, evaluator.captured, evaluator.call
-    if request.loss_chunks is None and not request.hoist_all and chunkable(captured.graph):
+    if request.loss_chunks is None and chunkable(captured.graph):
         candidate = replace(candidate, loss_chunks=THRESHOLDS.loss_chunks)
         yield candidate
     if request.microbatches is not None or not call.trains:

@@ -144,8 +144,8 @@ def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
         return True
     if not gauge.evaluator.request.profile.overlap:
         return plan.cost > THRESHOLDS.nearly_equal * other.cost
-    # All hides that can: what travels for parameters.
-    return plan.cost - sum(plan.estimate.parameters.values()) >= gauge.seconds(best)
+    # All hides that can: what travels for parameters.  Where sums say too much, they do so of both.
+    return plan.cost - sum(plan.estimate.parameters.values()) >= max(gauge.seconds(best), other.cost)
 
 
 def _fitting(

@@ -36,7 +36,6 @@ class Request:
         pins: what some parameters, modules and operators must be, whatever else is chosen.
         loss_fn, memory_limit, outputs, precision: as ``compile()`` takes them; the limit in bytes, None for none.
         device: the kind of device that programs run on.
-        hoist_all: gathers every parameter before the body.
         stages: the ranks of a pipeline's axis; 0 where there is none.
         pipeline: what is fixed of the pipeline; None leaves all of it open.
         loss_chunks: into how many chunks of rows the loss is cut; None leaves it open.
@@ -53,7 +52,6 @@ class Request:
     outputs: str = "auto"
     precision: MixedPrecisionPolicy | None = None
     device: str = "cpu"
-    hoist_all: bool = False
     stages: int = 0
     pipeline: Pipeline | None = None
     loss_chunks: int | None = None
@@ -80,7 +78,6 @@ class Request:
             self.redistributor,
             self.outputs,
             torch.device(self.device),
-            self.hoist_all,
             self.precision.reduce_dtype if self.precision is not None else None,
             self.profile.node,
         )

@@ -75,7 +75,6 @@ class StagePlanner:
         profile, redistributor: what things cost there.
         axis, ranks: the pipeline's axis.
         memory_limit: bytes per device.
-        may_split: whether schedules may compute gradients of inputs and of parameters apart.
         may_recompute: whether layers may run again in the backward.
 
     Attributes:
@@ -92,7 +91,6 @@ class StagePlanner:
         ranks: int,
         memory_limit: float | None = None,
         *,
-        may_split: bool = True,
         may_recompute: bool = True,
     ) -> None:
         self.captured, self.plan, self.profile, self.redistributor = captured, plan, profile, redistributor
@@ -102,7 +100,7 @@ class StagePlanner:
         self.forbidden = self._forbidden()
         self.found = kept_parts(captured.graph, Signatures(captured.actual), plan.loss_chunks)
         self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
-        self.may_split, self.may_recompute = may_split, may_recompute
+        self.may_recompute = may_recompute
         self.recompute: tuple[str, ...] = ()
         self._chosen: tuple[str, ...] = ()
 
@@ -151,7 +149,6 @@ class StagePlanner:
         if request.schedule is None:
             for schedule, per_rank in CHOICES:
                 fits = request.cuts is None or len(request.cuts) + 1 == per_rank * self.ranks
-                fits = fits and (self.may_split or schedule not in SPLIT)
                 if fits and request.stages_per_rank in (None, per_rank):
                     yield schedule, per_rank
             return

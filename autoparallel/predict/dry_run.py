@@ -111,7 +111,7 @@ class _DryRank:
         self.store = _DryStore(plan, program, communicator, meter, reduces=roots is None)
         with self.ledger.holding(""):  # memory that is there anyway
             self.ledger.add([*self.values.values(), *map(_torch.local_of, self.store.parameters.values())])
-        self.runner = _DryRunner(program, self.store, nn.Module(), self.run_body)
+        self.runner = _DryRunner(program, self.store, nn.Module(), lambda _: self.run_body)
         self.runner.fixed = {name: self.values[name] for name in program.captured.constants}
 
     def step(self) -> None:

@@ -16,7 +16,7 @@ def choice_blocks(choice: MeshChoice | None) -> list[Block]:
         return []
     heads = ("mesh", "step", "memory", "pipeline", "bubble", "")
     rows = [_row(alternative, choice) for alternative in choice.tried]
-    words = f"The mesh was chosen by {len(choice.tried)} searches; step and memory as they add them up:"
+    words = f"The mesh was chosen by {len(choice.tried)} searches; step and memory as short models tell:"
     return [words, Table(heads, rows, right=("step", "memory", "bubble"), chosen=0), *_notes(choice)]
 
 

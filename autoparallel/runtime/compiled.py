@@ -1,39 +1,287 @@
-"""Running a body through ``torch.compile``."""
+"""Running a program's calls through ``torch.compile``, region by region.
+
+[Note: regions] A body runs as it does in plain autograd: gathers, regions that run again, losses in chunks and what
+has Python of its own for the backward stay calls of the body.  What stands between them is cut where layers begin and
+end, and each piece becomes one call.  Pieces that are alike share what they were compiled to, so compiling takes as
+long for twelve layers as for four.  Collectives of activations stay inside of their region.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx, nn
 
-from autoparallel import _torch
+from autoparallel import _torch, operators
+from autoparallel.graph.layers import layer_of
+from autoparallel.operators import control_flow, opaque
+from autoparallel.passes import split_weight_gradients
+from autoparallel.passes.recompute_layers import outline
 from autoparallel.program import LocalProgram
+from autoparallel.rules.calls import arguments, is_tensor, with_argument
+
+Body = Callable[..., Any]
+
+_PYTHON = {control_flow.__name__, opaque.__name__, split_weight_gradients.__name__}
+"""Where the operators stand that look at values, or run the user's Python in their backward: never compiled."""
 
 
-def compile_body(program: LocalProgram) -> Callable[..., Any]:
-    """The body, compiled at its first call, once for all batch sizes.
+def plain_body(program: LocalProgram) -> Body:
+    """The body in plain autograd."""
+    return program.body
 
-    Sizes that the trace left open stay open and all others are fixed: were parameters' sizes open, too, Dynamo would
-    take those that happen to be equal for the same size, and compile again when one of them changes.
+
+def make_body_of(backend: str) -> Callable[[LocalProgram], Body]:
+    """What runs the bodies of programs: plain autograd for "eager", else a backend of ``torch.compile``."""
+    return plain_body if backend == "eager" else RegionCompiler(backend)
+
+
+def require_backend(backend: object) -> None:
+    """Raises ValueError where ``make_body_of`` knows no such backend."""
+    if backend == "eager":
+        return
+    names = {name for name in torch.compiler.list_backends(exclude_tags=()) if name != "autoparallel"}
+    if backend not in names:
+        raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(sorted({'eager', *names}))}")
+
+
+class RegionCompiler:
+    """Compiles the bodies of programs; keeps what regions were compiled to for others that are alike.
+
+    Args:
+        backend: of ``torch.compile``, by name.
     """
-    compiled = torch.compile(program.body, fullgraph=True, dynamic=False)
-    open_dims: list[list[int]] = []
-    for node in program.body.graph.nodes:
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._compiled: dict[Hashable, Body] = {}
+
+    def __call__(self, program: LocalProgram) -> Body:
+        """The body; each distinct region is compiled when it is first called, once for all sizes that are open."""
+        for region in program.regions.values():
+            region.function = self.rewritten(region.program).forward
+        body = self.rewritten(program.body)
+        opened = open_dims(program.body.graph)
+
+        def run(*arguments: Any) -> Any:
+            # The marks are on views, not on the caller's tensors.
+            return body(*[mark(x.view_as(x), dims) if dims else x for x, dims in zip(arguments, opened, strict=True)])
+
+        return run
+
+    def rewritten(self, module: fx.GraphModule) -> fx.GraphModule:
+        """A copy that calls compiled regions."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        copy = fx.GraphModule(module, graph)
+        for number, nodes in enumerate(find_regions(graph)):
+            first = _count_draws_from_zero(nodes)
+            name = f"compiled_{number}"
+            program = outline(copy, nodes, name)
+            key = _signature(program.graph)
+            if key not in self._compiled:
+                self._compiled[key] = self._compile(program)
+            copy.add_submodule(name, CompiledRegion(self._compiled[key], first))
+        graph.lint()
+        copy.recompile()
+        return copy
+
+    def _compile(self, program: fx.GraphModule) -> Body:
+        """Sizes that the trace left open stay open and all others are fixed: were parameters' sizes open, too, Dynamo
+        would take those that happen to be equal for the same size, and compile again when one of them changes.
+
+        The forward and not the module itself, which reports every exception: see ``Region.function``."""
+        compiled = torch.compile(program.forward, fullgraph=True, dynamic=False, backend=self.backend)
+        opened = [(i, dims) for i, dims in enumerate(open_dims(program.graph)) if dims]
+
+        def run(*arguments: Any) -> Any:
+            for i, dims in opened:
+                mark(arguments[i], dims)
+            return compiled(*arguments)
+
+        return run
+
+
+class CompiledRegion(nn.Module):
+    """One call of a compiled region.
+
+    Args:
+        function: what it was compiled to.
+        first: the number of its first draw of random numbers among those of a call; the region counts them from 0.
+    """
+
+    def __init__(self, function: Body, first: int) -> None:
+        super().__init__()
+        self.function, self.first = function, first
+
+    def forward(self, *arguments: Any) -> Any:
+        with operators.draw_from(replace(operators.random_state(), first=self.first)):
+            return self.function(*arguments)
+
+
+def open_dims(graph: fx.Graph) -> list[list[int]]:
+    """For each placeholder the dims whose sizes the trace left open."""
+    return [
+        [dim for dim, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)]
+        if is_tensor(node) and "placements" in node.meta
+        else []
+        for node in graph.nodes
+        if node.op == "placeholder"
+    ]
+
+
+def mark(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """The tensor, for any size of whose dims a region is compiled."""
+    _torch.leave_open(x, dims)
+    return x
+
+
+# -------------------------------------------------------------------------------------------------- where regions are
+
+
+def find_regions(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The calls of each region; reorders the graph so that they stand together.
+
+    A layer's gathers come before its first call: where they stand depends on which parameters share a collective, and
+    layers would not be alike.  A region computes the sizes that it needs itself, from tensors that it reads.
+    """
+    regions: list[list[fx.Node]] = []
+    for group in _groups(graph):
+        end = group[-1].next
+        for region, nodes in _in_order(group):
+            for node in nodes:
+                end.prepend(node)
+            if region and any(_computes(node) for node in nodes):
+                regions.append(nodes)
+    inside = {node: number for number, nodes in enumerate(regions) for node in nodes}
+    _copy_sizes(graph, regions, inside)
+    return regions
+
+
+def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """All calls, cut where layers begin and end, and between layers so that each piece has one gather."""
+    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    layers = [layer_of(node) for node in calls]
+    last = {layer: i for i, layer in enumerate(layers)}
+    group: list[fx.Node] = []
+    i = 0
+    while i < len(calls):
+        layer, after = layers[i], last[layers[i]] + 1
+        if layer is not None and set(layers[i:after]) <= {layer, None}:
+            yield from [group] if group else []
+            yield calls[i:after]
+            group, i = [], after
+            continue
+        if calls[i].op == "call_module" and _is_gather(calls[i]) and any(map(_is_gather, group)):
+            yield group
+            group = []
+        group.append(calls[i])
+        i += 1
+    yield from [group] if group else []
+
+
+def _in_order(group: Sequence[fx.Node]) -> Iterator[tuple[bool, list[fx.Node]]]:
+    """The calls of a group, those of one region together; and whether they are a region.
+
+    The gathers, then by turns what does not wait for a call that is not compiled, and such calls.
+    """
+    gathers = [node for node in group if _is_gather(node)]
+    yield False, gathers
+    depths = dict.fromkeys(gathers, 0)
+    for node in group:
+        if node not in depths:
+            waits = not _is_plain(node)
+            read = [x for x in node.all_input_nodes if x in depths]
+            depths[node] = max((depths[x] + (waits and _is_plain(x) and not _is_gather(x)) for x in read), default=0)
+    for depth in range(max(depths.values(), default=0) + 1):
+        nodes = [node for node in group if depths[node] == depth and not _is_gather(node)]
+        yield True, [node for node in nodes if not _is_plain(node)]
+        yield False, [node for node in nodes if _is_plain(node)]
+
+
+def _is_gather(node: fx.Node) -> bool:
+    return node.meta.get("bucket") is not None
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a call is not compiled."""
+    if node.op != "call_function":
+        return True
+    if node.target is operator.getitem:
+        return _is_gather(node) or _is_plain(node.args[0])  # type: ignore[arg-type]
+    return getattr(node.target, "__module__", "") in _PYTHON
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a call gives a number."""
+    return node.op == "call_function" and isinstance(
+        node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool
+    )
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a call makes memory of its own."""
+    if _is_size(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__module__", "").startswith("autoparallel")
+    return not node.target.is_view and node.target is not torch.ops.aten.reshape.default
+
+
+def _copy_sizes(graph: fx.Graph, regions: list[list[fx.Node]], inside: dict[fx.Node, int]) -> None:
+    """Gives each region, and each call outside of them, copies of the sizes that it reads."""
+    known: dict[tuple[object, fx.Node], fx.Node] = {}
+    sizes = [node for node in graph.nodes if _is_size(node)]
+
+    def copy(size: fx.Node, reader: fx.Node) -> fx.Node:
+        number = inside.get(reader)
+        key = reader if number is None else number, size
+        if key not in known:
+            read = {x: copy(x, reader) for x in size.all_input_nodes if _is_size(x)}
+            with graph.inserting_before(reader):
+                known[key] = graph.node_copy(size, lambda x: read.get(x, x))
+            if number is not None:
+                regions[number].insert(regions[number].index(reader), known[key])
+        return known[key]
+
+    originals = set(sizes)
+    for node in list(graph.nodes):
+        if node not in originals:
+            for x in [x for x in node.all_input_nodes if x in originals]:
+                node.replace_input_with(x, copy(x, node))
+    for size in reversed(sizes):
+        if size in inside:
+            regions[inside[size]].remove(size)
+        graph.erase_node(size)
+
+
+# --------------------------------------------------------------------------------------------------- what they are
+
+
+def _count_draws_from_zero(nodes: Sequence[fx.Node]) -> int:
+    """Numbers a region's draws of random numbers from 0; the number that the first of them had."""
+    draws = [node for node in nodes if node.target in operators.DRAWS]
+    first = min((arguments(node)["number"] for node in draws), default=0)
+    for node in draws:
+        number = arguments(node)["number"] - first
+        node.args, node.kwargs = with_argument(node.args, dict(node.kwargs), node, "number", number)
+    return int(first)
+
+
+def _signature(graph: fx.Graph) -> Hashable:
+    """What is the same for regions that are alike: their calls, and the forms of what they read."""
+    names = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    rows: list[Hashable] = []
+    for node in graph.nodes:
         if node.op == "placeholder":
-            value = node.meta.get("val")
-            shape = value.shape if isinstance(value, torch.Tensor) and "placements" in node.meta else ()
-            open_dims.append([dim for dim, size in enumerate(shape) if not isinstance(size, int)])
-
-    def run(*arguments: Any) -> Any:
-        given = list(arguments)
-        for i, dims in enumerate(open_dims):
-            if dims:
-                given[i] = given[i].view_as(given[i])  # the mark is on a view, not on the caller's tensor
-                _torch.leave_open(given[i], dims)
-        return compiled(*given)
-
-    return run
+            value, layout = node.meta.get("val"), node.meta.get("placements")
+            form = (tuple(map(str, value.shape)), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+            rows.append((form, str(layout), node.meta.get("differentiable")))
+        else:
+            rows.append((node.target, repr(fx.map_arg((node.args, node.kwargs), names.__getitem__))))
+    return tuple(rows)
 
 
-__all__ = ["compile_body"]
+__all__ = ["Body", "CompiledRegion", "RegionCompiler", "find_regions", "make_body_of", "plain_body", "require_backend"]

@@ -444,13 +444,14 @@ def attach_stages(
     prefix: str,
     owners: Mapping[str, int],
     redistributor: Redistributor,
-    compile_body: Callable[[LocalProgram], Callable[..., Any]] | None = None,
+    make_body: Callable[[LocalProgram], Callable[..., Any]],
 ) -> PipelineRunner:
     """This rank's part of the stages, attached to its parameters.
 
     Args:
         prefix: the name under which the whole mesh is bound.
         owners: the rank on the pipeline's axis on which each parameter lies.
+        make_body: as :class:`Runner` takes it.
     """
     plan = staged.plan
     chains = [staged.chains(stage) for stage in range(plan.count)]
@@ -460,11 +461,10 @@ def attach_stages(
     stages = {}
     for index in plan.stages_of(tied.rank):
         graph, program = staged.graphs[index], staged.programs[index]
-        body = compile_body(program) if compile_body is not None else program.body
         mine = {name: p for name, p in tied.borrowed.items() if name in chains[index]}
         made = loss if loss in graph.results else None
         gradients = StageGradients(store, mine, alone=plan.count == 1)
-        stages[index] = Stage(index, graph, program, gradients, plain, body, made)
+        stages[index] = Stage(index, graph, program, gradients, plain, make_body, made)
     return PipelineRunner(staged, stages, store, tied, plain)
 
 

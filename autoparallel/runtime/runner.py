@@ -24,15 +24,22 @@ from autoparallel.runtime.gradients import GradientReceiver, GradientStore
 class Runner:
     """A program attached to a model's tensors: runs it on local inputs.
 
+    Args:
+        make_body: what runs the program's body, once all that it calls is there.
+
     Attributes:
         used: the names of the parameters that it uses.
         modules: the buckets that it gathers where it uses them, by the name under which it calls them.
     """
 
     def __init__(
-        self, program: LocalProgram, store: GradientReceiver, plain: nn.Module, body: Callable[..., Any]
+        self,
+        program: LocalProgram,
+        store: GradientReceiver,
+        plain: nn.Module,
+        make_body: Callable[[LocalProgram], Callable[..., Any]],
     ) -> None:
-        self.program, self.store, self.plain, self.body = program, store, plain, body
+        self.program, self.store, self.plain = program, store, plain
         self.captured = captured = program.captured
         buckets = [ParameterBucket(b, store) for b in program.buckets]
         self.hoisted = [b for b in buckets if not b.bucket.per_use]
@@ -40,6 +47,7 @@ class Runner:
         self.used = tuple(chain.name for bucket in program.buckets for chain in bucket.chains)
         self.modules = {bucket.bucket.name: bucket for bucket in self.per_use}
         self._complete_graphs()
+        self.body = make_body(program)
         gather_ahead(list(program.regions.values()), self.modules)
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
         self.fixed: dict[str, torch.Tensor] = dict(captured.constants)

@@ -174,7 +174,7 @@ class Stage:
         program: its local program.
         layouts: how each crossing lies on the stage's mesh, by number.
         gradients: its parameters, and where their gradients are added up.
-        plain, body: as :class:`Runner` takes them.
+        plain, make_body: as :class:`Runner` takes them.
         loss: the number of the loss among the results, where this stage makes it.
     """
 
@@ -185,11 +185,11 @@ class Stage:
         program: LocalProgram,
         gradients: StageGradients,
         plain: nn.Module,
-        body: Callable[..., Any],
+        make_body: Callable[[LocalProgram], Callable[..., Any]],
         loss: int | None,
     ) -> None:
         self.index, self.graph, self.program, self.gradients, self.loss = index, graph, program, gradients, loss
-        self.runner = Runner(program, gradients, plain, body)
+        self.runner = Runner(program, gradients, plain, make_body)
         self._kept: dict[int, _Microbatch] = {}
         self._held: dict[str, torch.Tensor] = {}
         modules = [n.meta.get("module", "") for n in program.calls() if n.op == "call_function"]

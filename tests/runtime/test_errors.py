@@ -137,7 +137,7 @@ COMPILE = {
     "a buffer elsewhere": ("table is on cuda:0", "'cpu'", "move the model"),
     "unknown plan": ("fspd", "data_parallel, fsdp, hybrid, tensor_parallel"),
     "unknown outputs": ("whole", "auto, gather, sharded"),
-    "unknown backend": ("jit", "eager, inductor"),
+    "unknown backend": ("jit", "eager", "inductor"),
     "not a plan": ("plan", "int"),
     "not a module": ("nn.Module", "function"),
     "not a mesh": ("DeviceMesh", "tuple"),

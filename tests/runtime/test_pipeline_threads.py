@@ -22,6 +22,7 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import build, prepare
 from autoparallel.planner.request import Request
 from autoparallel.program import StagedProgram, find_owners
+from autoparallel.runtime.compiled import plain_body
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.pipeline import attach_stages
 from autoparallel.runtime.slices import local_slice
@@ -80,7 +81,7 @@ def test_loss_and_gradients_are_those_of_one_process(schedule: str, preset: str)
                 spec = _torch.make_spec(mesh, placements, whole.shape, whole.dtype)
                 parameters[name] = nn.Parameter(_torch.wrap_local(local, spec))
         store = GradientStore(mesh, "mesh0", parameters)
-        runner = attach_stages(programs[number], store, model, "mesh0", owners, redistributor)
+        runner = attach_stages(programs[number], store, model, "mesh0", owners, redistributor, plain_body)
         given = Call((rows, targets), call.specs, call.layouts, call.in_spec, call.batch, True, (), ())
         loss = runner.run(given, RandomState(0, 0))[captured.objective or 0]
         loss.backward()

@@ -121,28 +121,23 @@ def test_recomputed_layers_give_the_same_numbers_for_less_memory(
         assert "Recomputed in the backward" in found["explained"]
 
 
-def _refusals() -> list[str]:
+def _refusal() -> str:
     case = build("gpt")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     batch = case.make_batch(0, 8)[0]
     model = autoparallel.compile(copy.deepcopy(case.model), mesh, loss_fn=case.loss_fn, example_inputs=batch)
-    found = []
-    for layer, backend in (("blocks.9", "eager"), ("blocks.0", "inductor")):
-        plan = dataclasses.replace(model.plan, recompute=(layer,))
-        try:
-            autoparallel.compile(
-                copy.deepcopy(case.model), mesh, loss_fn=case.loss_fn, plan=plan, backend=backend, example_inputs=batch
-            )
-        except PlanError as error:
-            found.append(str(error))
-    return found
+    plan = dataclasses.replace(model.plan, recompute=("blocks.9",))
+    try:
+        autoparallel.compile(copy.deepcopy(case.model), mesh, loss_fn=case.loss_fn, plan=plan, example_inputs=batch)
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.wide
 def test_what_cannot_be_recomputed_is_refused() -> None:
-    for unknown, compiled in run_on_ranks(_refusals, world_size=2):
+    for unknown in run_on_ranks(_refusal, world_size=2):
         assert "'blocks.9'" in unknown and "blocks.0, blocks.1" in unknown
-        assert "backend='inductor'" in compiled
 
 
 # ---------------------------------------------------------------------------------------------------------- in stages
