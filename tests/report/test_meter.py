@@ -19,6 +19,7 @@ import autoparallel
 from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of, use_communicator
 from autoparallel.comm.simulate import simulate
+from autoparallel.comm.traffic import CountingMode
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
 from autoparallel.predict.communicator import FORWARD, MeteredCommunicator
@@ -54,7 +55,7 @@ class TestMeter:
     def meter(self) -> tuple[Meter, Clock, Ledger]:
         clock = Clock(0.0)
         ledger = Ledger(clock)
-        return Meter(CPU, (2,), clock, ledger), clock, ledger
+        return Meter(CPU, (2,), clock, ledger, CountingMode(lambda *sent: None)), clock, ledger
 
     def test_products_are_priced_by_their_sizes_forward_and_backward(self) -> None:
         meter, clock, _ = self.meter()
