@@ -13,6 +13,7 @@ from autoparallel.runtime.agreement import RankMismatchError
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.pipeline import PipelineError
+from autoparallel.tools.launch import launch
 from autoparallel.tools.parity.verification import VerifyError, VerifyReport
 from autoparallel.tools.processes import ProcessError
 from autoparallel.tools.verify import verify
@@ -21,5 +22,5 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError", "Checkpoint", "CheckpointError", "ClipGradNorm", "ParallelModule", "Pipeline", "PipelineError",
     "Plan", "PlanError", "ProcessError", "RankMismatchError", "RuleError", "Traffic", "VerifyError", "VerifyReport",
-    "compile", "count_traffic", "latest", "register_rule", "verify",
+    "compile", "count_traffic", "latest", "launch", "register_rule", "verify",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.meshes import MeshSearch
 from autoparallel.planner.plan_cache import PlanCache, key_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import prepare, stage_programs
+from autoparallel.planner.programs import prepare
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, Settled
 from autoparallel.program import LocalProgram, StagedProgram, find_owners
@@ -90,9 +90,7 @@ class Compiler:
             self.at_rest = dict.fromkeys(settings.store.parameters, self._whole())
 
     def _lie_on(self, mesh: DeviceMesh, request: Request) -> None:
-        names = mesh.mesh_dim_names or ()
-        stages = mesh.size(names.index(PIPELINE_AXIS)) if PIPELINE_AXIS in names else 0
-        self.mesh, self.request = mesh, replace(request, stages=stages)
+        self.mesh, self.request = mesh, request.on(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
         self.planner = Planner(self.settings.model, self.request, cache=self.settings.cache)
 
     def copied(self, model: nn.Module) -> tuple[Compiler, GradientStore]:
@@ -148,9 +146,8 @@ class Compiler:
             at_rest = self._resting(self._plan(self._capture(even), even, None))
             plan = self._plan(captured, call, at_rest)
         plan = replace(plan, choice=self.choice or plan.choice)
-        attach = self._attach_stages if plan.staging is not None else self._attach
         with self._progress.phase("build"):
-            kind = attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
+            kind = self._attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
         self._progress.conclude(headline(kind.plan) if call.is_training else "a program of its own")
         return replace(kind, trace=trace)
 
@@ -183,7 +180,7 @@ class Compiler:
             staged = axes[0][0] == PIPELINE_AXIS
             inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
             settings.store.move(inner, bind(inner), whole_group_name(bind(mesh)) if staged else None)
-        self._lie_on(mesh, replace(request, axes=tuple(axis for axis in axes if axis[0] != PIPELINE_AXIS)))
+        self._lie_on(mesh, request)
         return captured
 
     def _choice(self, search: MeshSearch) -> MeshChoice:
@@ -231,32 +228,23 @@ class Compiler:
         return Planner(self.settings.model, freely).search(captured, call, settled)
 
     def _attach(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
-        """Builds the program and attaches it to the parameters, which then lie as ``at_rest`` says."""
-        settings, store = self.settings, self.settings.store
-        plan, program = self.planner.finish(captured, plan, call, store.prefix)
-        self._require_same_program(program, plan)
-        self._settle(at_rest)
-        body = compile_body(program) if settings.compiled else program.body
-        reasons = PlanAgain(self.planner, replace(call, leaves=()))  # a plan keeps no batch alive
-        return Kind(Runner(program, store, settings.model, body), plan.with_reasons(reasons))
-
-    def _attach_stages(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
-        """Builds every stage's program, on all ranks, and attaches this rank's; one that runs microbatches."""
+        """Builds the program, or every stage's, and attaches this rank's to the parameters, which then lie as
+        ``at_rest`` says."""
         settings, store, request = self.settings, self.settings.store, self.request
-        staged = stage_programs(request, captured, plan, call, store.prefix)
-        self._require_same_program(staged, plan)
-        owners = self.owners or find_owners(staged, store.parameters)
+        plan, built = self.planner.finish(captured, plan, call, store.prefix, self.owners)
+        self._require_same_program(built, plan)
+        if plan.pipeline is None:
+            plan = plan.with_reasons(PlanAgain(self.planner, replace(call, leaves=())))  # a plan keeps no batch alive
+        if isinstance(built, LocalProgram):
+            self._settle(at_rest)
+            body = compile_body(built) if settings.compiled else built.body
+            return Kind(Runner(built, store, settings.model, body), plan)
+        owners = self.owners or find_owners(built, store.parameters)
         self.owners = owners if request.stages else {}
         self._settle(at_rest)
         compiled = compile_body if settings.compiled else None
-        prefix, redistributor = bind(self.mesh), request.redistributor
-        runner = attach_stages(staged, store, settings.model, prefix, owners, redistributor, compiled)
+        runner = attach_stages(built, store, settings.model, bind(self.mesh), owners, request.redistributor, compiled)
         runner.scaler = settings.scaler
-        if plan.microbatches > 1:
-            reasons = PlanAgain(self.planner, replace(call, leaves=()))
-            plan = self.planner.with_prediction(staged, plan).with_reasons(reasons)
-        elif captured.objective is not None and call.is_training:
-            plan = self.planner.with_traffic(staged, plan, call, owners)
         return Kind(runner, plan)
 
     def _require_same_program(self, program: LocalProgram | StagedProgram, plan: Plan) -> None:

@@ -43,7 +43,7 @@ from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import outputs_of, prepare
+from autoparallel.planner.programs import prepare
 from autoparallel.planner.request import Request
 from autoparallel.program import lay_out
 from autoparallel.tools.parity.recording import arguments_of
@@ -120,8 +120,7 @@ class Program:
         self.whole = captured.copy()
         self.arguments = arguments_of(captured, task, batch)
         parameters = {n: self.plan.at_rest(p) for n, p in captured.parameters.items() if p in self.plan.parameters}
-        outputs = outputs_of(request, captured)
-        self.asked = lay_out(captured, self.plan, parameters, {}, outputs, PREFIX, request.redistributor)
+        self.asked = lay_out(captured, self.plan, request.target(PREFIX), parameters)
         self.captured = captured
         self.redistributor: Redistributor = request.redistributor
         self.expected = self._run_whole()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of
+from autoparallel.comm.world import Axes, axes_of
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(mesh, int):
         with _progress("mesh").phase("search"):
             choice = MeshSearch(request, captured, call, mesh, refusal=_refusal(request)).choose()
-        request = _on(choice.mesh, request)
+        request = request.on(choice.mesh)
     cache = PlanCache(options.cache) if options.cache else None
     compared = compare(source, request, call, captured, _presets(options, request), choice, cache)
     plan = compared.plan
@@ -135,8 +135,7 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             loss_chunks=options.loss_chunks,
             microbatches=options.microbatches,
             precision=_policy(options.precision),
-        )
-        request = _on(axes, request)
+        ).on(axes)
         if request.stages and _refusal(request):
             raise UsageError(_refusal(request))
         if request.stages and options.microbatches is not None:
@@ -152,12 +151,6 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
         source = from_factory(options.model, options.batch, options.seq, options.seed, options.real_tensors)
     call = call_of(source.args, source.kwargs, source.loss_fn is not None)
     return source, replace(request, loss_fn=source.loss_fn), call, axes if mesh == 1 else mesh
-
-
-def _on(mesh: Axes, request: Request) -> Request:
-    """The same request on a mesh, of which a pipeline's axis is the request's stages."""
-    inner = tuple(axis for axis in mesh if axis[0] != PIPELINE_AXIS) or axes_of(1)
-    return replace(request, axes=inner, stages=dict(mesh).get(PIPELINE_AXIS, 0))
 
 
 def _refusal(request: Request) -> str:
