@@ -8,6 +8,5 @@
 - ``python_state``: the values of Python's that a trace has read, compared at every call.
 - ``trees``: the tensors among nested values.
 - ``plain_tensors``: tensors that a model holds without having registered them.
-- ``trees``: nested inputs and outputs as leaves.
 - ``lines``: the user's line behind a node or a frame.
 """
