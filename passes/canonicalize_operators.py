@@ -184,6 +184,7 @@ def _batch_statistics_norm(
     """Batch norm with the statistics of the global batch (Ioffe and Szegedy 2015), mean and then variance: the result,
     both statistics, and the dims they are taken over."""
     dims = [d for d in range(len(shape_of(x))) if d != 1]
+    given, x = x, _in_float32(emit, x)
     mean = emit(aten.mean.dim, x, dims, True)
     centred = emit(aten.sub.Tensor, x, mean)
     variance = emit(aten.mean.dim, emit(aten.mul.Tensor, centred, centred), dims, True)
@@ -192,7 +193,18 @@ def _batch_statistics_norm(
         y = emit(aten.mul.Tensor, y, _channels(emit, weight, x))
     if bias is not None:
         y = emit(aten.add.Tensor, y, _channels(emit, bias, x))
-    return y, mean, variance, dims
+    return _as(emit, y, given), mean, variance, dims
+
+
+def _in_float32(emit: Emitter, x: fx.Node) -> fx.Node:
+    """What is normalised, in the precision in which torch does so; weights may have another dtype than it."""
+    half = x.meta["val"].dtype in (torch.bfloat16, torch.float16)
+    return emit(aten._to_copy.default, x, dtype=torch.float32) if half else x
+
+
+def _as(emit: Emitter, y: fx.Node, x: fx.Node) -> fx.Node:
+    dtype = x.meta["val"].dtype
+    return y if y.meta["val"].dtype == dtype else emit(aten._to_copy.default, y, dtype=dtype)
 
 
 def _replace_batch_norm_without_statistics(emit: Emitter, node: fx.Node) -> None:
@@ -211,9 +223,10 @@ def _ratio(emit: Emitter, count: Any) -> Any:
 def _frozen_norm(
     emit: Emitter, x: fx.Node, weight: Any, bias: Any, running_mean: Any, running_var: Any, eps: Any
 ) -> fx.Node:
+    given, x = x, _in_float32(emit, x)
     mean = _channels(emit, running_mean, x)
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, _channels(emit, running_var, x), eps))
-    return _normalize(emit, x, mean, inverse, weight, bias)
+    return _as(emit, _normalize(emit, x, mean, inverse, weight, bias), given)
 
 
 def _replace_frozen_batch_norm(emit: Emitter, node: fx.Node) -> None:

@@ -8,6 +8,10 @@ After:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import fx
+
 from autoparallel.graph.captured import Captured
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import tensor_operands
@@ -22,16 +26,24 @@ def mark_batch(captured: Captured) -> None:
     inputs = [nodes[name] for name in captured.inputs if name is not None and nodes[name].meta["val"].ndim]
     rows = inputs[0].meta["val"].shape[0] if inputs else 0
     batched = {n: {0} for n in inputs if rows and n.meta["val"].shape[0] % rows == 0}
-    for node in captured.graph.nodes:
+    for node, factors in follow_dims(captured.graph, batched).items():
+        node.meta["batch_factors"] = factors
+
+
+def follow_dims(graph: fx.Graph, dims: Mapping[fx.Node, set[int]]) -> dict[fx.Node, tuple[str, ...]]:
+    """The factors that run over some dims of placeholders, of every operator that has one."""
+    followed, found = dict(dims), dict[fx.Node, tuple[str, ...]]()
+    for node in graph.nodes:
         rule = rule_for(node)
         if rule is None:
             continue
         factors: dict[str, None] = {}
-        for operand, dims in zip(tensor_operands(node), rule.operands, strict=True):
-            factors |= {dims[d][0]: None for d in batched.get(operand, ()) if dims[d]}
+        for operand, parts in zip(tensor_operands(node), rule.operands, strict=True):
+            factors |= {parts[d][0]: None for d in followed.get(operand, ()) if parts[d]}
         if factors:
-            node.meta["batch_factors"] = tuple(factors)
-            batched[node] = {d for d, dim in enumerate(rule.result) if dim and dim[0] in factors}
+            found[node] = tuple(factors)
+            followed[node] = {d for d, part in enumerate(rule.result) if part and part[0] in factors}
+    return found
 
 
-__all__ = ["mark_batch"]
+__all__ = ["follow_dims", "mark_batch"]

@@ -6,6 +6,7 @@ May import ``predict``, ``program``, ``plan``, ``decisions``, ``hardware``, ``pi
 What is asked, and what is answered:
 
 - ``request``: what is asked; ``pins`` and ``presets`` constrain it; ``thresholds`` bound the work.
+- ``sequences``: which operators run over the sequence; ``plan_cache`` keeps plans from run to run.
 - ``planner``: from a call to a graph, a plan and a program; ``draft`` does so without ranks; ``programs`` makes the
   programs, ``fits`` checks a plan, ``reasons`` tells what another decision would have cost; ``plan_cache`` keeps plans
   between runs.

@@ -142,7 +142,9 @@ class Evaluator:
     def _completed(self, plan: Plan, space: SearchSpace, candidate: Candidate) -> Plan:
         """The plan with what the space does not choose, and with notes."""
         request, padding = self.request, dict(candidate.padding)
-        cutting = space.constraints.tensor or {*range(len(request.axes))} - space.constraints.data
+        cutting = space.constraints.tensor or (
+            {*range(len(request.axes))} - space.constraints.data - space.constraints.sequence
+        )
         axes = [request.axes[a] for a in sorted(cutting) if request.sizes[a] > 1]
         if space.pins.freed:
             warnings.warn(

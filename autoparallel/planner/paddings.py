@@ -26,7 +26,7 @@ def _rows(candidate: Candidate, evaluator: Evaluator) -> list[dict[str, int]]:
     if at_rest is not None or kept is not None:
         return [padded_rows(at_rest if at_rest is not None else kept.parameters)]  # type: ignore[union-attr]
     sizes, constraints = request.sizes, request.constraints(candidate.preset)
-    if constraints.tensor or constraints.data:
+    if constraints.tensor or constraints.data or constraints.sequence:
         shards = math.prod(sizes[axis] for axis in constraints.tensor)
         return [find_vocabularies(captured.graph, captured.parameters, shards)]
     # Worth a search of its own where there is an axis that could not shard a vocabulary otherwise.

@@ -8,13 +8,16 @@ from typing import Literal, get_args
 
 from autoparallel.decisions.parameters import PlanError
 
-Preset = Literal["auto", "data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel"]
+Preset = Literal[
+    "auto", "data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel", "context_parallel"
+]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 EXPERT_AXIS = "ep"
 """The mesh axis over which every preset but "auto" shards stacks of experts; for all else it is a data axis."""
 
 TENSOR_AXIS = "tp"
+SEQUENCE_AXES = ("cp", "sp")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Constraints:
         sharded_at_rest: data axes over which parameters are sharded between uses.
         tensor: axes over which the batch is whole, and parameters of two dims or more are sharded, also in use.
         gather_per_use: whether gathered parameters are dropped after each use.
+        sequence: axes over which the sequence is sharded wherever an operator can run on parts of it, and parameters
+            are whole while they are used (see ``planner.sequences``).
         expert: data axes over which stacks of experts are sharded, at rest and in use (see ``planner.experts``).
         needs_experts: whether a model without experts is an error.
     """
@@ -33,6 +38,7 @@ class Constraints:
     data: frozenset[int] = frozenset()
     sharded_at_rest: frozenset[int] = frozenset()
     tensor: frozenset[int] = frozenset()
+    sequence: frozenset[int] = frozenset()
     gather_per_use: bool | None = None
     expert: frozenset[int] = frozenset()
     needs_experts: bool = False
@@ -40,7 +46,8 @@ class Constraints:
     def without(self, axes: frozenset[int]) -> Constraints:
         """What is left where some axes are open."""
         data, tensor, expert = self.data - axes, self.tensor - axes, self.expert - axes
-        return replace(self, data=data, sharded_at_rest=self.sharded_at_rest - axes, tensor=tensor, expert=expert)
+        sequence, rest = self.sequence - axes, self.sharded_at_rest - axes
+        return replace(self, data=data, sharded_at_rest=rest, tensor=tensor, sequence=sequence, expert=expert)
 
 
 def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
@@ -49,6 +56,8 @@ def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
     ``hybrid`` is ``fsdp`` over the last axis, whose ranks lie inside a node first, and data parallel across the others.
     ``tensor_parallel`` uses the axis named "tp", or else the last axis that is not "ep", and is data parallel over the
     others.  ``expert_parallel`` is data parallel with an axis named "ep", and tensor parallel over one named "tp".
+    ``context_parallel`` shards the sequence over the axis named "cp" or "sp", is tensor parallel over one named "tp",
+    and data parallel over the others.
 
     Raises:
         ValueError: for a name that is not a preset.
@@ -81,6 +90,14 @@ def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
             raise PlanError(f"plan='expert_parallel' needs a mesh axis named 'ep', the mesh has {tuple(names)}")
         split = frozenset(i for i in axes if names[i] == TENSOR_AXIS)
         return Constraints(data=axes - split, tensor=split, expert=expert, needs_experts=True)
+    if preset == "context_parallel":
+        sequence = frozenset(i for i in axes if names[i] in SEQUENCE_AXES)
+        if not sequence:
+            raise PlanError(
+                f"plan='context_parallel' needs a mesh axis named 'cp' or 'sp', the mesh has {tuple(names)}"
+            )
+        split = frozenset(i for i in axes if names[i] == TENSOR_AXIS)
+        return Constraints(data=axes - split - sequence, tensor=split, sequence=sequence, expert=expert)
     raise ValueError(f"unknown plan {preset!r}: expected one of {', '.join(PRESETS)}, or a Plan")
 
 

@@ -38,6 +38,7 @@ from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices
 from autoparallel.planner.problem import Problem, Reader, Schedule, Variable
+from autoparallel.planner.sequences import sequence_factors
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.cost import bytes_kept, update_seconds
 from autoparallel.rules import Rule, operator_name, rule_for
@@ -104,6 +105,7 @@ class SearchSpace:
         self.size = Signatures(captured.actual)
         self.searched = self._descendants()
         self.experts = experts_of(captured, constraints, self.axis_sizes, self.size)
+        self.sequence = sequence_factors(captured, constraints, self.axis_sizes, self.size)
         self.unruled: dict[str, int] = {}
         # Nodes of the layers for which it is open whether they run again.
         self.open: dict[fx.Node, str] = {}
@@ -284,7 +286,7 @@ class SearchSpace:
             name = self.captured.parameters[node.name]
             users: Hashable = None
             padded = any(u.target is operators.pad_rows for u in node.users)
-            if self.constraints.data or self.constraints.tensor or padded:
+            if self.constraints != Constraints() or padded:
                 users = tuple([self.size.call(u) for u in node.users if u.op == "call_function"])
             rest = self.captured.rest_dtypes.get(name)
             pinned = self.pinned.get(name)
@@ -292,7 +294,8 @@ class SearchSpace:
             return "parameter", self.size.tensor(node), rest, self.experts.parameters.get(node), pinned, users, own
         if node.op != "call_function" or self.size.tensor(node) < 0 or node not in self.searched:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
-        return "call", self.size.call(node), self.experts.factors.get(node), node in self.open, self._kept(node)
+        followed = self.experts.factors.get(node), self.sequence.get(node)
+        return "call", self.size.call(node), followed, node in self.open, self._kept(node)
 
     def _kept(self, node: fx.Node) -> tuple[float, float]:
         """Bytes that the backward finds of each byte of a node, and where its layer, which then keeps only what others
@@ -336,6 +339,9 @@ class SearchSpace:
 
         if axis in self.constraints.tensor and self.cuts_batch(node, rule, way):
             return False
+        if axis in self.constraints.sequence:
+            along = self.sequence.get(node, ())
+            return way.mode.factor in along or not any(other.mode.factor in along for other in ways)
         if node in self.experts.factors and axis in self.constraints.expert:
             exchanged = rule is not None and rule.exchange
             wanted = rule.exchanged() if rule is not None and exchanged else self.experts.factors[node]
@@ -437,13 +443,14 @@ class SearchSpace:
         whole = {"R" if node.meta["differentiable"] else "I"}
         if any(not user.meta["differentiable"] for user in node.users if user.op == "call_function"):
             whole.add("I")  # what reads it without a gradient has no summands to keep apart
-        alone = {axis for axis in self.constraints.data if self._is_read_whole(node, axis)}
+        whole_in_use = self.constraints.data | self.constraints.sequence
+        alone = {axis for axis in whole_in_use if self._is_read_whole(node, axis)}
         stacked = self.experts.parameters.get(node)
         pinned = self.captured.parameters[node.name] in self.pinned
         tensor = self.constraints.tensor - self.pins.axes(node)  # its user knows better than the preset
         sharded = {axis for axis in tensor if large and self._can_shard(node, axis)}
         for j, column in enumerate(columns):
-            for axis in self.constraints.data:
+            for axis in whole_in_use:
                 if stacked is not None and axis in self.constraints.expert:
                     wrong = column[axis] != Shard(stacked)
                 else:
