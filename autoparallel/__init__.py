@@ -11,8 +11,10 @@ from autoparallel.plan import Plan
 from autoparallel.rules import RuleError, register_rule
 from autoparallel.runtime.agreement import RankMismatchError
 from autoparallel.runtime.limits import ClipGradNorm
+from autoparallel.runtime.local_steps import register_optimizer
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.pipeline import PipelineError
+from autoparallel.tools.launch import launch
 from autoparallel.tools.parity.verification import VerifyError, VerifyReport
 from autoparallel.tools.processes import ProcessError
 from autoparallel.tools.verify import verify
@@ -21,5 +23,5 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError", "Checkpoint", "CheckpointError", "ClipGradNorm", "ParallelModule", "Pipeline", "PipelineError",
     "Plan", "PlanError", "ProcessError", "RankMismatchError", "RuleError", "Traffic", "VerifyError", "VerifyReport",
-    "compile", "count_traffic", "latest", "register_rule", "verify",
+    "compile", "count_traffic", "latest", "launch", "register_optimizer", "register_rule", "verify",
 ]  # fmt: skip

@@ -6,7 +6,8 @@ Tested with torch 2.11 to 2.13.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import has_side_effect
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.hooks import BackwardHook
@@ -43,6 +45,22 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among nested values, in their order; what operators read and make is looked at very often."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        values = pytree.tree_leaves(values) if type(values) in pytree.SUPPORTED_NODES else ()
+    return [x for value in values for x in tensors_in(value)]
+
+
+def bytes_in(values: Any) -> int:
+    """The size of all tensors among nested values."""
+    return sum(x.nbytes for x in tensors_in(values))
 
 
 def make_fake_mode() -> FakeTensorMode:
@@ -99,6 +117,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """The description of a ``DTensor``."""
     return tensor._spec
+
+
+def parts_of(tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The local tensors of ``DTensor``s, and their descriptions; None where something else stands."""
+    return [getattr(t, "_local_tensor", None) for t in tensors], [getattr(t, "_spec", None) for t in tensors]
 
 
 def mesh_without_groups(
@@ -198,8 +221,13 @@ def timeout_of(group: Any, device: str) -> timedelta:
 
 
 def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
-    """Whether two storages are one; a ``DTensor``'s own has no memory to compare."""
+    """Whether two storages are one."""
     return bool(a._cdata == b._cdata)
+
+
+def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Numbers of the storages of tensors; a ``DTensor``'s own has no memory to compare."""
+    return [t.untyped_storage()._cdata for t in tensors]
 
 
 def running_backward() -> int:
@@ -225,6 +253,30 @@ def _accumulates(node: Any) -> bool:
         return False
 
 
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where an optimizer keeps what is called before and after its steps."""
+
+
+def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Leaves an object that shares another optimizer's hooks without any."""
+    for name in STEP_HOOKS:
+        setattr(optimizer, name, OrderedDict())
+
+
+def call_innermost(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> Callable[[], None]:
+    """Has hooks called right before and right after an optimizer's step, all others outside of them; returns what
+    removes them, when no hook is being called."""
+    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handles[1].id, last=False)
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
 def backward_hook_of(module: nn.Module) -> BackwardHook:
     """What runs a module's backward hooks, as they are registered now, in one call of it."""
     full = module._get_backward_hooks()[0] if module._backward_hooks or modules._global_backward_hooks else []
@@ -232,10 +284,11 @@ def backward_hook_of(module: nn.Module) -> BackwardHook:
 
 
 __all__ = [
-    "HOOKS", "BackwardHook", "NoopSaveInputs", "SingleLevelFunction", "StorageWeakRef", "accumulated", "after_backward",
-    "all_gather_single", "backward_hook_of", "cast_module", "copy_parameter_hooks", "default_store",
-    "free_unbacked_symbols", "function_apply", "graph_break_of", "has_side_effect", "is_compiled_call", "is_gloo",
-    "is_open", "leave_open", "local_of", "make_fake_mode", "make_spec", "mesh_without_groups", "modules",
-    "outside_of_dynamo", "process_group", "reduce_scatter_single", "running_backward", "same_storage", "source_of",
-    "spec_of", "timeout_of", "without_modes", "wrap_local", "wrap_with_set_grad_enabled",
+    "HOOKS", "STEP_HOOKS", "BackwardHook", "NoopSaveInputs", "SingleLevelFunction", "StorageWeakRef", "accumulated",
+    "after_backward", "all_gather_single", "backward_hook_of", "bytes_in", "call_innermost", "cast_module",
+    "copy_parameter_hooks", "default_store", "drop_step_hooks", "free_unbacked_symbols", "function_apply",
+    "graph_break_of", "has_side_effect", "is_compiled_call", "is_gloo", "is_open", "leave_open", "local_of",
+    "make_fake_mode", "make_spec", "mesh_without_groups", "modules", "outside_of_dynamo", "parts_of", "process_group",
+    "reduce_scatter_single", "running_backward", "same_storage", "source_of", "spec_of", "storage_marks", "tensors_in",
+    "timeout_of", "without_modes", "wrap_local", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

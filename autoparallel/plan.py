@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from autoparallel.data import from_json, to_json
 from autoparallel.decisions.decisions import Decisions, Reasons
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
+from autoparallel.report.comparison import plan_report
 from autoparallel.report.diff import diff_plans
 from autoparallel.report.explain import explain_plan
 from autoparallel.report.reasons import explain_module
@@ -51,6 +53,13 @@ class Plan(Decisions):
         if module is not None:
             return explain_module(self, module)
         return explain_plan(self)
+
+    def _repr_html_(self) -> str:
+        """The report as a notebook shows it: in a frame of its own, so that neither's style reaches the other."""
+        return (
+            f'<iframe srcdoc="{html.escape(plan_report(self))}" sandbox width="100%" height="700" '
+            'style="border: 0"></iframe>'
+        )
 
     def diff(self, other: Plan) -> str:
         """What another plan decides differently, and what that is predicted to change, in words and tables."""

@@ -13,11 +13,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-WIDTH = 118
+WIDTH = 80
 """Characters in a line of a report, whatever the terminal."""
 
-DRAWN = 100
-"""Characters in which plain text draws a timeline."""
+DRAWN = 70
+"""Characters in which plain text draws a timeline, or points."""
+
+HIGH = 12
+"""Lines in which it draws points."""
+
+NAME, GAP = 30, 2
+"""Characters up to which the name of a row is not folded, and between columns."""
 
 
 # ------------------------------------------------------------------------------------------------------------- blocks
@@ -78,7 +84,26 @@ class Timeline:
         return max((span.end for spans in self.rows.values() for span in spans), default=0.0)
 
 
-Block = str | Table | Timeline
+@dataclass(frozen=True)
+class Points:
+    """Seconds to the right and bytes upwards.
+
+    Attributes:
+        points: the letter of each, what it is in words, its seconds and its bytes; the first lies on top.
+        limit: bytes that are marked by a line, where there is a limit.
+    """
+
+    points: Sequence[tuple[str, str, float, float]]
+    limit: float | None = None
+
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """The least and the most seconds, and the most bytes."""
+        seconds = [point[2] for point in self.points]
+        return min(seconds), max(seconds), max([*(point[3] for point in self.points), self.limit or 0.0]) or 1.0
+
+
+Block = str | Table | Timeline | Points
 
 
 # --------------------------------------------------------------------------------------------------------- plain text
@@ -94,16 +119,28 @@ def plain_text(*blocks: Block) -> str:
         if isinstance(block, Table):
             console.print(_rich_table(block))
         else:
-            console.print(_drawing(block) if isinstance(block, Timeline) else block)
+            drawn = _drawing(block) if isinstance(block, Timeline) else block
+            console.print(_scattered(drawn) if isinstance(drawn, Points) else drawn)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [line.rstrip() for line in text.splitlines()]
     return "\n".join(lines).strip("\n")
 
 
 def _rich_table(table: Table) -> RichTable:
-    printed = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in table.heads:
-        printed.add_column(head, justify="right" if head in table.right else "left", overflow="fold")
+    """The table, no wider than a line: then heads of numbers are folded between words, and what is no number; short
+    names of rows, and numbers, stay in one piece where they fit."""
+    columns = ([line for row in table.rows for line in row[i].split("\n")] for i in range(len(table.heads)))
+    widths = [max(map(len, lines), default=0) for lines in columns]
+    right = [head in table.right for head in table.heads]
+    kept = [number or i == 0 and widths[i] <= NAME for i, number in enumerate(right)]
+    heads = list(table.heads)
+    if sum(map(max, widths, map(len, heads))) + GAP * len(heads) > WIDTH:
+        heads = [head.replace(" ", "\n") if number else head for head, number in zip(heads, right, strict=True)]
+    wide = [max(width, *map(len, head.split("\n"))) + GAP for width, head in zip(widths, heads, strict=True)]
+    fits = sum(width if keep else min(width, 10) for width, keep in zip(wide, kept, strict=True)) < WIDTH
+    printed = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head, number, keep in zip(heads, right, kept, strict=True):
+        printed.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=keep and fits)
     for row in table.rows:
         printed.add_row(*row)
     return printed
@@ -121,6 +158,23 @@ def _drawing(timeline: Timeline) -> str:
                 cells[i] = span.letter
         lines.append(f"{name}  {''.join(cells)}")
     return "\n".join([*lines, f"{timeline.key}, . waiting"])
+
+
+def _scattered(points: Points) -> str:
+    """A letter for each point, and a line of dashes for the limit."""
+    least, most, top = points.spread
+    cells = [[" "] * DRAWN for _ in range(HIGH)]
+
+    def line(size: float) -> list[str]:
+        return cells[HIGH - 1 - min(int(size / top * HIGH), HIGH - 1)]
+
+    if points.limit is not None:
+        line(points.limit)[:] = "-" * DRAWN
+    for letter, _, seconds, size in reversed(points.points):
+        line(size)[round((seconds - least) / (most - least or 1.0) * (DRAWN - 1))] = letter
+    drawn = [f"|{''.join(row)}" for row in cells]
+    ends = f"{duration(least)}{duration(most):>{DRAWN + 1 - len(duration(least))}}"
+    return "\n".join([units(top), *drawn, ends])
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers

@@ -73,7 +73,7 @@ def test_planned_here_and_run_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert status == 0
     lines = [line.split() for line in printed.out.splitlines()]
     heads = next(line for line in lines if line[:2] == ["plan", "step"])
-    assert heads[2:5] == ["rows/s", "MFU", "memory"] and "all_reduce" in heads
+    assert heads[2:5] == ["rows/s", "MFU", "memory"] and "reduce" in heads
     assert {line[0] for line in lines if line} >= {"tensor_parallel", "fsdp"}
     assert "Net on (dp=2, tp=2), cpu: 16 rows a step" in printed.out and "Predicted memory per device" in printed.out
     assert "# captured" in printed.out and "# insert_collectives: " in printed.out

@@ -81,29 +81,30 @@ def test_explains_plans_of_real_models() -> None:
     assert all(found == ranks[0] for found in ranks), "every rank says the same"
     (tensor, tensor_alone), (data, _), (fsdp, fsdp_alone), (auto, _), (turning, turning_alone) = ranks[0]
     for text in (t for pair in ranks[0] for t in pair):
-        assert "\x1b" not in text and max(map(len, text.splitlines())) <= 118
+        assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
 
     # The mesh, and where the plan is from.
     assert "the preset 'tensor_parallel', on the mesh (dp=2, tp=2)" in tensor
     assert "chosen by the search, on the mesh (dp=4)" in auto
 
     # Parameters and activations, repeated layers in one row.
-    *cells, result = _row(tensor, "blocks.0-1.up")
-    assert cells[1:] == ["weight [128, 32]", "dim 0 over tp", "dim 0 over tp"] and result.startswith("[8, 16, 128]")
-    assert _row(tensor, "blocks.0-1.down")[1:4] == ["weight [32, 128]", "dim 1 over tp", "dim 1 over tp"]
+    assert _row(tensor, "blocks.0-1.up", "weight [128, 32]")[2:] == ["dim 0 over tp", "dim 0 over tp"]
+    assert _row(tensor, "blocks.0-1.up", "[8, 16, 128] dim 0 over dp, dim 2 over tp")
+    assert _row(tensor, "blocks.0-1.down", "weight [32, 128]")[2:] == ["dim 1 over tp", "dim 1 over tp"]
     assert _row(tensor_alone, "blocks.0-1.down", "weight")[2] == "dim 1 over tp"
     assert "blocks.0-1.attention.out  aten.linear: ...0 over dp, k over tp" in re.sub(" {3,}", "  ", tensor_alone)
-    assert _row(fsdp, "up") == ["up", "weight [16, 12]", "dim 0 over dp", "whole", "per use", "[8, 16] dim 0 over dp"]
+    assert _row(fsdp, "up", "weight [16, 12]")[2:] == ["dim 0 over dp", "whole, per use"]
+    assert _row(fsdp, "up", "[8, 16] dim 0 over dp") and _row(data, "up", "[8, 16] dim 0 over dp")
     assert _row(fsdp_alone, "up", "weight")[2:] == ["dim 0 over dp", "per use"]
-    assert _row(data, "up") == ["up", "weight [16, 12]", "whole", "whole", "[8, 16] dim 0 over dp"]
+    assert _row(data, "up", "weight [16, 12]")[2:] == ["whole", "whole"]
 
     # Collectives and bytes: the gradients of all parameters in one all-reduce, 2 (n - 1) / n of their bytes.
     parameters = sum(p.numel() for p in build("mlp", torch.float32).model.parameters()) * 4
     sent = units(2 * parameters * 3 / 4)
-    assert _row(data, "all_reduce", "dp")[2:] == ["1 x, 6 B", f"1 x, {sent}", f"2 x, {units(1.5 * parameters + 6)}"]
-    gathered = f"1 x, {units(parameters * 3 / 4)}"
-    assert _row(fsdp, "all_gather", "dp")[2:4] == [gathered, gathered]
-    assert _row(fsdp, "reduce_scatter", "dp")[2:] == [gathered, gathered]
+    assert _row(data, "all_reduce dp")[1:] == ["1x 6 B", f"1x {sent}", f"2x {units(1.5 * parameters + 6)}"]
+    gathered = f"1x {units(parameters * 3 / 4)}"
+    assert _row(fsdp, "all_gather dp")[1:3] == [gathered, gathered]
+    assert _row(fsdp, "reduce_scatter dp")[1:] == [gathered, gathered]
     assert "clip_grad_norm_() adds 1 all_reduce over dp, 24 B" in fsdp
 
     # Time and memory.
@@ -112,10 +113,10 @@ def test_explains_plans_of_real_models() -> None:
     assert _row(data, "optimizer states") == ["optimizer states", units(2 * parameters)]
 
     # Operators without a rule.
-    assert "autoparallel_tests.turn_around (2 x)" in turning and "register_rule" in turning
-    assert "autoparallel_tests.turn_around (2 x)" in turning_alone
+    assert "autoparallel_tests.turn_around (2 x)" in " ".join(turning.split()) and "register_rule" in turning
+    assert "autoparallel_tests.turn_around (2 x)" in " ".join(turning_alone.split())
     assert "without a sharding rule" not in data and "Every operator has a sharding rule." in data
-    assert "predicted when the plan is compiled" in turning_alone and "Predicted" not in turning_alone
+    assert "predicted when the plan is compiled" in " ".join(turning_alone.split()) and "Predicted" not in turning_alone
 
 
 def test_fold_keeps_what_differs_apart() -> None:

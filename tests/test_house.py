@@ -21,7 +21,7 @@ FILES = {
     for path in sorted([*ROOT.rglob("*.py"), *(ROOT / "passes").glob("*.py")])
 }
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-FACES = {"__init__", "__main__", "backend", "tools"}
+FACES = {"__init__", "__main__", "backend", "integrations", "tools"}
 
 
 def imports_of(statement: ast.AST) -> set[str]:

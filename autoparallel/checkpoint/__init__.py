@@ -6,4 +6,5 @@ May import ``placements`` and ``_torch``.
 - ``writers``: how a tensor lies, and which of the ranks that have a part of it writes it.
 - ``folder``: the folder of one save: its files, their digests, the marker that says it is complete.
 - ``saving``, ``loading``: there and back.
+- ``conversion``, ``pretrained``: the files of pretrained models, there and back.
 """

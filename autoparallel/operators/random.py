@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,25 +51,20 @@ _SECOND = 0x94D049BB133111EB
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def set_random_state(state: RandomState) -> None:
-    """Sets what the random numbers that this thread draws from now on depend on."""
+@contextmanager
+def draw_from(state: RandomState) -> Iterator[None]:
+    """A context in which the random numbers that this thread draws depend on ``state``."""
+    before = _CURRENT.state
     _CURRENT.state = state
+    try:
+        yield
+    finally:
+        _CURRENT.state = before
 
 
 def random_state() -> RandomState:
     """What this thread's random numbers depend on now."""
     return _CURRENT.state
-
-
-@contextmanager
-def draws_from(first: int) -> Iterator[None]:
-    """Inside, the draws are numbered from ``first`` on."""
-    before = _CURRENT.state
-    _CURRENT.state = replace(before, first=first)
-    try:
-        yield
-    finally:
-        _CURRENT.state = before
 
 
 def _mix(z: int) -> int:
@@ -161,4 +156,4 @@ def _coordinate(groups: str) -> tuple[int, int]:
     return index, count
 
 
-__all__ = ["MICROBATCH", "Numbers", "RandomState", "draws_from", "random_state", "set_random_state"]
+__all__ = ["MICROBATCH", "Numbers", "RandomState", "draw_from", "random_state"]

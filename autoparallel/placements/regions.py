@@ -56,14 +56,17 @@ def whole_region(shape: Sequence[int]) -> Region:
 def own_region(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> Region | None:
     """This rank's part; None where the rank is not part of the mesh."""
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return None
+    return None if coordinate is None else region_at(shape, layout, tuple(mesh.shape), coordinate)
+
+
+def region_at(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int], coordinate: Sequence[int]) -> Region:
+    """The part of the rank at a place of the mesh."""
     start, size = [0] * len(shape), list(shape)
     for axis, placement in enumerate(layout):
         if placement.kind == "S":
-            begin, size[placement.dim] = chunk(size[placement.dim], mesh.size(axis), coordinate[axis])
+            begin, size[placement.dim] = chunk(size[placement.dim], axis_sizes[axis], coordinate[axis])
             start[placement.dim] += begin
     return Region(tuple(start), tuple(size))
 
 
-__all__ = ["Region", "own_region", "whole_region"]
+__all__ = ["Region", "own_region", "region_at", "whole_region"]

@@ -12,7 +12,7 @@ from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.hardware import Profile
-from autoparallel.report.explain import OPERATORS, SENT, UNSHARDED, operators_table, plan_sections
+from autoparallel.report.explain import OPERATORS, SENT, UNSHARDED, headline, operators_table, plan_sections
 from autoparallel.report.html import Bars, Chart, Curve, page
 from autoparallel.report.words import fold
 from autoparallel.text import Block, Table, duration, operations, units
@@ -81,7 +81,7 @@ def comparison_blocks(compared: Comparison) -> list[Block]:
     work, profile = compared.work, compared.profile
     sent = {name: _sent_by_kind(prediction) for name, (_, prediction) in compared.plans.items()}
     kinds = sorted({kind for sizes in sent.values() for kind, size in sizes.items() if size})
-    numbers = ["step", f"{work.unit}/s", "MFU", "memory", *kinds]
+    numbers = ["step", f"{work.unit}/s", "MFU", "memory", *(kind.replace("_", " ") for kind in kinds)]
     rows = []
     for name, (plan, prediction) in compared.plans.items():
         seconds, memory = prediction.seconds(), prediction.total_memory
@@ -121,29 +121,49 @@ def _sent_by_kind(prediction: Prediction) -> dict[str, float]:
 
 def report(compared: Comparison) -> str:
     """The comparison, and all that its first plan says of itself, as one HTML file."""
-    plan, prediction = next(iter(compared.plans.values()))
-    times = {name: p.times for name, (_, p) in compared.plans.items()}
-    memory = {name: p.peak for name, (_, p) in compared.plans.items()}
-    sections = plan_sections(plan)
-    return page(
-        compared.title,
-        {
-            "The plan beside the alternatives": [f"{compared.step}.", *comparison_blocks(compared)],
-            "Where the time goes": [Bars(times, duration)],
-            "Memory of a device": [Bars(memory, units), *_memory_over_time(prediction, compared.profile)],
-            **sections,
-            SENT: [*sections[SENT], *_by_axis(prediction)],
-            OPERATORS: [operators_table(plan)],
-            UNSHARDED: [*sections[UNSHARDED], *_whole_parameters(plan)],
-        },
-    )
+    plan = compared.plan
+    predictions = {name: prediction for name, (_, prediction) in compared.plans.items()}
+    beside: list[Block] = [f"{compared.step}.", *comparison_blocks(compared)]
+    sections = _sections(plan, predictions, compared.profile)
+    sections[UNSHARDED] += _whole_parameters(plan)
+    return page(compared.title, {"The plan beside the alternatives": beside, **sections})
 
 
-def _memory_over_time(p: Prediction, profile: Profile) -> list[Block | Chart]:
+def plan_report(plan: Decisions) -> str:
+    """A plan alone, as one HTML file."""
+    predictions = {} if plan.prediction is None else {"predicted": plan.prediction}
+    return page(headline(plan), _sections(plan, predictions, None))
+
+
+def _sections(
+    plan: Decisions, predictions: Mapping[str, Prediction], profile: Profile | None
+) -> dict[str, list[Block | Chart]]:
+    """All that a page says of a plan.
+
+    Args:
+        predictions: by name, the plan's own first.
+        profile: the hardware that was planned for, where more than its name is known.
+    """
+    sections: dict[str, list[Block | Chart]] = {}
+    if predictions:
+        own = next(iter(predictions.values()))
+        times = Bars({name: p.times for name, p in predictions.items()}, duration)
+        memory = Bars({name: p.peak for name, p in predictions.items()}, units)
+        sections["Where the time goes"] = [times]
+        sections["Memory of a device"] = [memory, *_memory_over_time(own, profile)]
+    sections.update({title: [*blocks] for title, blocks in plan_sections(plan).items()})
+    if predictions:
+        sections[SENT] += _by_axis(own)
+    sections[OPERATORS] = [operators_table(plan)]
+    return sections
+
+
+def _memory_over_time(p: Prediction, profile: Profile | None) -> list[Block | Chart]:
     if len(p.timeline) < 2:
         return []
     what = "parameters, gradients and optimizer states, and what is alive beside them"
-    curve = Curve(p.timeline, profile.memory, f"a {profile.name} has this")
+    capacity = None if profile is None else profile.memory
+    curve = Curve(p.timeline, capacity, "" if profile is None else f"a {profile.name} has this")
     return [f"Over one step with one microbatch: {what}.", curve]
 
 
@@ -166,4 +186,4 @@ def _whole_parameters(plan: Decisions) -> list[Block]:
     return [f"Parameters that every rank keeps whole: {names}"] if whole else []
 
 
-__all__ = ["Comparison", "Workload", "comparison_blocks", "report"]
+__all__ = ["Comparison", "Workload", "comparison_blocks", "plan_report", "report"]

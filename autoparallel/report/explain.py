@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.prediction import ModuleRow, ParameterRow, Prediction
+from autoparallel.report.frontier import frontier_blocks
 from autoparallel.report.meshes import choice_blocks
 from autoparallel.report.pipeline import pipeline_blocks
 from autoparallel.report.words import describe_layout, describe_modes, fold, recomputed, sent, traffic_rows
@@ -47,8 +48,9 @@ def plan_sections(plan: Decisions) -> dict[str, list[Block]]:
     return {
         "The plan": [f"Decisions: {_decided(plan)}"],
         "The mesh beside the alternatives": choice_blocks(plan.choice),
+        "Seconds against memory": frontier_blocks(plan.frontier),
         "The pipeline": pipeline_blocks(plan.pipeline),
-        "Parameters and results, module by module": [_modules_table(plan)],
+        "Parameters and results, module by module": _modules_tables(plan),
         OPERATORS: [operators_table(plan)] if prediction is None else [],
         SENT: _traffic_blocks(prediction),
         "What a step takes": [*_predicted(prediction, plan), *_notes(plan)],
@@ -59,23 +61,27 @@ def plan_sections(plan: Decisions) -> dict[str, list[Block]]:
 # ------------------------------------------------------------------------------------------------------- what is where
 
 
-def _modules_table(plan: Decisions) -> Table:
+def _modules_tables(plan: Decisions) -> list[Block]:
     """How parameters and results lie, module by module; of a plan alone, what it knows of parameters."""
-    axes, prediction = plan.axis_names, plan.prediction
-    rows: list[tuple[str, tuple[Cells, ...]]] = []
-    for row in prediction.modules if prediction is not None else _modules_of(plan):
-        result = "" if row.layout is None else f"{_shape(row.shape)} {describe_layout(row.layout, axes)}"
-        cells = [_parameter_cells(p, axes) for p in row.parameters] or [("", "", "", "")]
-        rows.append((row.path, tuple((*c, result if i == 0 else "") for i, c in enumerate(cells))))
-    gathered = "gathered" if prediction is not None else "if gathered"
-    heads = ("module", "parameter", "at rest", "in use", gathered, "result")
+    prediction = plan.prediction
+    modules = prediction.modules if prediction is not None else _modules_of(plan)
+    parameters = ((row.path, tuple(_parameter_cells(p, plan.axis_names) for p in row.parameters)) for row in modules)
     lines = [
-        (path or "(the model)" if i == 0 else "", *line)
-        for path, content in fold(rows)
-        for i, line in enumerate(content)
+        (path or "(the model)" if i == 0 else "", *cells)
+        for path, content in fold(parameters)
+        for i, cells in enumerate(content)
     ]
+    heads = ("module", "parameter", "at rest", "in use" if prediction is not None else "if gathered")
     shown = [i for i in range(len(heads)) if any(line[i] for line in lines)]
-    return Table([heads[i] for i in shown], [[line[i] for i in shown] for line in lines])
+    tables = [Table([heads[i] for i in shown], [[line[i] for i in shown] for line in lines])] if lines else []
+    results = fold(
+        (row.path, f"{_shape(row.shape)} {describe_layout(row.layout, plan.axis_names)}")
+        for row in modules
+        if row.layout is not None
+    )
+    if results:
+        tables.append(Table(("module", "result"), [(path or "(the model)", result) for path, result in results]))
+    return [*tables]
 
 
 def _modules_of(plan: Decisions) -> list[ModuleRow]:
@@ -92,7 +98,8 @@ def _modules_of(plan: Decisions) -> list[ModuleRow]:
 def _parameter_cells(p: ParameterRow, axes: Sequence[str]) -> Cells:
     uses = "; ".join(dict.fromkeys(describe_layout(use, axes) for use in p.uses))
     name = f"{p.name} {_shape(p.shape, p.rows)}".strip() + ("" if p.trainable else " (frozen)")
-    return name, describe_layout(p.at_rest, axes), uses, p.gather.replace("_", " ")
+    used = ", ".join(filter(None, (uses, p.gather.replace("_", " "))))
+    return name, describe_layout(p.at_rest, axes), used
 
 
 def _shape(shape: tuple[int, ...] | None, rows: int | None = None) -> str:
@@ -140,8 +147,8 @@ def _traffic_blocks(p: Prediction | None) -> list[Block]:
     rows = traffic_rows(*columns.values())
     if rows:
         if len(rows) > 1:
-            rows.append(["all", "", *(sent(t.total_collectives, t.total_bytes) for t in columns.values())])
-        table = Table(("collective", "mesh axis", *columns), rows, right=list(columns))
+            rows.append(["all", *(sent(t.total_collectives, t.total_bytes) for t in columns.values())])
+        table = Table(("collective, axis", *columns), rows, right=list(columns))
         blocks = ["Collectives and bytes that each rank sends; forward and backward once a microbatch:", table]
     if p.clip.total_collectives:
         ((_, axis),) = p.clip.collectives

@@ -41,10 +41,10 @@ def _stages_table(plan: PipelinePlan) -> Table:
     for i, stage in enumerate(plan.stages):
         balance = f"{seconds[i] / mean:.0%}" if mean else ""
         times = (duration(stage.forward), duration(stage.backward), balance)
-        place = (str(i), str(plan.rank_of(i)), stage.first, stage.last)
-        rows.append((*place, *times, str(stage.in_flight), units(stage.memory)))
+        place = (str(i), str(plan.rank_of(i)), f"{stage.first} to {stage.last}")
+        rows.append((*place, *times, str(stage.in_flight), units(stage.memory + stage.moment)))
     numbers = ("forward", "backward", "of the mean", "in flight", "memory")
-    return Table(("stage", "rank", "from", "to", *numbers), rows, right=numbers)
+    return Table(("stage", "rank", "from, to", *numbers), rows, right=numbers)
 
 
 def schedule_timeline(plan: PipelinePlan) -> Timeline:
@@ -90,7 +90,7 @@ def _traffic_blocks(plan: PipelinePlan, traffic: PipelineTraffic) -> list[Block]
         for i, row in enumerate(traffic_rows(*parts)):
             lines.append([", ".join(map(str, ranks)) if i == 0 else "", *row])
     numbers = ["the schedule", "gradients"]
-    table = Table(("rank", "collective", "mesh axis", *numbers), lines, right=numbers)
+    table = Table(("rank", "collective, axis", *numbers), lines, right=numbers)
     return [*blocks, "A rank's step, which reduces gradients once:", table]
 
 

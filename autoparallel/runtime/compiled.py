@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class CompiledRegion(nn.Module):
         self.function, self.first = function, first
 
     def forward(self, *arguments: Any) -> Any:
-        with operators.draws_from(self.first):
+        with operators.draw_from(replace(operators.random_state(), first=self.first)):
             return self.function(*arguments)
 
 

@@ -159,18 +159,20 @@ class GradientStore:
 
     def note_storages(self) -> None:
         """Notes what ``p.data = tensor`` would replace; to be called again when parameters have got new layouts."""
-        self._storages = {name: p.untyped_storage() for name, p in self.parameters.items()}
+        self._storages = [p.untyped_storage() for p in self.parameters.values()]  # alive, so their marks stay theirs
+        self._marks = _torch.storage_marks(self.parameters.values())
 
     def assigned(self) -> str | None:
         """What is wrong where something was assigned to a parameter by ``p.data = tensor``; None where nothing was."""
-        for name, parameter in self.parameters.items():
-            if not _torch.same_storage(parameter.untyped_storage(), self._storages[name]):
-                return (
-                    f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the "
-                    "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, "
-                    "p.device_mesh, p.placements)), or model.load_state_dict(...), which takes whole tensors"
-                )
-        return None
+        marks = _torch.storage_marks(self.parameters.values())
+        if marks == self._marks:
+            return None
+        name = next(n for n, mark, known in zip(self.parameters, marks, self._marks, strict=True) if mark != known)
+        return (
+            f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the "
+            "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, "
+            "p.device_mesh, p.placements)), or model.load_state_dict(...), which takes whole tensors"
+        )
 
     # -- collectives over many tensors ------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.checkpoint.loading import Checkpoint, load
+from autoparallel.checkpoint.pretrained import export, read
 from autoparallel.checkpoint.saving import Save, World, save
 from autoparallel.comm.world import mesh_text
 from autoparallel.graph.calls import Call
@@ -443,6 +444,42 @@ class ParallelModule(nn.Module):
         if self._saving is not None:
             self._saving.wait()
         return load(self._world(), path, states)
+
+    def export_hf(self, path: str | Path, max_shard_size: int | str = "5GB") -> None:
+        """Writes the model as ``from_pretrained`` reads it; all ranks must call it, and share the folder.
+
+        Safetensors files, an index where there are several, and the config. Every rank writes its own part: nothing is
+        gathered. A tied weight is written once, a stack of experts as ``transformers`` keeps it. A model in the folder
+        is replaced when the new one is written. Of a module that is not of ``transformers`` there is no config.
+
+        Args:
+            max_shard_size: of a file, in bytes or as "5GB"; a tensor that is larger has a file of its own.
+
+        Raises:
+            RuntimeError: a ``CheckpointError``, or ``RankMismatchError`` on the ranks that are told of another's: when
+                nothing can be written there, and for adapters.
+        """
+        self._require_values("export_hf()")
+        self._kinds.exchange.of_other("export_hf()")
+        export(self._world(), self._plain, Path(path), max_shard_size)
+
+    def save_pretrained(self, save_directory: str | Path, max_shard_size: int | str = "5GB") -> None:
+        """The same as :meth:`export_hf`, under the name that it has in ``transformers``."""
+        self.export_hf(save_directory, max_shard_size)
+
+    def load_hf(self, path: str | Path) -> None:
+        """Loads what ``save_pretrained`` or :meth:`export_hf` wrote; all ranks must call it.
+
+        Every rank reads its own part, in the dtype that the model has. Names and shapes are compared before anything is
+        changed: the folder must hold all of the model's tensors and no others.
+
+        Raises:
+            RuntimeError: a ``CheckpointError`` that names the file, or ``RankMismatchError`` on the ranks that are told
+                of another's: for a folder that is of another model, not complete or damaged.
+        """
+        self._require_values("load_hf()")
+        self._kinds.exchange.of_other("load_hf()")
+        read(self._world(), self._plain, Path(path))
 
     def _world(self) -> World:
         return World(self, self._kinds.maker.mesh, self._kinds.exchange.agreement)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoparallel import _torch
 from autoparallel.runtime.clipping import Clipper
+from autoparallel.runtime.local_steps import LocalStep, Part, part_of, twin_of
+from autoparallel.runtime.owned_steps import OwnedStep
 
+_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep | OwnedStep] = weakref.WeakKeyDictionary()
 _CLIPPERS: weakref.WeakSet[Clipper] = weakref.WeakSet()
 _LENT: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 _REPLACED: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -38,17 +43,16 @@ def watch_optimizers(clipper: Clipper) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _after_step(optimizer)  # of a step that raised
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    for key, parameter in held.items():
-        known = _REPLACED.get(key)
-        if known is not None and known() is parameter:
-            raise RuntimeError(
-                "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
-                "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
-            )
+    if any(known() is held[key] for key, known in _REPLACED.items() if key in held):
+        raise RuntimeError(
+            "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
+            "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
+        )
+    part: Part | None = None
     changed: tuple[Any, Any] | None = None
     for clipper in list(_CLIPPERS):
         store = clipper.store
-        if not any(id(p) in held for p in store.parameters.values()):
+        if held.keys().isdisjoint(map(id, store.parameters.values())):
             continue
         if not store.synchronise:
             raise RuntimeError(
@@ -60,10 +64,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
             raise RuntimeError(problem)
         store.settle()
         store.steps += store.everyone is None  # in a pipeline a rank steps what lies on it
-        _count_change(p for p in store.parameters.values() if id(p) in held and p.grad is not None)
-        args, kwargs, closure = _with_closure(args, kwargs, clipper)
-        if closure:  # its gradients are made, and clipped, inside of the step
-            changed = args, kwargs
+        part = part_of(optimizer)
+        if part is None:
+            _count_change(p for p in store.parameters.values() if id(p) in held and p.grad is not None)
+        with_clip = _after_closure(args, kwargs, partial(_clip_after_closure, clipper))
+        if with_clip is not None:  # its gradients are made, and clipped, inside of the step
+            changed = args, kwargs = with_clip
             continue
         with torch.no_grad():
             if clipper.limits is not None:
@@ -71,32 +77,60 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
             skipped = clipper.skipped()
             if skipped is not None:
                 _leave_out(optimizer, clipper, skipped, held)
+    if part is not None:
+        _undo(optimizer).append(_torch.call_innermost(optimizer, _enter, _leave))
     return changed
 
 
 def _count_change(parameters: Iterable[torch.Tensor]) -> None:
     """Lets a step show in the parameters' versions: the operators over lists that optimizers use do not, on
     ``DTensor``s."""
-    for parameter in parameters:
-        torch.autograd.graph.increment_version(parameter)
+    torch.autograd.graph.increment_version(list(parameters))
 
 
-def _with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], clipper: Clipper) -> tuple[Any, Any, bool]:
-    """The arguments of ``step``, their closure followed by clipping; and whether there is one."""
+def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """See [Note: a step on a twin] in ``local_steps``."""
+    twin = twin_of(optimizer)
+    begin = partial(_begin, optimizer, twin)
+    changed = _after_closure(args, kwargs, begin)
+    if changed is None:
+        with torch.no_grad():
+            begin()
+        changed = args, kwargs
+    return (twin, *changed[0][1:]), changed[1]
+
+
+def _begin(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
+    step = _STEPS.get(optimizer)
+    if step is None or not step.fits(optimizer):
+        each = part_of(optimizer) == "element"
+        step = LocalStep(optimizer) if each else OwnedStep(optimizer, [clipper.store for clipper in _CLIPPERS])
+        _STEPS[optimizer] = step
+    step.begin(optimizer, twin)
+
+
+def _leave(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _STEPS[optimizer].end(optimizer, args[0])
+
+
+def _after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> tuple[Any, Any] | None:
+    """The arguments of ``step``, their closure followed by something more; None where there is no closure."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        return args, kwargs, False
+        return None
 
-    def clipped() -> Any:
+    def both() -> Any:
         loss = closure()
         with torch.no_grad():
-            if clipper.limits is not None:
-                clipper.clip_for_step(None)
+            then()
         return loss
 
-    if len(args) > 1:
-        return (args[0], clipped, *args[2:]), kwargs, True
-    return args, {**kwargs, "closure": clipped}, True
+    return ((args[0], both, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": both})
+
+
+def _clip_after_closure(clipper: Clipper) -> None:
+    if clipper.limits is not None:
+        clipper.clip_for_step(None)
 
 
 def _leave_out(

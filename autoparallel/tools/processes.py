@@ -1,8 +1,8 @@
 """Processes of this machine: they join gloo groups, run one function after another, and are gone when that is over.
 
-``verify()`` and the command line start them for one job, the tests keep them for many.  They are forked where that is
-safe, as ``DataLoader`` does, because then a model, a loss function and inputs may be lambdas, or live in ``__main__``
-or in a notebook.  Elsewhere they are spawned, and all of it must be picklable.
+``launch()``, ``verify()`` and the command line start them for one job, the tests keep them for many.  They are forked
+where that is safe, as ``DataLoader`` does, because then a model, a loss function and inputs may be lambdas, or live in
+``__main__`` or in a notebook.  Elsewhere they are spawned, and all of it must be picklable.
 
 [Note: no hang, no zombie] A process that raises reports its traceback and ends; one that dies is noticed by its pipe;
 one that does neither is asked for its stack when the time is over.  After the first failure the others get ``GRACE``
@@ -129,7 +129,7 @@ class PlainModelError(RuntimeError):
 
 
 class ProcessError(RuntimeError):
-    """A process that ``verify()`` or the command line started raised, died, or ran out of time.
+    """A process that ``launch()``, ``verify()`` or the command line started raised, died, or ran out of time.
 
     Attributes:
         failures: all of them, the one to blame first.
@@ -159,7 +159,7 @@ def require_plain_process(what: str) -> None:
         raise RuntimeError(
             f"{what} starts its own processes, but this process is one of {world} already "
             f"({'torch.distributed is initialised' if initialized else 'it was started by torchrun'}): call it from a "
-            "plain Python process, without torchrun, or use `python -m autoparallel verify`"
+            "plain Python process, without torchrun"
         )
 
 

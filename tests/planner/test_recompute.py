@@ -55,7 +55,7 @@ def test_a_plan_says_what_is_recomputed() -> None:
     plan = _draft(0.7 * free.prediction.total_memory).plan
     assert Plan.from_json(plan.to_json()).recompute == plan.recompute
     words = f"blocks.0-{len(plan.recompute) - 1}"
-    assert f"Recomputed in the backward, to save memory: {words}." in plan.explain()
+    assert f"Recomputed in the backward, to save memory: {words}." in " ".join(plan.explain().split())
     assert f"Recomputed in the backward: nothing; now {words}." in diff_plans(free.plan, plan)
     again = _draft(None, Plan.from_json(plan.to_json()))
     assert again.prediction.total_memory == plan.prediction.total_memory  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from html.parser import HTMLParser
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from autoparallel.comm.traffic import Traffic
 from autoparallel.decisions.pipeline import Border, PipelinePlan, PipelineTraffic, StageCost
 from autoparallel.hardware import CPU, H100
+from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
@@ -70,6 +72,14 @@ def test_a_report_of_a_plan() -> None:
     for said in ("<script>Net</script> & co", "does <i>not</i> fit", "evil::<script>alert(1)</script>", "per use",
                  "all_reduce", "dim 0 over dp+tp", "optimizer states", "aten.linear: ", "a h100 has this"):  # fmt: skip
         assert said in page.text, said
+
+    frame = Page(shown := plan._repr_html_())
+    assert frame.tags == ["iframe"] and not frame.text, "a notebook gets one element, with the page in an attribute"
+    inner = Page(html.unescape(shown.partition('srcdoc="')[2].partition('" sandbox')[0]))
+    assert not inner.open and "svg" in inner.tags and "script" not in inner.tags
+    assert "the preset 'fsdp', on the mesh (dp=2, tp=2)" in inner.text and "dim 0 over dp+tp" in inner.text
+    alone = Plan.from_json(plan.to_json())._repr_html_()
+    assert "dim 0 over dp+tp" in alone and "Where the time goes" not in alone, "of a file, decisions alone"
 
 
 def test_a_pipeline_is_shown_over_time_and_stage_by_stage() -> None:

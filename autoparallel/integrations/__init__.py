@@ -1,0 +1,10 @@
+"""Other people's training loops, as their users write them; each file needs the package that it is named after.
+
+A compiled model is one model on one device to them, which happens to be a mesh: every rank is given the same batches,
+and losses and metrics are those of the whole batch.
+
+May import ``api``, ``comm``, ``graph`` and ``runtime``.
+
+- ``accelerate``: an ``Accelerator``.
+- ``transformers``: a ``Trainer``.
+"""

@@ -1,0 +1,215 @@
+"""An ``Accelerator`` for compiled models::
+
+    accelerator = Accelerator(mesh=mesh, gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+and the loop stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autoparallel.api import compile
+from autoparallel.graph.plain_tensors import REPLACED
+from autoparallel.runtime.microbatches import NotKept
+from autoparallel.runtime.module import ParallelModule
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's, where ``prepare`` compiles, and accumulation, clipping and checkpoints are ours.
+
+    A loader's ``batch_size`` is that of the batch of all ranks, which all of them read; schedulers step once a step;
+    what is gathered is whole already.
+
+    Args:
+        mesh, compile_options: for :func:`autoparallel.compile`.
+        options: Accelerate's own. ``mixed_precision`` is refused: give ``compile_options`` a ``precision``.
+    """
+
+    def __init__(
+        self, *, mesh: DeviceMesh | None = None, compile_options: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.adopt(mesh, compile_options)
+
+    def adopt(self, mesh: DeviceMesh | None, compile_options: Mapping[str, Any] | None) -> None:
+        """Sets what ours has beside Accelerate's own.
+
+        Raises:
+            ValueError: for options that a compiled model does not follow.
+        """
+        if self.mixed_precision != "no":
+            raise ValueError(
+                f"mixed_precision={self.mixed_precision!r} chooses a dtype for each operator: give "
+                "compile_options={'precision': MixedPrecisionPolicy(...)} instead"
+            )
+        self.mesh, self.compile_options = mesh, dict(compile_options or {})
+
+    @property
+    def num_processes(self) -> int:
+        """One: all ranks run one model."""
+        return 1
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is that of all ranks."""
+        return True
+
+    @property
+    def dispatch_batches(self) -> bool:
+        """Whether one rank reads for the others."""
+        return False
+
+    # -- preparing --------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Compiles what is a model, and gives the compiled model's parameters to optimizers that have not stepped."""
+        compiled = [self._compiled(x) if isinstance(x, nn.Module) else x for x in args]
+        for x in compiled:
+            if isinstance(x, torch.optim.Optimizer):
+                _hand_over(x)
+        return super().prepare(*compiled, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Compiles a model, once."""
+        model = self._compiled(model)
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+        return model
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, ParallelModule):
+            return model
+        return compile(model.to(self.device), self.mesh, **self.compile_options)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """The model's own; nothing for one that is not compiled."""
+        with model.no_sync() if isinstance(model, ParallelModule) else contextlib.nullcontext():
+            yield
+
+    # -- gradients and metrics ----------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clips the gradients of one model's parameters, all of them, by their true norm; see
+        :meth:`ParallelModule.clip_grad_norm_`.
+
+        Raises:
+            ValueError: for parameters that are not those of one prepared model.
+        """
+        model = self._owner(parameters, "clip_grad_norm_")
+        self.unscale_gradients()
+        return model.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """See :meth:`ParallelModule.clip_grad_value_`."""
+        model = self._owner(parameters, "clip_grad_value_")
+        self.unscale_gradients()
+        model.clip_grad_value_(clip_value)
+
+    def _owner(self, parameters: Tensor | Iterable[Tensor], what: str) -> ParallelModule:
+        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        for model in self._models:
+            own = {id(p): p.requires_grad for p in model.parameters()} if isinstance(model, ParallelModule) else {}
+            if given <= own.keys() and given >= {key for key, trained in own.items() if trained}:
+                return model
+        raise ValueError(
+            f"{what}() was given parameters that are not those of one prepared model: give it model.parameters(), or "
+            f"limits by name to model.{what}()"
+        )
+
+    def gather(self, tensor: Any) -> Any:
+        """What it is given, whole: every rank has the values of the whole batch."""
+        return tree_map_only(DTensor, lambda x: x.full_tensor(), tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What it is given, whole.
+
+        Raises:
+            RuntimeError: for an output that a pipeline has not kept; it says what to change.
+        """
+        leaves = tree_leaves(input_data)
+        for missing in (x for x in leaves if isinstance(x, NotKept)):
+            missing.shape  # noqa: B018 - raises, and says why
+        return super().gather_for_metrics(input_data) if all(isinstance(x, Tensor) for x in leaves) else input_data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """What it is given, scaled: it is of the whole batch already."""
+        return tree_map_only(Tensor, lambda x: x * scale, self.gather(tensor))
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """What it is given: all ranks have the same sizes."""
+        return tensor
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **_: Any) -> str:
+        """Saves the model, optimizers, schedulers and registered objects, to go on with on any mesh; all ranks call it.
+
+        Returns:
+            The folder.
+        """
+        path = self._folder(output_dir)
+        self._only_model().save(path, step=self.step, **self._states(), rng=torch.get_rng_state())
+        return str(path)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **_: Any) -> None:
+        """Loads what :meth:`save_state` has saved; all ranks call it. See :meth:`ParallelModule.load`."""
+        loaded = self._only_model().load(self._folder(input_dir), **self._states())
+        self.step = loaded.step
+        torch.set_rng_state(loaded.values["rng"])
+
+    def save_model(
+        self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """Writes the model's safetensors files; see :meth:`ParallelModule.export_hf`."""
+        assert isinstance(model, ParallelModule)
+        model.export_hf(save_directory, max_shard_size)
+
+    def _folder(self, given: str | None) -> Path:
+        if given is None and self.project_dir is None:
+            raise ValueError("save_state() and load_state() need a folder, or Accelerator(project_dir=...)")
+        return Path(given) if given is not None else Path(self.project_dir) / "checkpoints"
+
+    def _only_model(self) -> ParallelModule:
+        if len(self._models) != 1:
+            raise ValueError(
+                f"save_state() and load_state() keep one model, and {len(self._models)} were prepared: save each with "
+                "model.save(folder, optimizer=...)"
+            )
+        return self._models[0]
+
+    def _states(self) -> dict[str, Any]:
+        kinds = {
+            "optimizer": [optimizer.optimizer for optimizer in self._optimizers],
+            "scheduler": self._schedulers,
+            "object": self._custom_objects,
+        }
+        return {f"{kind}_{i}": x for kind, own in kinds.items() for i, x in enumerate(own)}
+
+
+def _hand_over(optimizer: torch.optim.Optimizer) -> None:
+    """Replaces the plain parameters that an optimizer holds, where models were compiled after it was made."""
+    for group in optimizer.param_groups:
+        plain = [p for p in group["params"] if p in REPLACED]
+        if plain and optimizer.state:
+            raise ValueError("an optimizer has stepped before prepare(): make it anew, or prepare it before it steps")
+        group["params"] = [REPLACED.get(p, p) for p in group["params"]]
+
+
+__all__ = ["Accelerator"]

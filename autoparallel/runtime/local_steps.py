@@ -1,0 +1,258 @@
+"""An optimizer's step on the tensors that lie on this rank.
+
+[Note: a step on a twin] ``DTensor``s pay dispatch for every operator and parameter, and miss some operators.  So the
+step that torch or the user wrote runs with a twin in place of the optimizer: an object of the same class with the same
+attributes, whose groups hold this rank's plain tensors and whose states are by these.  It is handed to ``step`` as its
+``self`` by a hook, after all other hooks that come before a step, and what it has made is taken back before all hooks
+that come after one.  The optimizer itself always holds ``DTensor``s, also where the step raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from operator import is_
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autoparallel import _torch
+from autoparallel.comm.collectives import settled
+from autoparallel.runtime.state import lay_like
+
+O = TypeVar("O", bound=type[Optimizer])  # noqa: E741
+Part = Literal["element", "parameter"]
+
+SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""The states of torch's optimizers that have no dims whatever their parameter has."""
+
+_KNOWN: dict[Any, Part] = {}
+
+
+def register_optimizer(kind: O, *, per: Part) -> O:
+    """Says of an optimizer of your own how its step may be cut; ``torch.optim``'s are known.
+
+    Args:
+        kind: the class.  Its ``step`` reads ``self.param_groups``, ``.grad`` and ``self.state[parameter]``, and changes
+            parameters in place.
+        per: ``"element"`` where an element's update depends on that element's value, gradient and states alone, and
+            states are as large as the parameter or one number: each rank updates what it has, in plain tensors.
+            ``"parameter"`` where it depends on the whole parameter's, but on no other parameter: each parameter is
+            updated by one rank, which is sent what it needs.  Its states are tensors and numbers, all of them made by
+            its first step on a gradient.
+
+    Returns:
+        The class, so that it can be used as a decorator with ``functools.partial``.
+
+    Raises:
+        TypeError: for what is not a class of optimizers.
+        ValueError: for another ``per``.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"register_optimizer() takes a class of torch.optim.Optimizer, got {kind!r}")
+    if per not in ("element", "parameter"):
+        raise ValueError(f"per must be 'element' or 'parameter', got {per!r}")
+    _KNOWN[step_of(kind)] = per
+    return kind
+
+
+def part_of(optimizer: Optimizer) -> Part | None:
+    """What an optimizer's step may be cut into; None where nothing is known, and torch steps on ``DTensor``s."""
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return None
+    return _KNOWN.get(step_of(type(optimizer)))
+
+
+def step_of(kind: type[Optimizer]) -> Any:
+    """The function that a class's ``step`` is, without what torch puts around it; a subclass may share it."""
+    return inspect.unwrap(kind.step)
+
+
+for _name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop"):
+    register_optimizer(getattr(torch.optim, _name), per="element")
+for _name in ("Muon", "Adafactor"):
+    register_optimizer(getattr(torch.optim, _name), per="parameter")
+
+
+def twin_of(optimizer: Optimizer) -> Optimizer:
+    """See [Note: a step on a twin]; without parameters and states."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    _torch.drop_step_hooks(twin)
+    for name in ("grad_scale", "found_inf"):
+        value = getattr(twin, name, None)
+        if isinstance(value, DTensor):
+            setattr(twin, name, value.full_tensor())
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return twin
+
+
+def fill(twin: Optimizer, optimizer: Optimizer, state: Any, lists: Iterable[list[torch.Tensor]]) -> None:
+    """Gives a twin what it steps on, after the closure that may change a group or lay parameters out; ``lists`` are the
+    parameters of each group."""
+    twin.state = state
+    for group, own, parameters in zip(twin.param_groups, optimizer.param_groups, lists, strict=True):
+        group.update(own, params=parameters)
+
+
+def take_back(optimizer: Optimizer, twin: Optimizer) -> None:
+    """Gives the optimizer what a step has set on its twin, beside states and parameters."""
+    before = optimizer.__dict__
+    for name, value in twin.__dict__.items():
+        if name not in _OWN and before.get(name, _OWN) is not value:
+            before[name] = value
+    for group, own in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        group.update((key, value) for key, value in own.items() if key != "params")
+
+
+_OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf", *_torch.STEP_HOOKS})
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's gradient as the parameter lies, this rank's part of it.
+
+    Raises:
+        RuntimeError: for a plain gradient of a ``DTensor``.
+    """
+    grad = parameter.grad
+    if grad is None or not isinstance(parameter, DTensor):
+        return grad
+    if not isinstance(grad, DTensor):
+        raise RuntimeError(
+            f"optimizer.step(): the gradient of a parameter of shape {list(parameter.shape)} was replaced by a plain "
+            "tensor, where a DTensor is expected; set p.grad = distribute_tensor(grad, p.device_mesh, p.placements)"
+        )
+    if grad.placements != parameter.placements or grad.device_mesh != parameter.device_mesh:
+        grad = grad.redistribute(parameter.device_mesh, parameter.placements)
+    return settled(_torch.local_of(grad))
+
+
+def lies_as(value: Any, name: Any, shape: Sequence[int]) -> bool:
+    """Whether a state is one of elements that belong to those of a parameter (or of its part) of a shape."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and (value.ndim > 0 or name not in SCALARS)
+
+
+def as_parameter(local: torch.Tensor, parameter: DTensor) -> DTensor:
+    """A ``DTensor`` that lies as a parameter does, around this rank's part."""
+    spec = _torch.spec_of(parameter)
+    if local.dtype != parameter.dtype:
+        spec = _torch.make_spec(spec.mesh, spec.placements, parameter.shape, local.dtype)
+    return _torch.wrap_local(local, spec)
+
+
+class LocalStep:
+    """The steps of an optimizer each of whose elements is updated by itself.
+
+    Args:
+        optimizer: the optimizer, whose parameters stay the same.
+
+    States are kept twice, as ``DTensor``s and as the plain tensors inside of them; only where the objects in the
+    optimizer's dictionaries are others than after its last step are they looked at one by one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._lists = [list(group["params"]) for group in optimizer.param_groups]
+        self._parameters: list[torch.Tensor] = list(chain.from_iterable(self._lists))
+        self._locals = list(map(_torch.local_of, self._parameters))
+        sharded = [(p, x) for p, x in zip(self._parameters, self._locals, strict=True) if p is not x]
+        for parameter, local in sharded:
+            local.grad_dtype = parameter.grad_dtype
+        self._sharded = [p for p, _ in sharded]
+        self._shards = [x for _, x in sharded]
+        self._by_parameter = {id(p): x for p, x in zip(self._parameters, self._locals, strict=True)}
+        self._specs: list[Any] = [None] * len(sharded)  # of gradients that have been found to lie as they should
+        self._state: defaultdict[Any, Any] = defaultdict(dict)
+        self._seen: list[Any] = []
+        self._made: list[Any] = []
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer's parameters are still these, where they were."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        return (
+            list(map(len, groups)) == list(map(len, self._lists))
+            and all(map(is_, chain.from_iterable(groups), self._parameters))
+            and all(map(is_, _torch.parts_of(self._sharded)[0], self._shards))
+        )
+
+    def begin(self, optimizer: Optimizer, twin: Optimizer) -> None:
+        """Gives the plain tensors their gradients and states, and the twin these tensors."""
+        grads = [p.grad for p in self._sharded]
+        for i, (local, part, spec, known) in enumerate(
+            zip(self._shards, *_torch.parts_of(grads), self._specs, strict=True)
+        ):
+            if spec is not None and spec is known:
+                local.grad = part
+            else:
+                local.grad = gradient_of(self._sharded[i])
+                self._specs[i] = spec if local.grad is part else None
+        # Writing to a local tensor does not let it show in the version of its ``DTensor``.
+        torch.autograd.graph.increment_version([p for p, g in zip(self._sharded, grads, strict=True) if g is not None])
+        if not _same(_objects(optimizer.state), self._seen):
+            self._read(optimizer)
+        ends = list(accumulate(map(len, self._lists), initial=0))
+        fill(twin, optimizer, self._state, [self._locals[i:j] for i, j in pairwise(ends)])
+
+    def _read(self, optimizer: Optimizer) -> None:
+        self._state.clear()
+        for parameter, values in optimizer.state.items():
+            local = self._by_parameter.get(id(parameter))
+            if local is None or not isinstance(parameter, DTensor):
+                self._state[parameter] = values
+                continue
+            for name, value in values.items():
+                if lies_as(value, name, parameter.shape):
+                    values[name] = value = lay_like(value, parameter)
+                self._state[local][name] = _torch.local_of(value) if isinstance(value, torch.Tensor) else value
+        self._seen, self._made = _objects(optimizer.state), _objects(self._state)
+
+    def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
+        """Takes back what a step has made."""
+        for local in self._shards:
+            local.grad = None
+        take_back(optimizer, twin)
+        if not _same(_objects(self._state), self._made):
+            self._write(optimizer)
+
+    def _write(self, optimizer: Optimizer) -> None:
+        for parameter, local in zip(self._parameters, self._locals, strict=True):
+            if local not in self._state:
+                continue
+            if local is parameter or not isinstance(parameter, DTensor):
+                optimizer.state[parameter] = self._state[local]
+                continue
+            before, values = optimizer.state.setdefault(parameter, {}), self._state[local]
+            for name in [n for n in before if n not in values]:
+                del before[name]
+            for name, value in values.items():
+                known = before.get(name)
+                if lies_as(value, name, local.shape):
+                    if not (isinstance(known, DTensor) and _torch.local_of(known) is value):
+                        before[name] = as_parameter(value, parameter)
+                elif known is not value:
+                    before[name] = value
+        for key in self._state.keys() - {*self._locals}:
+            optimizer.state[key] = self._state[key]
+        self._seen, self._made = _objects(optimizer.state), _objects(self._state)
+
+
+def _objects(state: Mapping[Any, Any]) -> list[Any]:
+    """The values in an optimizer's state."""
+    parts = list(state.values())
+    if list(map(type, parts)).count(dict) == len(parts):
+        return list(chain.from_iterable(map(dict.values, parts)))
+    return [value for part in parts for value in (part.values() if isinstance(part, dict) else (part,))]
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+__all__ = [
+    "LocalStep", "Part", "as_parameter", "fill", "gradient_of", "lies_as", "part_of", "register_optimizer", "step_of",
+    "take_back", "twin_of",
+]  # fmt: skip

@@ -1,0 +1,214 @@
+"""Steps run on plain tensors: bit for bit what torch computes there, and nobody but the step itself sees them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autoparallel
+from tests.runtime.support import Net, batch, compiled_pair, parameters_off, raised, run_on_ranks
+from tests.runtime.test_clipping import backward
+
+
+class Lion(torch.optim.Optimizer):
+    """Signs of momentum, with a count of steps that is a number."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                momentum = state.setdefault("momentum", torch.zeros_like(p))
+                p.add_(momentum.lerp(p.grad, 0.1).sign_(), alpha=-group["lr"] / state["count"])
+                momentum.lerp_(p.grad, 0.01)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Updates in proportion to the parameter's norm; keeps a matrix, an average as large as it and a number."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["count"], state["average"] = 0, torch.zeros_like(p)
+                    state["rows"] = p.new_zeros(p.shape[0], 3)
+                state["count"] += 1
+                state["average"].lerp_(p.grad, 0.5)
+                state["rows"] += p.grad.reshape(p.shape[0], -1).norm(dim=1, keepdim=True)
+                update = state["average"] / (1 + state["rows"].sum()) + p.grad / p.grad.norm()
+                p.add_(update, alpha=-group["lr"] * float(p.norm() / update.norm()) / state["count"])
+
+
+def _shards(model: nn.Module) -> list[nn.Parameter]:
+    """This rank's parts as plain parameters, with their gradients."""
+    found = []
+    for p in model.parameters():
+        assert isinstance(p, DTensor)
+        new = nn.Parameter(p.to_local().detach().clone())
+        new.grad = p.grad.to_local().clone() if isinstance(p.grad, DTensor) else None
+        found.append(new)
+    return found
+
+
+def _bits(shape: tuple[int, ...]) -> dict[str, bool]:
+    """Against the same optimizer on plain tensors that are this rank's parts."""
+    results: dict[str, bool] = {}
+    model, _ = compiled_pair(lambda: Net(8, 6), *shape, plan="fsdp", dtype=torch.float32)
+    for kind, options in (
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"fused": True, "amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.NAdam, {"foreach": True}),
+    ):
+        optimizer = kind(model.parameters(), lr=0.01, **options)  # type: ignore[operator]
+        other: Any = None
+        for step in range(3):
+            model.zero_grad()
+            model(*batch(step, dtype=torch.float32)).backward()
+            shards = _shards(model)
+            if other is None:
+                other = kind(shards, lr=0.01, **options)  # type: ignore[operator]
+            for p, new in zip(other.param_groups[0]["params"], shards, strict=True):
+                p.grad = new.grad
+            optimizer.step(), other.step()
+            mine, theirs = optimizer.state_dict(), other.state_dict()
+            results[f"{kind.__name__} {step}"] = all(
+                torch.equal(a.to_local(), b)
+                for a, b in zip(model.parameters(), other.param_groups[0]["params"], strict=True)
+            )
+            results[f"{kind.__name__} {step} state"] = all(
+                torch.equal(a.to_local() if isinstance(a, DTensor) else a, b)
+                for i in theirs["state"]
+                for a, b in zip(mine["state"][i].values(), theirs["state"][i].values(), strict=True)
+            )
+            results[f"{kind.__name__} {step} lies"] = all(
+                isinstance(v, DTensor) == (k not in ("step", "mu_product")) for s in mine["state"].values()
+                for k, v in s.items()
+            )  # fmt: skip
+            results[f"{kind.__name__} {step} gradients"] = all(
+                isinstance(p.grad, DTensor) and p.to_local().grad is None for p in model.parameters()
+            )
+    return results
+
+
+@pytest.mark.wide_where(lambda shape: shape != (2,))
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_elements_are_updated_bit_for_bit_as_in_plain_tensors(shape: tuple[int, ...]) -> None:
+    for results in run_on_ranks(_bits, shape, world_size=torch.Size(shape).numel()):
+        wrong = [name for name, right in results.items() if not right]
+        assert not wrong, wrong
+
+
+def _own(shape: tuple[int, ...]) -> dict[str, Any]:
+    """Optimizers of users, with scheduler, groups, a state that is saved and loaded, and parameters left out."""
+    results: dict[str, Any] = {}
+    for kind, per in ((Lion, "element"), (Lamb, "parameter")):
+        autoparallel.register_optimizer(kind, per=per)  # type: ignore[arg-type]
+        for build in (Net, lambda: Net(8, 7, 4)):  # seven rows lie unevenly
+            model, plain = compiled_pair(build, *shape, plan="fsdp")
+            optimizers, schedulers = [], []
+            for m in (model, plain):
+                groups: Any = [{"params": [m.up.weight, m.up.bias], "lr": 0.1}, {"params": list(m.down.parameters())}]
+                optimizers.append(kind(groups))
+                schedulers.append(torch.optim.lr_scheduler.StepLR(optimizers[-1], 1, 0.5))
+            for step in range(4):
+                backward(model, plain, step)
+                if step == 1:
+                    model.up.bias.grad = plain.up.bias.grad = None
+                for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                    optimizer.step(), scheduler.step()
+                if step == 2:
+                    saved = copy.deepcopy(optimizers[0].state_dict())
+                    optimizers[0].state.clear()
+                    optimizers[0].load_state_dict(saved)
+            state = optimizers[0].state[model.up.weight]
+            results[f"{kind.__name__} {build} far"] = parameters_off(model, plain)
+            results[f"{kind.__name__} {build} count"] = abs(state["count"] - 4) + (type(state["count"]) is not int)
+            results[f"{kind.__name__} {build} groups"] = float(
+                [g.get("steps") for g in optimizers[0].param_groups]
+                != [g.get("steps") for g in optimizers[1].param_groups]
+            )
+            lie = {k: isinstance(v, DTensor) for k, v in state.items() if isinstance(v, Tensor)}
+            results[f"{kind.__name__} {build} lie"] = float(
+                lie != ({"momentum": True} if kind is Lion else {"average": True, "rows": False})
+            )
+    return results
+
+
+@pytest.mark.wide_where(lambda shape: shape != (2,))
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_registered_optimizers_equal_one_process(shape: tuple[int, ...]) -> None:
+    for results in run_on_ranks(_own, shape, world_size=torch.Size(shape).numel()):
+        assert all(far < 1e-9 for far in results.values()), results
+
+
+def _seen() -> dict[str, Any]:
+    """What hooks, closures and exceptions see of a step: DTensors, and its results."""
+    results: dict[str, Any] = {}
+    model, _ = compiled_pair(Net, 2, plan="fsdp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    seen: list[Any] = []
+
+    def look(o: Any, args: Any, kwargs: Any) -> None:
+        p = o.param_groups[0]["params"][0]
+        seen.append((o is optimizer, isinstance(p, DTensor), isinstance(o.state.get(p, {}).get("exp_avg"), DTensor)))
+
+    optimizer.register_step_pre_hook(look), optimizer.register_step_post_hook(look)
+    x, y = batch(0)
+
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss: Tensor = model(x, y)
+        loss.backward()
+        seen.append(isinstance(optimizer.param_groups[0]["params"][0], DTensor))
+        return loss
+
+    results["loss"] = float(optimizer.step(closure))  # type: ignore[arg-type]
+    results["seen"] = seen == [(True, True, False), True, (True, True, True)]
+    results["hooks"] = len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+
+    before = copy.deepcopy(model.state_dict())
+    broken = optimizer.param_groups[0]
+    broken["betas"] = ("a", 0.9)
+    results["raised"] = raised(optimizer.step)
+    broken["betas"] = (0.9, 0.999)
+    results["still"] = all(isinstance(p, DTensor) and p.grad is not None for p in broken["params"])
+    model.load_state_dict(before)
+    optimizer.step()
+
+    return results
+
+
+def test_only_the_step_sees_plain_tensors() -> None:
+    for results in run_on_ranks(_seen, world_size=2):
+        assert results["seen"] and results["hooks"] and results["still"], results
+        assert results["raised"] and results["loss"] > 0, results
+
+
+def test_what_is_registered_is_checked() -> None:
+    with pytest.raises(TypeError, match="takes a class"):
+        autoparallel.register_optimizer(torch.optim.Optimizer([nn.Parameter(torch.ones(1))], {}), per="element")  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="per must be"):
+        autoparallel.register_optimizer(Lion, per="row")  # type: ignore[arg-type]
