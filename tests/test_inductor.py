@@ -258,9 +258,9 @@ def test_compiled_by_layer_equals_eager(
     for off, numbers, graphs, (plainly, compiled) in run_distributed(
         _deep_pair, 4, shape, preset, again, options, world_size=2, timeout=500
     ):
-        assert off < 1e-9 and numbers > 30 and graphs > 0
+        assert off < 1e-9 and numbers > 20 and graphs > 0
         assert plainly[0] == compiled[0], "as many gathers as in eager"
-        assert compiled[1] <= plainly[1], "no more gathered parameters at once than in eager"
+        assert preset != "fsdp" or compiled[1] <= plainly[1], "no more gathered parameters at once than in eager"
 
 
 @pytest.mark.wide
