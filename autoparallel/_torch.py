@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import has_side_effect
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
+from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.hooks import BackwardHook
@@ -43,6 +44,22 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among nested values, in their order; what operators read and make is looked at very often."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        values = pytree.tree_leaves(values) if type(values) in pytree.SUPPORTED_NODES else ()
+    return [x for value in values for x in tensors_in(value)]
+
+
+def bytes_in(values: Any) -> int:
+    """The size of all tensors among nested values."""
+    return sum(x.nbytes for x in tensors_in(values))
 
 
 def make_fake_mode() -> FakeTensorMode:
@@ -233,9 +250,9 @@ def backward_hook_of(module: nn.Module) -> BackwardHook:
 
 __all__ = [
     "HOOKS", "BackwardHook", "NoopSaveInputs", "SingleLevelFunction", "StorageWeakRef", "accumulated", "after_backward",
-    "all_gather_single", "backward_hook_of", "cast_module", "copy_parameter_hooks", "default_store",
+    "all_gather_single", "backward_hook_of", "bytes_in", "cast_module", "copy_parameter_hooks", "default_store",
     "free_unbacked_symbols", "function_apply", "graph_break_of", "has_side_effect", "is_compiled_call", "is_gloo",
     "is_open", "leave_open", "local_of", "make_fake_mode", "make_spec", "mesh_without_groups", "modules",
     "outside_of_dynamo", "process_group", "reduce_scatter_single", "running_backward", "same_storage", "source_of",
-    "spec_of", "timeout_of", "without_modes", "wrap_local", "wrap_with_set_grad_enabled",
+    "spec_of", "tensors_in", "timeout_of", "without_modes", "wrap_local", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from autoparallel.hardware import Profile, profile_for
 from autoparallel.plan import Plan
 from autoparallel.planner.meshes import refusal
 from autoparallel.planner.pins import parse_pins
+from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.runtime.agreement import Agreement
@@ -26,6 +27,7 @@ from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.optimizers import note_replaced
+from autoparallel.runtime.randomness import STREAM
 from autoparallel.runtime.state import (
     broadcast,
     make_dtensors,
@@ -61,6 +63,7 @@ def compile(
     grad_scaler: torch.amp.GradScaler | None = None,
     check_inputs: int | None = None,
     methods: Sequence[str] = (),
+    cache: str | Path | None = None,
 ) -> ParallelModule:
     """Makes a plain single-device model train on a whole mesh.
 
@@ -120,6 +123,8 @@ def compile(
             which must be waited for.
         methods: names of the model's methods, such as ``("generate",)``, that run on the plain model with its full
             parameters, gathered for each call of them (see :meth:`ParallelModule.whole`).
+        cache: a folder in which plans, and the choice of the mesh, are kept from run to run, under a digest of all that
+            the search depends on, this package's own code among it; the first rank's is used. None keeps none.
 
     Raises:
         TypeError, ValueError: for a mesh, a model or an option that cannot be used.
@@ -184,15 +189,17 @@ def compile(
         loss_chunks=loss_chunks,
         microbatches=microbatches,
     )
+    STREAM.begin()
     agreement = Agreement(mesh)
-    _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline)
+    _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline, cache is not None)
     prefix = bind(mesh)
     tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
     broadcast(tensors, agreement.ranks, whole_group(prefix))
     note_replaced(make_dtensors(model, mesh))
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
-    settings = Settings(model, agreement, store, backend == "inductor", scaler=grad_scaler, unable=unable)
+    plans = None if cache is None else PlanCache(cache)
+    settings = Settings(model, agreement, store, backend == "inductor", False, grad_scaler, unable, plans)
     module = ParallelModule(
         model,
         agreement=agreement,

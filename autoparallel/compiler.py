@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel import _torch
 from autoparallel.comm.groups import bind, inner_mesh, other_slices, whole_group, whole_group_name
 from autoparallel.comm.world import PIPELINE_AXIS, count_ranks, device_of, make_mesh, mesh_text
+from autoparallel.data import from_json, to_json
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
@@ -21,8 +22,9 @@ from autoparallel.passes.mark_batch import mark_batch
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.meshes import MeshSearch
+from autoparallel.planner.plan_cache import PlanCache, key_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import prepare, stage_programs
+from autoparallel.planner.programs import prepare
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, Settled
 from autoparallel.program import LocalProgram, StagedProgram, find_owners
@@ -48,6 +50,7 @@ class Settings:
         lent: whether the parameters are given with each call, whole, by an owner who keeps them.
         scaler: the gradient scaler, which a pipeline must know.
         unable: why the options do not go with a pipeline; empty where they do.
+        cache: of plans; the first rank's is used.
     """
 
     model: nn.Module
@@ -57,6 +60,7 @@ class Settings:
     lent: bool = False
     scaler: torch.amp.GradScaler | None = None
     unable: str = ""
+    cache: PlanCache | None = None
 
 
 class Compiler:
@@ -86,10 +90,8 @@ class Compiler:
             self.at_rest = dict.fromkeys(settings.store.parameters, self._whole())
 
     def _lie_on(self, mesh: DeviceMesh, request: Request) -> None:
-        names = mesh.mesh_dim_names or ()
-        stages = mesh.size(names.index(PIPELINE_AXIS)) if PIPELINE_AXIS in names else 0
-        self.mesh, self.request = mesh, replace(request, stages=stages)
-        self.planner = Planner(self.settings.model, self.request)
+        self.mesh, self.request = mesh, request.on(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
+        self.planner = Planner(self.settings.model, self.request, cache=self.settings.cache)
 
     def copied(self, model: nn.Module) -> tuple[Compiler, GradientStore]:
         """What compiles a copy of the model, and keeps its gradients.
@@ -134,13 +136,24 @@ class Compiler:
             at_rest, captured = self._resting(self._plan(trained, first, None)), None
         captured = captured or self._capture(call)
         trace = captured.copy() if captured.lengths else None
-        plan = self._plan(captured, call, at_rest)
+        try:
+            plan = self._plan(captured, call, at_rest)
+        except PlanError:
+            even = self._even(call)
+            if at_rest is not None or self.request.stages or not self._is_preset or even.batch == call.batch:
+                raise
+            # A preset cannot cut this batch: parameters lie as for the next larger one that it can.
+            at_rest = self._resting(self._plan(self._capture(even), even, None))
+            plan = self._plan(captured, call, at_rest)
         plan = replace(plan, choice=self.choice or plan.choice)
-        attach = self._attach_stages if plan.staging is not None else self._attach
         with self._progress.phase("build"):
-            kind = attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
+            kind = self._attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
         self._progress.conclude(headline(kind.plan) if call.is_training else "a program of its own")
         return replace(kind, trace=trace)
+
+    @property
+    def _is_preset(self) -> bool:
+        return self.request.plan != "auto" and not isinstance(self.request.plan, Plan)
 
     def _even(self, call: Call) -> Call:
         """The same call with a batch that can be cut over all ranks and into microbatches, as one that trains has."""
@@ -160,15 +173,29 @@ class Compiler:
         unable = settings.unable or (_attributes_in_pipeline(captured) if captured.attributes else "")
         search = MeshSearch(request, captured, call, mesh.size(), unable)
         with self._progress.phase("mesh"):
-            self.choice, self.is_open = search.choose(settings.agreement.share), False
+            self.choice, self.is_open = self._choice(search), False
         axes = self.choice.mesh
         if axes != request.axes:
             mesh = make_mesh(mesh.device_type, axes)
             staged = axes[0][0] == PIPELINE_AXIS
             inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
             settings.store.move(inner, bind(inner), whole_group_name(bind(mesh)) if staged else None)
-        self._lie_on(mesh, replace(request, axes=tuple(axis for axis in axes if axis[0] != PIPELINE_AXIS)))
+        self._lie_on(mesh, request)
         return captured
+
+    def _choice(self, search: MeshSearch) -> MeshChoice:
+        """What a search chooses, or has chosen before, where the first rank's cache knows."""
+        cache, agreement = self.settings.cache, self.settings.agreement
+        if cache is None:
+            return search.choose(agreement.share)
+        key = key_of(search.request, search.captured, search.call, Settled(), search.devices, search.refusal)
+        text = agreement.from_first(lambda: cache.get(key, lambda text: from_json(MeshChoice, text, 1) and text) or "")
+        if text:
+            return from_json(MeshChoice, text, 1)
+        choice = search.choose(agreement.share)
+        if agreement.is_first:
+            cache.put(key, to_json(choice, 1))
+        return choice
 
     def _capture(self, call: Call, training: bool | None = None) -> Captured:
         with self._progress.phase("capture"):
@@ -201,32 +228,23 @@ class Compiler:
         return Planner(self.settings.model, freely).search(captured, call, settled)
 
     def _attach(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
-        """Builds the program and attaches it to the parameters, which then lie as ``at_rest`` says."""
-        settings, store = self.settings, self.settings.store
-        plan, program = self.planner.finish(captured, plan, call, store.prefix)
-        self._require_same_program(program, plan)
-        self._settle(at_rest)
-        body = compile_body(program) if settings.compiled else program.body
-        reasons = PlanAgain(self.planner, replace(call, leaves=()))  # a plan keeps no batch alive
-        return Kind(Runner(program, store, settings.model, body), plan.with_reasons(reasons))
-
-    def _attach_stages(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
-        """Builds every stage's program, on all ranks, and attaches this rank's; one that runs microbatches."""
+        """Builds the program, or every stage's, and attaches this rank's to the parameters, which then lie as
+        ``at_rest`` says."""
         settings, store, request = self.settings, self.settings.store, self.request
-        staged = stage_programs(request, captured, plan, call, store.prefix)
-        self._require_same_program(staged, plan)
-        owners = self.owners or find_owners(staged, store.parameters)
+        plan, built = self.planner.finish(captured, plan, call, store.prefix, self.owners)
+        self._require_same_program(built, plan)
+        if plan.pipeline is None:
+            plan = plan.with_reasons(PlanAgain(self.planner, replace(call, leaves=())))  # a plan keeps no batch alive
+        if isinstance(built, LocalProgram):
+            self._settle(at_rest)
+            body = compile_body(built) if settings.compiled else built.body
+            return Kind(Runner(built, store, settings.model, body), plan)
+        owners = self.owners or find_owners(built, store.parameters)
         self.owners = owners if request.stages else {}
         self._settle(at_rest)
         compiled = compile_body if settings.compiled else None
-        prefix, redistributor = bind(self.mesh), request.redistributor
-        runner = attach_stages(staged, store, settings.model, prefix, owners, redistributor, compiled)
+        runner = attach_stages(built, store, settings.model, bind(self.mesh), owners, request.redistributor, compiled)
         runner.scaler = settings.scaler
-        if plan.microbatches > 1:
-            reasons = PlanAgain(self.planner, replace(call, leaves=()))
-            plan = self.planner.with_prediction(staged, plan).with_reasons(reasons)
-        elif captured.objective is not None and call.is_training:
-            plan = self.planner.with_traffic(staged, plan, call, owners)
         return Kind(runner, plan)
 
     def _require_same_program(self, program: LocalProgram | StagedProgram, plan: Plan) -> None:

@@ -130,6 +130,3 @@ def _stored(kind: Any) -> dict[str, tuple[Any, bool]]:
 
 def _is_needed(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
-
-
-__all__ = ["UNSTORED", "from_data", "from_json", "to_data", "to_json"]

@@ -339,6 +339,3 @@ class GraphModel(nn.Module):
         replay = _Replay(piece.module, enter, self._functions.value)
         with preserve_node_meta():  # so that what is traced now keeps the user's lines
             return replay.run(*(given[i] for i in range(len(given))), enable_io_processing=False)
-
-
-__all__ = ["GraphModel", "Piece", "State", "find_graph_break"]

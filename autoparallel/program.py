@@ -59,6 +59,11 @@ class LocalProgram:
     divisors: list[tuple[object, int]]
     regions: dict[str, Region] = field(default_factory=dict)
 
+    @property
+    def programs(self) -> tuple[LocalProgram]:
+        """Those of its only stage."""
+        return (self,)
+
     def text(self) -> str:
         """The program in words, the same on every rank: what ranks compare before they run it."""
         chains = [f"{b.name} {b.gather or 'in place'}: {c}" for b in self.buckets for c in b.chains]
@@ -85,11 +90,37 @@ class LocalProgram:
             self.buckets[i] = replace(bucket, chains=chains)
 
 
+@dataclass(frozen=True)
+class Target:
+    """What programs are made for, the same for all calls of a model.
+
+    Attributes:
+        prefix: the name under which the mesh is bound; of a pipeline, that of its other axes.
+        redistributor: the ways between layouts on its axes.
+        outputs: which outputs leave whole: ``"auto"`` gathers them unless the loss is known, ``"gather"`` always does,
+            ``"sharded"`` never. In microbatches, ``"gather"`` keeps those beside a loss, too.
+        device: where a program creates tensors.
+        hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
+        reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
+        node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
+        checked: whether programs are checked and compiled, as those that run must be.
+    """
+
+    prefix: str
+    redistributor: Redistributor
+    outputs: str = "auto"
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - frozen
+    hoist_all: bool = False
+    reduce_dtype: torch.dtype | None = None
+    node: int = 0
+    checked: bool = True
+
+
 def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | None]:
     """The layout that each output must have: whole, or None where it may stay as it is made.
 
     Args:
-        mode: ``"auto"`` gathers outputs unless the loss is known, ``"gather"`` always does, ``"sharded"`` never.
+        mode: as ``Target.outputs``.
         axes: the number of mesh axes.
     """
     invariant: Layout = (Invariant,) * axes
@@ -109,20 +140,19 @@ def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | No
 def placing_passes(
     captured: Captured,
     plan: Plan,
-    *,
+    target: Target,
     parameters: Mapping[str, Layout],
     inputs: Mapping[str, Layout],
-    outputs: Sequence[Layout | None],
-    prefix: str,
-    redistributor: Redistributor,
+    outputs: Sequence[Layout | None] | None = None,
 ) -> list[Pass]:
     """What makes of a graph on whole tensors one rank's, in which parameters are gathered where they are used.
 
     Args:
         parameters, inputs: placeholder name to its layout.
-        outputs: the layouts in which outputs leave.
-        prefix: the name under which the mesh is bound.
+        outputs: the layouts in which outputs leave; unless told, those that the target wants.
     """
+    if outputs is None:
+        outputs = wanted_outputs(captured, target.outputs, len(plan.mesh))
     modes = {key: plan.modes(key) for key in plan.operators}
     sizes, placeholders = Sizes(captured.actual), {**parameters, **inputs}
     return [
@@ -142,7 +172,7 @@ def placing_passes(
                 placeholders=placeholders,
                 outputs=outputs,
                 axes=plan.mesh,
-                prefix=prefix,
+                prefix=target.prefix,
                 sizes=sizes,
                 parameters=captured.parameters,
             ),
@@ -158,8 +188,8 @@ def placing_passes(
                 shared={key: parse_layout(text) for key, text in plan.shared.items()},
                 outputs=outputs,
                 axis_names=plan.axis_names,
-                prefix=prefix,
-                redistributor=redistributor,
+                prefix=target.prefix,
+                redistributor=target.redistributor,
                 sizes=sizes,
                 uneven=parameters,
             ),
@@ -174,35 +204,28 @@ def placing_passes(
 def program_passes(
     captured: Captured,
     plan: Plan,
-    *,
-    prefix: str,
-    redistributor: Redistributor,
-    outputs: Sequence[Layout | None],
+    target: Target,
     inputs: Mapping[str, Layout],
-    device: torch.device,
-    hoist_all: bool = False,
-    reduce_dtype: torch.dtype | None = None,
+    outputs: Sequence[Layout | None] | None = None,
 ) -> PassList:
     """What makes of a captured graph the program of one rank; the arguments are those of :func:`build_program`."""
     sizes = Sizes(captured.actual)
-    gather = {name: "per_step" if hoist_all else p.gather for name, p in plan.parameters.items()}
+    gather = {name: "per_step" if target.hoist_all else p.gather for name, p in plan.parameters.items()}
     reduce = {name: p.reduce for name, p in plan.parameters.items()}
     at_rest = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
     losses = chunkable(captured.graph) if plan.loss_chunks > 1 else []
     passes = [
-        *placing_passes(
-            captured,
-            plan,
-            parameters=at_rest,
-            inputs=inputs,
-            outputs=outputs,
-            prefix=prefix,
-            redistributor=redistributor,
-        ),
+        *placing_passes(captured, plan, target, at_rest, inputs, outputs),
         Pass(
             "hoist_parameter_chains",
             lambda module, findings: hoist_parameter_chains(
-                module, captured.parameters, redistributor, sizes, captured.rest_dtypes, reduce_dtype, reduce
+                module,
+                captured.parameters,
+                target.redistributor,
+                sizes,
+                captured.rest_dtypes,
+                target.reduce_dtype,
+                reduce,
             ),
             requires={Fact.PLACED, Fact.FLAT},
             provides={Fact.HOISTED},
@@ -211,14 +234,12 @@ def program_passes(
         # Calls of buckets stand before the first use of what they gather, so all uses must be there to be seen.
         Pass(
             "bucket_collectives",
-            lambda module, findings: bucket_collectives(
-                module, findings[Chains].chains, gather, layers=plan.recompute
-            ),
+            lambda module, findings: bucket_collectives(module, findings[Chains].chains, gather, layers=plan.recompute),
             requires={Fact.HOISTED, Fact.FLAT},
             provides={Fact.BUCKETED},
             places=True,
         ),
-        Pass("set_device", lambda module, findings: set_device(module, device), requires={Fact.FLAT}),
+        Pass("set_device", lambda module, findings: set_device(module, target.device), requires={Fact.FLAT}),
         Pass(
             "find_divisors",
             lambda module, findings: find_divisors(module, plan.axis_sizes),
@@ -267,59 +288,40 @@ def _verify(module: fx.GraphModule, findings: Findings) -> None:
 # ------------------------------------------------------------------------------------------------------ running them
 
 
-def lay_out(
-    captured: Captured,
-    plan: Plan,
-    parameters: Mapping[str, Layout],
-    inputs: Mapping[str, Layout],
-    outputs: Sequence[Layout | None],
-    prefix: str,
-    redistributor: Redistributor,
-) -> Specification:
-    """Makes a captured graph a rank's, in place, in which parameters are gathered where they are used; gives what it
-    was to become. The arguments are those of :func:`placing_passes`."""
-    passes = placing_passes(
-        captured, plan, parameters=parameters, inputs=inputs, outputs=outputs, prefix=prefix,
-        redistributor=redistributor,
-    )  # fmt: skip
+def lay_out(captured: Captured, plan: Plan, target: Target, parameters: Mapping[str, Layout]) -> Specification:
+    """Makes a captured graph a rank's, in place, in which parameters are gathered where they are used, and inputs are
+    whole; gives what it was to become. The arguments are those of :func:`placing_passes`."""
+    passes = placing_passes(captured, plan, target, parameters, {})
     return run_passes(PassList(passes, CAPTURED, {Fact.PLACED}, _verify), captured.module)[Specification]
 
 
 def build_program(
     captured: Captured,
     plan: Plan,
-    *,
-    prefix: str,
-    redistributor: Redistributor,
-    outputs: Sequence[Layout | None],
+    target: Target,
     inputs: Mapping[str, Layout],
-    device: torch.device,
-    hoist_all: bool = False,
-    reduce_dtype: torch.dtype | None = None,
+    outputs: Sequence[Layout | None] | None = None,
     watch: Watch = ignore,
 ) -> LocalProgram:
     """Runs the passes on ``captured`` (whose graph becomes the body).
 
     Args:
-        prefix: the name under which the mesh is bound.
-        outputs, inputs: the layouts in which outputs leave and ``DTensor`` inputs come.
-        device: where the program creates tensors.
-        hoist_all: gathers every parameter before the body, also those planned per use (for a compiled body).
-        reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
+        inputs: the layouts in which ``DTensor`` inputs come.
+        outputs: those in which outputs leave; unless told, those that the target wants.
         watch: is told of each pass.
+
+    Raises:
+        PlanError: when the plan cannot be carried out.
     """
-    if hoist_all and (plan.recompute or plan.loss_chunks > 1):
+    if target.hoist_all and (plan.recompute or plan.loss_chunks > 1):
         raise PlanError(
             "the plan recomputes layers in the backward, or cuts its loss into chunks, but backend='inductor' chooses "
             "itself what it recomputes: use backend='eager', or plan again"
         )
-    passes = program_passes(
-        captured, plan, prefix=prefix, redistributor=redistributor, outputs=outputs, inputs=inputs, device=device,
-        hoist_all=hoist_all, reduce_dtype=reduce_dtype,
-    )  # fmt: skip
+    passes = program_passes(captured, plan, target, inputs, outputs)
     module = captured.module
     try:
-        findings = run_passes(passes, module, watch)
+        findings = run_passes(passes, module, watch, checked=target.checked)
     except ChunkError as error:
         raise PlanError(str(error)) from error
     layouts = [node.meta["placements"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
@@ -363,26 +365,11 @@ class StagedProgram:
 
 
 def build_stages(
-    captured: Captured,
-    plan: Plan,
-    *,
-    prefix: str,
-    redistributor: Redistributor,
-    outputs: str,
-    device: torch.device,
-    hoist_all: bool = False,
-    reduce_dtype: torch.dtype | None = None,
-    node: int = 0,
-    training: bool = False,
-    watch: Watch = ignore,
+    captured: Captured, plan: Plan, target: Target, training: bool = False, watch: Watch = ignore
 ) -> StagedProgram:
     """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
 
     Args:
-        outputs: which outputs beside a loss are kept: those of "gather"; without a loss, all are.
-        prefix, redistributor, device, hoist_all, reduce_dtype: as ``build_program`` takes them, of the mesh axes other
-            than the pipeline's.
-        node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
         training: whether the call is one that is differentiated.
         watch: is told of each pass of each stage.
 
@@ -391,15 +378,21 @@ def build_stages(
     """
     pipeline = plan.staging
     assert pipeline is not None
+    if pipeline.schedule in SPLIT and target.hoist_all:
+        raise PlanError(
+            f"the schedule {pipeline.schedule!r} parts the backward of a stage, which backend='inductor' does not: use "
+            "'1f1b' or 'interleaved_1f1b', or backend='eager'"
+        )
     leave_only_loss(captured)
     if training:
         _require_loss(captured)
-    kept = _kept(captured, outputs)
+    kept = _kept(captured, target.outputs)
 
     def price(giver: int, taker: int) -> float:
         """Where a value goes in: memory, a node, or the network, where the pipeline's axis is the outermost."""
-        ranks = [pipeline.rank_of(stage) * math.prod(plan.axis_sizes) for stage in (giver, taker)]
-        return 0.0 if ranks[0] == ranks[1] else 1.0 if not node or ranks[0] // node == ranks[1] // node else 2.0
+        mine, its = (pipeline.rank_of(stage) * math.prod(plan.axis_sizes) for stage in (giver, taker))
+        node = target.node or math.inf
+        return 0.0 if mine == its else 1.0 if mine // node == its // node else 2.0
 
     _require_combinable(captured, kept, pipeline.microbatches)
     try:
@@ -414,19 +407,12 @@ def build_stages(
     programs: list[LocalProgram] = []
     for stage, graph in enumerate(graphs):
         count = len(graph.captured.mutated_buffers) + len(graph.results)
-        program = build_program(
-            graph.captured,
-            replace(plan, recompute=tuple(layer for layer in plan.recompute if (stage, layer) in layers)),
-            prefix=prefix,
-            redistributor=redistributor,
-            outputs=[whole] * count + [layouts[c.name] for c in graph.sent],
-            inputs={c.name: layouts[c.name] for c in graph.received},
-            device=device,
-            hoist_all=hoist_all,
-            reduce_dtype=reduce_dtype,
-            watch=watch,
+        recompute = tuple(layer for layer in plan.recompute if (stage, layer) in layers)
+        received = {c.name: layouts[c.name] for c in graph.received}
+        sent = [whole] * count + [layouts[c.name] for c in graph.sent]
+        programs.append(
+            build_program(graph.captured, replace(plan, recompute=recompute), target, received, sent, watch)
         )
-        programs.append(program)
     ordered = tuple(crossings[number] for number in sorted(crossings))
     return StagedProgram(captured, pipeline, tuple(graphs), tuple(programs), ordered)
 

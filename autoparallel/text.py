@@ -17,7 +17,10 @@ WIDTH = 118
 """Characters in a line of a report, whatever the terminal."""
 
 DRAWN = 100
-"""Characters in which plain text draws a timeline."""
+"""Characters in which plain text draws a timeline, or points."""
+
+HIGH = 12
+"""Lines in which it draws points."""
 
 
 # ------------------------------------------------------------------------------------------------------------- blocks
@@ -78,7 +81,26 @@ class Timeline:
         return max((span.end for spans in self.rows.values() for span in spans), default=0.0)
 
 
-Block = str | Table | Timeline
+@dataclass(frozen=True)
+class Points:
+    """Seconds to the right and bytes upwards.
+
+    Attributes:
+        points: the letter of each, what it is in words, its seconds and its bytes; the first lies on top.
+        limit: bytes that are marked by a line, where there is a limit.
+    """
+
+    points: Sequence[tuple[str, str, float, float]]
+    limit: float | None = None
+
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """The least and the most seconds, and the most bytes."""
+        seconds = [point[2] for point in self.points]
+        return min(seconds), max(seconds), max([*(point[3] for point in self.points), self.limit or 0.0]) or 1.0
+
+
+Block = str | Table | Timeline | Points
 
 
 # --------------------------------------------------------------------------------------------------------- plain text
@@ -94,7 +116,8 @@ def plain_text(*blocks: Block) -> str:
         if isinstance(block, Table):
             console.print(_rich_table(block))
         else:
-            console.print(_drawing(block) if isinstance(block, Timeline) else block)
+            drawn = _drawing(block) if isinstance(block, Timeline) else block
+            console.print(_scattered(drawn) if isinstance(drawn, Points) else drawn)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [line.rstrip() for line in text.splitlines()]
     return "\n".join(lines).strip("\n")
@@ -121,6 +144,23 @@ def _drawing(timeline: Timeline) -> str:
                 cells[i] = span.letter
         lines.append(f"{name}  {''.join(cells)}")
     return "\n".join([*lines, f"{timeline.key}, . waiting"])
+
+
+def _scattered(points: Points) -> str:
+    """A letter for each point, and a line of dashes for the limit."""
+    least, most, top = points.spread
+    cells = [[" "] * DRAWN for _ in range(HIGH)]
+
+    def line(size: float) -> list[str]:
+        return cells[HIGH - 1 - min(int(size / top * HIGH), HIGH - 1)]
+
+    if points.limit is not None:
+        line(points.limit)[:] = "-" * DRAWN
+    for letter, _, seconds, size in reversed(points.points):
+        line(size)[round((seconds - least) / (most - least or 1.0) * (DRAWN - 1))] = letter
+    drawn = [f"|{''.join(row)}" for row in cells]
+    ends = f"{duration(least)}{duration(most):>{DRAWN + 1 - len(duration(least))}}"
+    return "\n".join([units(top), *drawn, ends])
 
 
 # ------------------------------------------------------------------------------------------------------------ numbers

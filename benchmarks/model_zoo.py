@@ -128,8 +128,6 @@ def pretrained(architecture: str, inputs: Callable[[], dict[str, Any]], **option
     """An architecture of transformers, by the name of its class, with the names of its config's options."""
     cls = getattr(transformers, architecture)
     settings = {**SMALL, **options}
-    if "Classification" in architecture:  # else the first call writes it into the config
-        settings["problem_type"] = "single_label_classification"
     config = cls.config_class(**settings)
     for name in WITHOUT_DROPOUT:
         if isinstance(getattr(config, name, None), float):

@@ -34,7 +34,7 @@ from autoparallel.comm.simulate import combine, coordinates, simulate
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import profile_for
-from autoparallel.operators.random import RandomState, set_random_state
+from autoparallel.operators import RandomState, draw_from
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, hoist_parameter_chains
 from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.passes.verify_placements import PlacementError, verify_placements
@@ -43,7 +43,7 @@ from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import outputs_of, prepare
+from autoparallel.planner.programs import prepare
 from autoparallel.planner.request import Request
 from autoparallel.program import lay_out
 from autoparallel.tools.parity.recording import arguments_of
@@ -120,16 +120,15 @@ class Program:
         self.whole = captured.copy()
         self.arguments = arguments_of(captured, task, batch)
         parameters = {n: self.plan.at_rest(p) for n, p in captured.parameters.items() if p in self.plan.parameters}
-        outputs = outputs_of(request, captured)
-        self.asked = lay_out(captured, self.plan, parameters, {}, outputs, PREFIX, request.redistributor)
+        self.asked = lay_out(captured, self.plan, request.target(PREFIX), parameters)
         self.captured = captured
         self.redistributor: Redistributor = request.redistributor
         self.expected = self._run_whole()
 
     def _run_whole(self) -> Result:
-        set_random_state(RandomState(1, 1))
         values = {name: _fresh(value) for name, value in self.arguments.items()}
-        results = _call(self.whole.module, values)
+        with draw_from(RandomState(1, 1)):
+            results = _call(self.whole.module, values)
         _differentiate(results)
         gradients = {
             path: values[name].grad for name, path in self.whole.parameters.items() if values[name].grad is not None
@@ -207,14 +206,14 @@ class _Rank:
 
     def run(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The outputs as this rank has them, and the gradients of its parts of the parameters."""
-        set_random_state(RandomState(1, 1))
         values = {n: _fresh(v) for n, v in self.program.arguments.items() if n not in self.captured.parameters}
         placeholders = {path: name for name, path in self.captured.parameters.items()}
         for chain in self.chains:
             rest = _part(self.program.arguments[placeholders[chain.name]], chain.at_rest, self.at, self.program.sizes)
             for name, path in zip(chain.placeholders, chain.paths, strict=True):
                 values[name] = self._along(rest, path).clone().requires_grad_(chain.trainable)
-        results = _call(self.captured.module, values)
+        with draw_from(RandomState(1, 1)):
+            results = _call(self.captured.module, values)
         _differentiate(results)
         gradients = {}
         for chain in self.chains:

@@ -1,11 +1,14 @@
 """Plans within the memory of the hardware: does one fit, is it the best, what may be left, how long does it take.
 
-    python benchmarks/plan_limits.py --only 8B
+    python benchmarks/plan_limits.py --only 8B --keep rows.json
 
-Every row is a process of its own.  The limit is what the hardware's profile lets a plan take.  Nothing is computed: all
-is predicted.  The columns: the preset that "auto" took, or "searched" for layouts of its own; seconds of a step, and of
-the best preset within the same limit with the same means that save memory; memory; layers that run again; the gap to
-what the search proved; and CPU-seconds of the search, the presets and the prediction of the whole program included.
+Every row is a process of its own; those that ``--keep`` has already are not measured again, so that the table can be
+made in parts.  The limit is what the hardware's profile lets a plan take.  Nothing is computed: all is predicted.
+The columns: the preset that "auto" took, or "searched" for layouts of its own; seconds of a step, and of the best
+preset, and of the published layout (where it is none of them: FSDP along "dp" with Megatron's tensor parallelism
+along "tp", fixed by pins), within the same limit with the same means that save memory; memory; layers that run again;
+the gap to what the search proved; and CPU-seconds of the search, the presets and the prediction of the whole program
+included.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from autoparallel.planner.draft import call_of
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.memory import fastest
 from autoparallel.planner.meshes import MeshSearch
+from autoparallel.planner.pins import parse_pins
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import PRESETS, is_possible
 from autoparallel.planner.proposals import proposals
@@ -123,6 +127,7 @@ class Row:
     Attributes:
         mesh: the axes; a number of devices for the search to factor.
         rows, length: of the batch: sequences and their tokens, or images and their pixels along a side.
+        chunks: into how many the loss is cut, where the logits of a row alone would not fit.
     """
 
     model: str
@@ -130,6 +135,7 @@ class Row:
     rows: int
     length: int
     hardware: str = "h100"
+    chunks: int | None = None
 
     def __str__(self) -> str:
         on = self.mesh if isinstance(self.mesh, int) else ", ".join(f"{name}={size}" for name, size in self.mesh)
@@ -152,7 +158,7 @@ ROWS = (
     Row("8B", 8, 8, 8192),
     Row("8B", _dp(2, 8), 16, 8192),
     Row("8B", _dp(8, 8), 64, 8192),
-    Row("8B", _dp(8, 8), 64, 32768),
+    Row("8B", _dp(8, 8), 64, 32768, chunks=8),
     Row("13B", _dp(8), 8, 4096),
     Row("13B", _dp(8, 8), 64, 4096),
     Row("13B", _dp(8, 8), 64, 4096, "a100"),
@@ -171,6 +177,10 @@ ROWS = (
     Row("ResNet-152", _dp(8), 1024, 224),
 )
 
+COLUMNS = (
+    "setting", "chosen", "step s", "best preset", "published", "memory GB", "again", "gap %", "search CPU-s",
+)  # fmt: skip
+
 
 def measure(row: Row) -> dict[str, Any]:
     """Captures a model, plans it within the limit, and looks at the presets."""
@@ -179,7 +189,8 @@ def measure(row: Row) -> dict[str, Any]:
     profile = PROFILES[row.hardware]
     mesh: Axes = (("dp", row.mesh),) if isinstance(row.mesh, int) else row.mesh
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    request = _on(mesh, Request(mesh, profile, precision=policy, memory_limit=limit_in_bytes(None, profile)))
+    limit = limit_in_bytes(None, profile)
+    request = _on(mesh, Request(mesh, profile, precision=policy, memory_limit=limit, loss_chunks=row.chunks))
     call = call_of((), inputs)
     captured = Planner(model.train(), request).capture(call)
     start = time.process_time()
@@ -213,24 +224,34 @@ def _presets(request: Request, captured: Captured, call: Call, evaluator: Evalua
     for preset in PRESETS:
         if preset == "auto" or not is_possible(preset, [name for name, _ in request.axes]):
             continue
-        if request.stages:
-            asked = Evaluator(replace(request, plan=preset), captured, call)
-            try:
-                outcome = best(proposals(asked), asked.plan)
-            except PlanError:
-                continue
-        else:
-            asked = evaluator
-            generated = fastest([Candidate(preset)], request.memory_limit, evaluator, exactly=False)
-            outcome = best(generated, evaluator.plan)
-        if outcome.plan is None:
-            continue
-        pipeline = outcome.plan.pipeline
-        known[preset] = pipeline.seconds if pipeline is not None else evaluator.forecast(outcome.plan).seconds
-        if outcome.plan.operators == plan.operators and outcome.plan.parameters == plan.parameters:
-            chosen = preset
+        found, seconds = _within(replace(request, plan=preset), captured, call, evaluator)
+        if found is not None:
+            known[preset] = seconds
+            if found.operators == plan.operators and found.parameters == plan.parameters:
+                chosen = preset
     name = min(known, key=lambda preset: known[preset], default="")
-    return {"chosen": chosen, "preset": name, "preset seconds": known.get(name)}
+    published = None
+    if [axis for axis, _ in request.axes] == ["dp", "tp"]:
+        pins = parse_pins({"model.layers.*.weight": "S0,*"}, None)
+        asked = replace(request, plan="tensor_parallel", pins=pins)
+        found, seconds = _within(asked, captured, call, Evaluator(asked, captured, call))
+        published = seconds if found is not None else None
+    return {"chosen": chosen, "preset": name, "preset seconds": known.get(name), "published": published}
+
+
+def _within(request: Request, captured: Captured, call: Call, evaluator: Evaluator) -> tuple[Plan | None, float]:
+    """The plan of a preset within the limit, if there is one, and its seconds."""
+    try:
+        if request.stages:
+            asked = Evaluator(request, captured, call)
+            plan = best(proposals(asked), asked.plan).require()
+            assert plan.pipeline is not None
+            return plan, plan.pipeline.seconds
+        searched = fastest([Candidate(str(request.plan))], request.memory_limit, evaluator, exactly=False)
+        plan = best(searched, evaluator.plan).require()
+        return plan, evaluator.forecast(plan).seconds
+    except PlanError:
+        return None, 0.0
 
 
 def main() -> None:
@@ -238,28 +259,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--row", type=int, help="measures one row in this process and prints JSON")
     parser.add_argument("--only", default="", help="rows that begin so")
+    parser.add_argument("--keep", type=Path, help="a JSON file of rows that have been measured, which is added to")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.row is not None:
         print(json.dumps(measure(ROWS[options.row])))
         return
     table = Table(title="Plans within the memory of the hardware, predicted")
-    for column in ("setting", "chosen", "step s", "best preset", "memory GB", "again", "gap %", "search CPU-s"):
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("setting", "chosen") else "right")
+    kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
     for number, row in enumerate(ROWS):
         if not str(row).startswith(options.only):
             continue
-        found = planning.apart(str(Path(__file__).resolve()), f"--row={number}")
+        if str(row) not in kept:
+            kept[str(row)] = planning.apart(str(Path(__file__).resolve()), f"--row={number}")
+            if options.keep:
+                options.keep.write_text(json.dumps(kept, indent=1))
+        found = kept[str(row)]
         if "error" in found:
-            table.add_row(str(row), "none", "", "", "", "", "", f"{found['search']:.1f}")
+            table.add_row(str(row), "none", "", "", "", "", "", "", f"{found['search']:.1f}")
             Console(width=150).print(f"{row}: {found['error']}")
             continue
         other = f"{found['preset']} {found['preset seconds']:.3f}" if found["preset"] else "none fits"
-        slower = " (slower)" if found["preset"] and found["seconds"] > 1.001 * found["preset seconds"] else ""
+        others = [seconds for seconds in (found["preset seconds"], found["published"]) if seconds is not None]
+        slower = " (slower)" if others and found["seconds"] > 1.001 * min(others) else ""
+        published = "" if found["published"] is None else f"{found['published']:.3f}"
         gap = "" if found["gap"] is None else f"{100 * found['gap']:.1f}"
         table.add_row(
-            str(row), found["chosen"], f"{found['seconds']:.3f}{slower}", other, f"{found['memory'] / 1e9:.1f}",
-            str(found["again"]), gap, f"{found['search']:.1f}",
+            str(row), found["chosen"], f"{found['seconds']:.3f}{slower}", other, published,
+            f"{found['memory'] / 1e9:.1f}", str(found["again"]), gap, f"{found['search']:.1f}",
         )  # fmt: skip
     Console(width=150).print(table)
 

@@ -97,6 +97,3 @@ def leave_out_logits(captured: Captured) -> None:
         captured.left_out |= left_out
         captured.flowing = [i for i in captured.flowing if i not in left_out]
         captured.detached = [i for i in captured.detached if i not in left_out]
-
-
-__all__ = ["MARK_BACKWARD", "leave_only_loss", "leave_out_logits", "leaving_passes", "pad", "padding_passes"]

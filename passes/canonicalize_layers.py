@@ -203,5 +203,3 @@ CELLS: dict[Any, Callable[[Emitter, fx.Node], fx.Node]] = {
     aten.rnn_tanh_cell.default: _rnn_cell,
     aten.rnn_relu_cell.default: _rnn_cell,
 }
-
-__all__ = ["CELLS", "SPLIT_LAYERS"]

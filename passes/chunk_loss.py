@@ -141,6 +141,3 @@ def chunk_loss(module: fx.GraphModule, losses: Collection[str], chunks: int) -> 
         regions[name] = ChunkedLoss(layer_of(head.loss) or "", outline(module, nodes, name), rows, chunks)
         module.add_submodule(name, regions[name])
     return ChunkedLosses(regions)
-
-
-__all__ = ["ChunkError", "ChunkedLoss", "ChunkedLosses", "chunk_loss", "chunkable"]

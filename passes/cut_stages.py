@@ -316,6 +316,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
     return bool(a.node.expr == b.node.expr)
-
-
-__all__ = ["Crossing", "CutError", "StageGraph", "cut_stages", "staged_nodes", "stages_of"]

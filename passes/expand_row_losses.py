@@ -58,6 +58,3 @@ def _loss_of_rows(emit: Emitter, values: dict[str, Any]) -> fx.Node:
         loss = emit(aten.mul.Tensor, loss, 1 - smoothing)
         loss = emit(aten.add.Tensor, loss, emit(aten.mul.Tensor, spread, smoothing))
     return emit(aten.masked_fill.Scalar, loss, ignored, 0)
-
-
-__all__ = ["expand_row_losses"]

@@ -39,6 +39,3 @@ def find_divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> Divisors
             if count > 1:
                 pairs[size.node.expr, count] = None
     return Divisors(tuple(pairs))
-
-
-__all__ = ["Divisors", "find_divisors"]

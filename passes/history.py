@@ -64,6 +64,3 @@ def _argument(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_argument, value))}]"
     return value.name if isinstance(value, fx.Node) else repr(value)
-
-
-__all__ = ["PassHistory", "program_lines"]

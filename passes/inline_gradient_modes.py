@@ -223,6 +223,3 @@ def _stops(node: fx.Node) -> bool:
 def _is_differentiable(node: fx.Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
-
-
-__all__ = ["inline_gradient_modes"]

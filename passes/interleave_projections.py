@@ -302,6 +302,3 @@ def _along(emit: Emitter, piece: _Piece, made: fx.Node) -> fx.Node:
         dim, (target, rest) = after
         made = emit(target, made, *rest, **move.kwargs)
     return made
-
-
-__all__ = ["interleave_projections"]

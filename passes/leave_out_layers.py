@@ -31,6 +31,3 @@ def leave_out_layers(graph: fx.Graph, runs: Sequence[Run], kept: Sequence[int]) 
         if node not in left_out:
             copies[node] = short.node_copy(node, lambda x: copies[instead.get(x, x) if x in left_out else x])
     return short
-
-
-__all__ = ["leave_out_layers"]

@@ -90,15 +90,3 @@ def mark_backward(graph: fx.Graph) -> None:
         if node.op == "output" or node in reached:
             reached.update(n for n in node.all_input_nodes if n.meta.get("differentiable"))
         node.meta["backward"] = node in reached
-
-
-__all__ = [
-    "Detached",
-    "detach_outputs",
-    "differentiable_outputs",
-    "flows",
-    "mark_backward",
-    "mark_differentiable",
-    "mark_new",
-    "stops_gradient",
-]

@@ -39,6 +39,3 @@ def _module_of(node: fx.Node) -> str:
     if stack and isinstance(stack[-1], tuple) and not str(stack[-1][0]).startswith("_empty"):
         return str(stack[-1][0]).removeprefix("model").removeprefix(".")
     return ""
-
-
-__all__ = ["name_nodes"]

@@ -165,6 +165,3 @@ class _Padding:
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
-
-
-__all__ = ["find_vocabularies", "pad_vocabulary"]

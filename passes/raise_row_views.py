@@ -153,6 +153,3 @@ def _again(emit: Emitter, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
     new = emit(node.target, *args, **node.kwargs)
     new.meta.update({k: v for k, v in node.meta.items() if k in ("module", "nn_module_stack", "stack_trace")})
     return new
-
-
-__all__ = ["LOSSES", "Head", "find_heads", "raise_row_views"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,7 @@ class Region(nn.Module):
 
         @contextmanager
         def again() -> Iterator[None]:
-            with ExitStack() as stack:
-                stack.callback(operators.set_random_state, operators.random_state())
-                operators.set_random_state(state)
-                stack.enter_context(self.around())
+            with operators.draw_from(state), self.around():
                 yield
 
         return checkpoint(

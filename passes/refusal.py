@@ -17,6 +17,3 @@ class Refusal(ValueError):
     def __init__(self, node: fx.Node, message: str, cure: str) -> None:
         super().__init__(message)
         self.node, self.cure = node, cure
-
-
-__all__ = ["Refusal"]

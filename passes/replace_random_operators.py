@@ -170,6 +170,3 @@ class _GraphEmit(Emitter):
 
     def value(self, x: fx.Node) -> torch.Tensor:
         return cast(torch.Tensor, x.meta["val"])
-
-
-__all__ = ["is_random", "replace_random_operators"]

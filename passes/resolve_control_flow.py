@@ -51,6 +51,3 @@ def resolve_control_flow(module: fx.GraphModule) -> None:
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
-
-
-__all__ = ["resolve_control_flow"]

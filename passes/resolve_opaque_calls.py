@@ -173,6 +173,3 @@ def _values_before(
         with graph.inserting_after(point):
             point = copies[x] = graph.node_copy(x, lambda n: copies.get(n, n))
     return copies, point
-
-
-__all__ = ["resolve_opaque_calls"]

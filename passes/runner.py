@@ -141,6 +141,8 @@ def run_passes(
     passes: PassList,
     module: fx.GraphModule,
     watch: Watch = ignore,
+    *,
+    checked: bool = True,
 ) -> Findings:
     """Runs all passes of a list on a module, in place, and returns what they have found.
 
@@ -149,6 +151,7 @@ def run_passes(
 
     Args:
         watch: is told of each pass.
+        checked: whether all that is done; not for a program that is predicted to compare plans, and then forgotten.
     """
     findings = Findings()
     for each in passes.passes:
@@ -157,12 +160,13 @@ def run_passes(
         seconds = time.perf_counter() - begin
         if finding is not None:
             findings.add(finding)
-        for graph in _graphs(module):
-            graph.graph.lint()
-        if each.places:
-            passes.verify(module, findings)
+        if checked:
+            for graph in _graphs(module):
+                graph.graph.lint()
+            if each.places:
+                passes.verify(module, findings)
         watch(each.name, seconds, module)
-    for graph in _graphs(module):
+    for graph in _graphs(module) if checked else ():
         graph.recompile()
     return findings
 
@@ -170,6 +174,3 @@ def run_passes(
 def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
     """A module's graph, after those that it calls."""
     return [each for each in reversed(list(module.modules())) if isinstance(each, fx.GraphModule)]
-
-
-__all__ = ["CAPTURED", "Fact", "Findings", "Pass", "PassList", "PassOrderError", "Watch", "ignore", "run_passes"]

@@ -65,6 +65,3 @@ def _shards(node: fx.Node, modes: Mapping[str, Sequence[Mode]], axis_sizes: Sequ
     dim = node.args[1] if node.target is operators.piece else node.meta["interleaved"]
     assert isinstance(dim, int)
     return math.prod(axis_sizes[axis] for axis in shards_of(layout, dim))
-
-
-__all__ = ["settle_interleaving"]

@@ -134,5 +134,3 @@ MEMORY_REWRITES: dict[Any, Callable[[Emitter, fx.Node], Any]] = {
     aten.copy.default: _copy,
 }
 """For each operator what makes the value that takes its place, or None where it may stay."""
-
-__all__ = ["MEMORY_REWRITES", "STRIDED", "relative_start"]

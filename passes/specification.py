@@ -165,6 +165,3 @@ def specify_program(
     inputs = {n.name: n for n in whole.nodes if n.op == "placeholder"}
     given = parameters or {}
     return Specification(whole, modes, placeholders, given, outputs, axes, prefix, sizes, calls, inputs)
-
-
-__all__ = ["ExpectedCall", "Operand", "Specification", "specify_program"]

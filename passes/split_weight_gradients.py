@@ -30,28 +30,42 @@ from autoparallel.rules.calls import is_tensor, tensor_operands
 class Deferred:
     """The gradients of parameters that one call has left for later.
 
-    Args:
+    Attributes:
         output: the call's result, with a graph of its own.
+        activations: what it read that is differentiated now, as the call read it.
         weights: what it read that follows from parameters alone: as the caller has it, and as the call read it.
     """
 
-    def __init__(self, output: torch.Tensor, weights: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._output: torch.Tensor | None = output
-        self._weights = weights
+    def __init__(
+        self,
+        output: torch.Tensor,
+        activations: Sequence[torch.Tensor],
+        weights: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self.output: torch.Tensor | None = output
+        self.activations, self.weights = activations, weights
         self._grad: torch.Tensor | None = None
 
-    def give(self, grad: torch.Tensor) -> None:
-        """Notes the gradient of the result."""
+    def give(self, grad: torch.Tensor) -> list[torch.Tensor | None]:
+        """Notes the gradient of the result; returns those of the activations."""
+        assert self.output is not None
         self._grad = grad if self._grad is None else self._grad + grad
+        activations, self.activations = self.activations, ()
+        wanted = [x for x in activations if x.requires_grad]
+        found: Sequence[torch.Tensor | None] = ()
+        if wanted:
+            found = torch.autograd.grad(self.output, wanted, grad, retain_graph=True, allow_unused=True)
+        given = iter(found)
+        return [next(given) if x.requires_grad else None for x in activations]
 
     def run(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The weights with their gradients; nothing where no gradient has reached the call."""
-        output, self._output = self._output, None
+        output, self.output = self.output, None
         if self._grad is None or output is None:
             return []
-        used = [inner for _, inner in self._weights]
+        used = [inner for _, inner in self.weights]
         grads = torch.autograd.grad(output, used, self._grad, allow_unused=True)
-        return [(outer, g) for (outer, _), g in zip(self._weights, grads, strict=True) if g is not None]
+        return [(outer, g) for (outer, _), g in zip(self.weights, grads, strict=True) if g is not None]
 
 
 class _Current(threading.local):
@@ -72,34 +86,24 @@ def collect_deferred() -> Iterator[list[Deferred]]:
 
 
 class _Deferring(torch.autograd.Function):
-    """Hands the gradient of a call's activations on; keeps that of its result for the parameters."""
+    """Hands the gradient of a call's activations on; keeps that of its result for the parameters.
+
+    Beside the activations it reads an anchor, through which a gradient reaches it where none of them has one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, made: _Made, *activations: torch.Tensor) -> torch.Tensor:
-        ctx.made = made
+    def forward(ctx: Any, deferred: Deferred, anchor: torch.Tensor | None, *activations: torch.Tensor) -> torch.Tensor:
+        assert deferred.output is not None
+        ctx.deferred = deferred
         ctx.set_materialize_grads(False)
-        return made.output.detach()
+        return deferred.output.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        made: _Made = ctx.made
-        ctx.made = None
+        deferred, ctx.deferred = ctx.deferred, None
         if grads[0] is None:
-            return None, *(None for _ in made.activations)
-        made.deferred.give(grads[0])
-        wanted = [x for x in made.activations if x.requires_grad]
-        found: list[torch.Tensor | None] = []
-        if wanted:
-            found = list(torch.autograd.grad(made.output, wanted, grads[0], retain_graph=True, allow_unused=True))
-        it = iter(found)
-        return None, *(next(it) if x.requires_grad else None for x in made.activations)
-
-
-class _Made:
-    """A call's result with the activations it read, in a graph of their own."""
-
-    def __init__(self, output: torch.Tensor, activations: Sequence[torch.Tensor], deferred: Deferred) -> None:
-        self.output, self.activations, self.deferred = output, activations, deferred
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, *deferred.give(grads[0])
 
 
 def deferring(target: Any, weights: Sequence[int], args: Any, kwargs: Any) -> torch.Tensor:
@@ -115,31 +119,14 @@ def deferring(target: Any, weights: Sequence[int], args: Any, kwargs: Any) -> to
         inner[i] = leaves[i].detach().requires_grad_(leaves[i].requires_grad)
     inner_args, inner_kwargs = pytree.tree_unflatten(inner, spec)
     output = target(*inner_args, **inner_kwargs)
-    deferred = Deferred(output, [(leaves[i], inner[i]) for i in trained])
-    collected.append(deferred)
     others = [i for i in tensors if i not in trained]
-    made = _Made(output, [inner[i] for i in others], deferred)
-    anchor = [leaves[i] for i in others]
-    if not any(x.requires_grad for x in anchor):  # the first layer: nothing but parameters is differentiated
-        return _Leaf.apply(torch.zeros((), device=output.device, requires_grad=True), made)
-    return _Deferring.apply(made, *anchor)
-
-
-class _Leaf(torch.autograd.Function):
-    """A call none of whose activations is differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, made: _Made) -> torch.Tensor:
-        ctx.made = made
-        ctx.set_materialize_grads(False)
-        return made.output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if grads[0] is not None:
-            ctx.made.deferred.give(grads[0])
-        ctx.made = None
-        return None, None
+    deferred = Deferred(output, [inner[i] for i in others], [(leaves[i], inner[i]) for i in trained])
+    collected.append(deferred)
+    activations = [leaves[i] for i in others]
+    anchor = None
+    if not any(x.requires_grad for x in activations):  # the first layer: nothing but parameters is differentiated
+        anchor = torch.zeros((), device=output.device, requires_grad=True)
+    return _Deferring.apply(deferred, anchor, *activations)
 
 
 def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) -> None:
@@ -202,6 +189,3 @@ def _read_by_regions(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Nod
 def _reads_activation(node: fx.Node, alone: set[fx.Node]) -> bool:
     """Whether a call reads a tensor that does not follow from parameters alone."""
     return any(is_tensor(x) and x not in alone for x in node.all_input_nodes)
-
-
-__all__ = ["Deferred", "collect_deferred", "deferring", "split_weight_gradients"]

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
@@ -263,9 +264,7 @@ class _Verifier:
                 raise PlacementError(f"output {i} is {value}, not {_name(origin)}")
             layout = self.specification.output_layout(i)
             if layout is not None and self.layouts[value] != layout:
-                raise PlacementError(
-                    f"output {i} leaves as {_text(self.layouts[value])}, not as {_text(layout)}"
-                )
+                raise PlacementError(f"output {i} leaves as {_text(self.layouts[value])}, not as {_text(layout)}")
 
     def _settle(self, node: fx.Node, origin: fx.Node, layout: Layout | None, why: str) -> None:
         """Takes a node for the value of a node of the global graph, once what is noted about it is right."""
@@ -296,18 +295,7 @@ class _Verifier:
 
 def _position(call: ExpectedCall, operand: Operand) -> int:
     """Where an operand stands among those that a call must read."""
-    operands: list[Operand] = []
-
-    def visit(value: Any) -> None:
-        if isinstance(value, Operand):
-            operands.append(value)
-        elif isinstance(value, Mapping):
-            visit(list(value.values()))
-        elif isinstance(value, list | tuple):
-            for part in value:
-                visit(part)
-
-    visit([call.args, call.kwargs])
+    operands = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Operand)]
     return next(i for i, each in enumerate(operands) if each is operand)
 
 
@@ -321,6 +309,3 @@ def _name(node: fx.Node) -> str:
 
 def _ways(modes: Sequence[Any]) -> str:
     return ", ".join(map(str, modes))
-
-
-__all__ = ["PlacementError", "verify_placements"]

@@ -99,6 +99,3 @@ def _numel(shape: Any) -> Any:
     for size in shape:
         total = operator.mul(total, size)
     return total
-
-
-__all__ = ["weigh_loss"]

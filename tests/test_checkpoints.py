@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a bit in the file": ("rank-00000.bin", _flip, "rank-00000.bin is damaged: .* is not what was saved"),
     "a bit in the index": ("rank-00000.json", _flip, "rank-00000.json is damaged"),
     "the marker": (MARKER, lambda f: f.write_text("{"), "checkpoint.json is damaged"),
-    "the marker's format": (MARKER, lambda f: f.write_text('{"format": 7}'), "format 7, this version reads 1"),
+    "the marker's format": (MARKER, lambda f: f.write_text('{"format": 7}'), "format 7, this version reads 2"),
     "a shorter file": ("rank-00000.bin", _truncate, "is damaged"),
     "a shorter index": ("rank-00000.json", _truncate, "is damaged"),
     "no file": ("rank-00000.bin", os.unlink, "rank-00000.bin is missing"),

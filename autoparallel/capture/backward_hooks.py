@@ -52,6 +52,11 @@ def _register_hook(trace: Trace, func: Any, tensor: Tensor, hook: Any) -> Any:
             "a hook is registered on a parameter or an input inside of forward",
             "register it once, outside of the model's forward, or on a tensor that forward computes",
         )
+    if trace.has_leaves:
+        raise refuse(
+            "a hook is registered in a model that makes a tensor of its own require gradients",
+            "leave out requires_grad_() in forward",
+        )
     try:
         template, read = make_template(hook, trace.original)
     except Unsupported as error:
@@ -111,6 +116,10 @@ def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
 def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) -> Any:
     module = f"{_TORCH}nn/modules/module.py"
     if tensor.requires_grad == value or _caller().startswith(_TORCH) and _caller() != module:
+        return func(tensor, value)
+    if value and tensor.is_leaf and id(tensor) not in trace.given and not isinstance(tensor, nn.Parameter):
+        # Its gradient stays with a tensor that no user has; what flows to parameters is the same.
+        trace.has_leaves = True
         return func(tensor, value)
     raise refuse(
         f"a tensor's requires_grad becomes {value} inside of the model",

@@ -65,6 +65,3 @@ def _is_cache(value: Any) -> bool:
 
 def _is_of(cls: type, libraries: tuple[str, ...]) -> bool:
     return any(base.__module__.startswith(libraries) for base in cls.__mro__)
-
-
-__all__ = ["CURE", "asks_for_cache", "make_no_caches", "without_caches"]

@@ -8,6 +8,7 @@ placeholder is which parameter, buffer or input, which output is the loss.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -31,6 +32,7 @@ from autoparallel.capture.refusals import (
     explain_failure,
     explain_mutation,
     require_positions,
+    require_same_dtypes,
     require_same_memory,
     require_static,
 )
@@ -100,6 +102,8 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
         if fits(captured, attempt):
             return captured
     assert failed is not None  # the last attempt has no symbols that could differ from the call
+    if failed.__cause__ is not None:
+        raise CaptureError(f"{failed}\n{_arguments(model, specs, others[0], options)}") from failed.__cause__
     raise failed
 
 
@@ -118,6 +122,7 @@ def _capture(
     precision: MixedPrecisionPolicy | None = None,
     ranks: int = 1,
     gradients: bool = True,
+    autocast: torch.dtype | None = None,
 ) -> Captured:
     """One attempt at a capture.
 
@@ -135,6 +140,7 @@ def _capture(
             ``passes.interleave_projections``).
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
         gradients: whether it is called with gradients enabled.
+        autocast: the dtype of the autocast that it is called under: each cast becomes an operator of the graph.
 
     Raises:
         CaptureError: when the model cannot be captured.
@@ -206,6 +212,7 @@ def _capture(
         wrapper = Training(plain, loss, precision, recorders[-1], _alike(specs), numbers)
         wrapper.training = plain.training
         wrapper.found.copies = table
+        wrapper.found.given = {id(x) for x in (*table.values(), *leaves)}
         wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 
@@ -239,7 +246,7 @@ def _capture(
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(gradients)
     try:
-        with only_the_users():
+        with only_the_users(), torch.autocast("cpu", autocast, enabled=autocast is not None):
             with mode:
                 whole = make()
                 try:
@@ -262,6 +269,21 @@ def _capture(
     captured.runs = find_runs(captured.graph)
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
     return captured
+
+
+def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec, options: Mapping[str, Any]) -> str:
+    """What a call was given, by the names of the model's arguments."""
+    args, kwargs = pytree.tree_unflatten(specs, in_spec)
+    target = {"the target": args[-1]} if options["loss_fn"] is not None and args else {}
+    names = list(inspect.signature(model.forward).parameters)
+    given = {**dict(zip(names, args[: len(args) - len(target)], strict=False)), **kwargs, **target}
+    shown = [
+        f"{name}{pytree.keystr(path)} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+        for name, value in given.items()
+        for path, spec in pytree.tree_flatten_with_path(value)[0]
+        if isinstance(spec, InputSpec)
+    ]
+    return f"It was called with {', '.join(shown) or 'no tensors'}."
 
 
 def _alike(specs: Sequence[InputSpec | Any]) -> list[list[tuple[int, int]]]:
@@ -287,7 +309,8 @@ def _rehearse(
         raise
     except Exception:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
         return [], True
-    return ([] if whole.found.attributes else stacks), False
+    inside = tuple(f"{stack.path}." for stack in stacks)
+    return ([] if any(f"model.{name}".startswith(inside) for name in whole.found.attributes) else stacks), False
 
 
 def _with_line(
@@ -305,7 +328,8 @@ def _with_line(
 def _calls_of(wrapper: nn.Module) -> Trace:
     """What a trace of a copy of the model notes beside operators."""
     assert isinstance(wrapper, Training)
-    return Trace(wrapper.found.originals, {id(module): path for path, module in wrapper.model.named_modules()})
+    paths = {id(module): path for path, module in wrapper.model.named_modules()}
+    return Trace(wrapper.found.originals, paths, wrapper.found.given)
 
 
 def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:
@@ -413,6 +437,7 @@ def _describe(
             raise CaptureError(explain_mutation(str(out.target), nodes[out.arg.name], model))
     require_static(graph, {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)})
     require_positions(graph)
+    require_same_dtypes(graph)
     output = graph.output_node()
     output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}

@@ -93,6 +93,3 @@ def explain_new_memory(how: str, line: str) -> str:
         f"the model gives a tensor other memory ({how}) at {line}\nWhat to change: use the new tensor instead; to "
         "change a buffer, use buffer.copy_(...)."
     )
-
-
-__all__ = ["DataAccess", "explain_new_memory"]

@@ -79,10 +79,10 @@ class _Watcher(TorchDispatchMode):
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-                written = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+                written = _torch.tensors_in(value)
                 self.changes |= any(_memory(x) in self.memory for x in written)
         out = func(*args, **(kwargs or {}))
-        made = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        made = _torch.tensors_in(out)
         self.met.update(map(id, made))
         self.held += made
         return out
@@ -180,6 +180,3 @@ def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls.__module__.startswith("torch._"):
         return _apply(cls)(*args, **kwargs)
     return _apply_function(trace, cls, args, kwargs)
-
-
-__all__ = ["FunctionCall", "function_apply"]

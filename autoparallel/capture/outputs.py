@@ -102,6 +102,3 @@ def _named(output: Any) -> int | None:
     """What is called "loss" at the top of an output."""
     value = output.get(NAME) if isinstance(output, Mapping) else getattr(output, NAME, None)
     return value if isinstance(value, int) else None
-
-
-__all__ = ["Objective", "find_objective", "set_apart"]

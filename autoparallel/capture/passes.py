@@ -155,6 +155,3 @@ def filling_passes(stacks: Sequence[Stack], captured: Captured) -> PassList:
     inner = [replace(stack, path=stack.path.removeprefix("model.")) for stack in stacks]
     passes = [Pass("fill_up", partial(fill, stack), requires=CAPTURED) for stack in inner]
     return PassList(passes, given=CAPTURED, promised=CAPTURED)
-
-
-__all__ = ["describing_passes", "filling_passes", "resolving_passes", "tracing_passes"]

@@ -18,6 +18,7 @@ from torch import nn
 
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
+from autoparallel.graph.plain_tensors import holder_of
 from autoparallel.graph.python_state import (
     LIBRARIES,
     MISSING,
@@ -103,7 +104,7 @@ class Recorder:
         loss: tuple[nn.Module, nn.Module] | None = None,
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._memo = memo
+        self._model, self._memo = model, memo
         self._trained = trained or {}
         self._refusal = ""
         self._constants, self._versions = constants or {}, dict[str, int]()
@@ -117,7 +118,8 @@ class Recorder:
                 if id(vars(module)) not in self._watched:
                     self._watch(".".join(filter(None, (prefix, path))), theirs.get_submodule(path), module)
         modules = [*model.modules(), *(loss[0].modules() if loss else ())]
-        holders = {id(x): w.label(n) for w in self._watched.values() for n, x in vars(w.copy).items()}
+        places = [(w.label(n), x) for w in self._watched.values() for n, x in vars(w.copy).items()]
+        holders = {id(x): label for label, x in sorted(places, key=lambda place: -place[0].count("."))}
         for original in originals:
             twin = memo.get(id(original))
             if is_data(original) and twin is not original and id(vars(twin)) not in self._watched:
@@ -270,7 +272,7 @@ class Recorder:
                 f"a call changes what it reads: {label} is {shown(before)} before it and {shown(now)} after it, at "
                 f"{line}\n{_advice(now)}"
             )
-        if not isinstance(watched.copy, nn.Module) or watched.path.partition(".")[0] == LOSS:
+        if watched.path.partition(".")[0] == LOSS or not self._is_reached(watched):
             raise CaptureError(
                 f"a call sets {label}, an attribute of a {type(watched.original).__name__}, at {line}\n"
                 "What to change: return the value, or keep it in an attribute of the module."
@@ -281,6 +283,13 @@ class Recorder:
             table[name] = self._twin(before)
         else:
             del table[name]
+
+    def _is_reached(self, watched: _Watched) -> bool:
+        """Whether an object is a module, or an attribute of one."""
+        try:
+            return holder_of(self._model, watched.path) is watched.original
+        except AttributeError:
+            return False
 
     def _take_registered(self, watched: _Watched, kind: str, name: str, line: str) -> None:
         """A buffer that is bound to a new tensor becomes one that is changed in place; all else is refused."""

@@ -19,7 +19,7 @@ from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of
 from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.rules import operator_name
-from autoparallel.rules.calls import is_tensor
+from autoparallel.rules.calls import is_tensor, tensor_operands
 
 
 def require_static(graph: fx.Graph, numbers: Collection[str] = ()) -> None:
@@ -86,6 +86,25 @@ def require_positions(graph: fx.Graph) -> None:
             )
 
 
+def require_same_dtypes(graph: fx.Graph) -> None:
+    """Refuses products of two dtypes, which torch traces and cannot run."""
+    for node in graph.nodes:
+        dtypes = {x.meta["val"].dtype: None for x in tensor_operands(node)} if node.target in _PRODUCTS else {}
+        if len(dtypes) > 1:
+            shown = " by ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            error = TypeError(f"{operator_name(node.target)} multiplies {shown}")
+            raise CaptureError(
+                f"{error} at {line_of(node)}\nWhat to change: give it inputs of the model's dtype, or cast them."
+            ) from error
+
+
+_ATEN = torch.ops.aten
+_PRODUCTS = (
+    _ATEN.linear.default, _ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default,
+    _ATEN.convolution.default,
+)  # fmt: skip
+
+
 def explain_failure(error: Exception, model: nn.Module) -> str:
     """What a model does that cannot be traced, with its line and a cure."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -124,7 +143,10 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
     elif "Constraints violated" in text or "specialized" in text:
         advice = "the batch size is fixed somewhere in the model: use x.shape[0] instead of a number"
     else:
-        advice = "the model must run under torch.export(strict=False) with a symbolic batch"
+        advice = (
+            "where the plain model raises the same, give it other arguments; else write this in a way that runs under "
+            "torch.export(strict=False) with a symbolic batch"
+        )
     first = text.splitlines()[0] if text else ""
     return f"{type(model).__name__} cannot be captured at {where}\n{kind}: {first}\nWhat to change: {advice}."
 

@@ -51,6 +51,3 @@ def _refusing(name: str) -> Callable[..., Any]:
         )
 
     return refuse
-
-
-__all__ = ["refuse_seeding"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,16 +23,21 @@ class Trace:
     Args:
         originals: of the objects in the traced copy of the model, by id, what they are copies of.
         paths: of the modules of the copy, by id.
+        given: the tensors that the copy and its inputs have before the call, by id.
 
     Attributes:
         calls: what stands behind the names in ``autoparallel::call``.
         hooks: the tensor hooks behind the names in ``autoparallel::hook``.
         fixed: the lines at which the model fixed a size that was open, by the size.
         listening: whether the model's own Python runs.
+        has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
     """
 
-    def __init__(self, originals: Mapping[int, Any], paths: Mapping[int, str]) -> None:
-        self.originals, self.paths = originals, paths
+    def __init__(
+        self, originals: Mapping[int, Any], paths: Mapping[int, str], given: Collection[int] = ()
+    ) -> None:
+        self.originals, self.paths, self.given = originals, paths, given
+        self.has_leaves = False
         self.calls: dict[str, OpaqueCall] = {}
         self.hooks: dict[str, HookTemplate] = {}
         self.fixed: dict[int, str] = {}

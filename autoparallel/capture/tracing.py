@@ -166,6 +166,3 @@ def _put_back(owner: Any, name: str, before: Any) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, before)
-
-
-__all__ = ["everything_seen"]

@@ -16,6 +16,7 @@ from autoparallel.capture.recorder import Recorder
 from autoparallel.capture.seeding import refuse_seeding
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.python_state import is_plain
+from autoparallel.graph.trees import flatten
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -31,6 +32,7 @@ class Found:
         attributes: the attributes that the call sets, and how their values nest.
         originals: of the objects in the copy of the model, by id.
         copies: the copies themselves: an id is unique while its owner lives.
+        given: of the tensors that the copy and its inputs have before a call, by id.
     """
 
     counted: bool = False
@@ -38,6 +40,7 @@ class Found:
     attributes: dict[str, pytree.TreeSpec] = field(default_factory=dict)
     originals: dict[int, Any] = field(default_factory=dict)
     copies: dict[int, Any] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
 
 
 class Training(nn.Module):
@@ -82,7 +85,7 @@ class Training(nn.Module):
             for other, its in others:
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
         with self.recorder, refuse_seeding(), DataAccess():
-            leaves, self.found.spec = pytree.tree_flatten(self._outputs(args, kwargs))
+            leaves, self.found.spec = flatten(self._outputs(args, kwargs))
         _require_leaves(leaves)
         for name, value in self.recorder.take().items():
             more, self.found.attributes[name] = pytree.tree_flatten(value)

@@ -30,6 +30,3 @@ def only_the_users() -> Iterator[None]:
 def _module_of(filename: str) -> str | None:
     """The name that filters know a file's module by."""
     return next((n for n, m in list(sys.modules.items()) if getattr(m, "__file__", None) == filename), None)
-
-
-__all__ = ["only_the_users"]

@@ -159,6 +159,3 @@ def _whole(entries: Mapping[str, Entry]) -> Callable[[str, bool], Tensor]:
 
 def _form(shape: Any, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-__all__ = ["Checkpoint", "latest", "load"]

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel import _torch
 from autoparallel.checkpoint.folder import (
+    MARKER,
     CheckpointError,
     Part,
     is_written,
@@ -89,7 +90,7 @@ class Save:
 
     def _run(self, parts: Mapping[str, Part], tree: Any) -> None:
         try:
-            write_rank(self.path, self._world.number, parts, tree)
+            write_rank(self.path, self._world.number, self._step, parts, tree)
             self._written.set()
             if self._world.number == 0:
                 self._mark()
@@ -104,7 +105,7 @@ class Save:
             if self._given_up or time.monotonic() > until:
                 raise CheckpointError(f"{self.path} is not complete: a rank has not written its part")
             time.sleep(0.02)
-        write_marker(self.path, self._step, ranks)
+        write_marker(self.path, ranks)
         if self._keep is not None:
             remove_older(self.path.parent, self._keep)
 
@@ -112,7 +113,8 @@ class Save:
         """Waits until the checkpoint is complete; all ranks must call it.
 
         Raises:
-            CheckpointError: on every rank, where a rank could not write. The checkpoints before are as they were.
+            CheckpointError: on every rank, where a rank could not write. The checkpoints before are as they were, and
+                nothing of this one is left.
         """
         if self._is_done:
             return self.path
@@ -120,12 +122,14 @@ class Save:
         self._written.wait()
         try:
             self._world.ranks.together(self._require_written)
+            self._thread.join()
+            self._world.ranks.together(self._require_written)
         except BaseException:
             self._given_up = True
-            raise
-        finally:
             self._thread.join()
-        self._world.ranks.together(self._require_written)
+            if self._world.number == 0 and not (self.path / MARKER).exists():
+                shutil.rmtree(self.path, ignore_errors=True)  # what may have filled the disk
+            raise
         return self.path
 
     def _require_written(self) -> None:

@@ -145,6 +145,3 @@ def _names_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> lis
             "the model that it belongs to"
         )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-__all__ = ["decode", "encode", "merged", "optimizer_state", "require_same_groups", "restore_optimizer"]

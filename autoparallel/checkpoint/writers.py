@@ -29,6 +29,3 @@ def is_writer(name: str, layout: Layout, mesh: DeviceMesh) -> bool:
             replica = replica * mesh.size(axis) + coordinate[axis]
             replicas *= mesh.size(axis)
     return replica == zlib.crc32(name.encode()) % replicas
-
-
-__all__ = ["is_writer", "layout_of"]

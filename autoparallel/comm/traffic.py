@@ -34,8 +34,9 @@ from autoparallel.comm.groups import CONTROL, active_axes, axis_of_group, commun
 from autoparallel.placements import COLLECTIVES, action, parse_placement, sent_bytes
 from autoparallel.text import Table, plain_text, units
 
-Key = tuple[str, str, int]
-"""The kind of a collective, the mesh axis, and how many ranks its group has."""
+Volumes = dict[tuple[str, str, int], tuple[int, int]]
+"""By the kind of a collective, the mesh axis and how many ranks its group has: how many collectives, and the bytes of
+their whole tensors as ``placements.sent_bytes`` means them."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,12 @@ class Traffic:
     """What one rank sent.
 
     Attributes:
-        volumes: (kind, axis, ranks) to how many collectives, and the bytes of their whole tensors as
-            ``placements.sent_bytes`` means them.  These are whole numbers, so that two counts are equal or not.
-        control_collectives, control_bytes: what ranks said to agree on calls; in no other number.
+        volumes: what was sent, in whole numbers, so that two counts are equal or not.
+        control: what ranks said to agree on calls; in no other number.
     """
 
-    volumes: Mapping[Key, tuple[int, int]] = field(default_factory=dict)
-    control_collectives: int = field(default=0, compare=False)
-    control_bytes: float = field(default=0.0, compare=False)
+    volumes: Volumes = field(default_factory=dict)
+    control: Volumes = field(default_factory=dict, compare=False)
 
     @property
     def collectives(self) -> dict[tuple[str, str], int]:
@@ -78,28 +77,24 @@ class Traffic:
         """The bytes that each rank sent in all."""
         return sum(self.bytes.values())
 
+    @property
+    def control_collectives(self) -> int:
+        """How often ranks talked in order to agree on a call."""
+        return sum(count for count, _ in self.control.values())
+
+    @property
+    def control_bytes(self) -> float:
+        """What they sent for that."""
+        return sum(sent_bytes(kind, full, ranks) for (kind, _, ranks), (_, full) in self.control.items())
+
     def __add__(self, other: Traffic) -> Traffic:
-        return self._with(other, 1)
+        return Traffic(_sum(self.volumes, other.volumes, 1), _sum(self.control, other.control, 1))
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return self._with(other, -1)
-
-    def _with(self, other: Traffic, sign: int) -> Traffic:
-        volumes = dict(self.volumes)
-        for key, (count, full) in other.volumes.items():
-            known = volumes.get(key, (0, 0))
-            volumes[key] = (known[0] + sign * count, known[1] + sign * full)
-        return Traffic(
-            {key: value for key, value in sorted(volumes.items()) if value != (0, 0)},
-            self.control_collectives + sign * other.control_collectives,
-            self.control_bytes + sign * other.control_bytes,
-        )
+        return Traffic(_sum(self.volumes, other.volumes, -1), _sum(self.control, other.control, -1))
 
     def __mul__(self, times: int) -> Traffic:
-        if times == 0:
-            return Traffic()
-        volumes = {key: (times * count, times * full) for key, (count, full) in self.volumes.items()}
-        return Traffic(volumes, times * self.control_collectives, times * self.control_bytes)
+        return Traffic(_sum({}, self.volumes, times), _sum({}, self.control, times))
 
     def table(self) -> Table:
         """The numbers as a table."""
@@ -113,57 +108,28 @@ class Traffic:
         return plain_text(self.table())
 
 
-class TrafficCounter:
-    """A count that is still running; it answers what :class:`Traffic` answers, as of now."""
+def _sum(volumes: Volumes, others: Volumes, times: int) -> Volumes:
+    """Some volumes, and others so many times."""
+    found = dict(volumes)
+    for key, (count, full) in others.items():
+        known = found.get(key, (0, 0))
+        found[key] = (known[0] + times * count, known[1] + times * full)
+    return {key: value for key, value in sorted(found.items()) if value != (0, 0)}
 
-    def __init__(self) -> None:
-        self._volumes: dict[Key, tuple[int, int]] = {}
-        self._control = (0, 0.0)
+
+class TrafficCounter(Traffic):
+    """A count that is still running: what has been sent so far."""
 
     def add(self, kind: str, axis: str, full_bytes: int, ranks: int) -> None:
         """Counts one collective (see ``placements.sent_bytes`` for its bytes)."""
-        if axis == CONTROL:
-            self._control = (self._control[0] + 1, self._control[1] + sent_bytes(kind, full_bytes, ranks))
-        elif ranks > 1:
-            count, full = self._volumes.get((kind, axis, ranks), (0, 0))
-            self._volumes[kind, axis, ranks] = (count + 1, full + full_bytes)
+        counted = self.control if axis == CONTROL else self.volumes
+        if axis == CONTROL or ranks > 1:
+            count, full = counted.get((kind, axis, ranks), (0, 0))
+            counted[kind, axis, ranks] = (count + 1, full + full_bytes)
 
     def result(self) -> Traffic:
-        """What has been counted so far."""
-        return Traffic(dict(sorted(self._volumes.items())), *self._control)
-
-    @property
-    def collectives(self) -> dict[tuple[str, str], int]:
-        """(kind, axis) to the number of collectives."""
-        return self.result().collectives
-
-    @property
-    def bytes(self) -> dict[tuple[str, str], float]:
-        """(kind, axis) to the bytes that each rank sent."""
-        return self.result().bytes
-
-    @property
-    def total_collectives(self) -> int:
-        """The number of all collectives."""
-        return self.result().total_collectives
-
-    @property
-    def total_bytes(self) -> float:
-        """The bytes that each rank sent in all."""
-        return self.result().total_bytes
-
-    @property
-    def control_collectives(self) -> int:
-        """How often ranks talked in order to agree on a call."""
-        return self._control[0]
-
-    @property
-    def control_bytes(self) -> float:
-        """What they sent for that."""
-        return self._control[1]
-
-    def __str__(self) -> str:
-        return str(self.result())
+        """What has been counted so far, which grows no more."""
+        return self + Traffic()
 
 
 @contextlib.contextmanager
@@ -189,25 +155,26 @@ class CountingMode(TorchDispatchMode):
     Args:
         add: called with these.
         names: process group name to axis, before what is known of bound meshes.
-        dry: reports what a dry run does with meta tensors, instead of what is sent.
     """
 
     def __init__(
-        self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None, *, dry: bool = False
+        self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None
     ) -> None:
         super().__init__()
         self._add = add
         self._names = names or {}
-        self._dry = dry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it comes back as operators on local tensors and as collectives
-        if func.namespace in _NAMESPACES and self._dry == any(map(_is_meta, pytree.tree_leaves(args))):
-            self._count(func, args, kwargs or {})
+        if func.namespace in _NAMESPACES and not any(map(_is_meta, pytree.tree_leaves(args))):
+            self.count(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def _count(self, func: Any, args: Any, kwargs: Any) -> None:
+    def count(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Reports what an operator sends, if it sends anything."""
+        if func.namespace not in _NAMESPACES:
+            return
         name = func._schema.name.partition("::")[2]
         given = {a.name: a.default_value for a in func._schema.arguments}
         given |= dict(zip(given, args, strict=False)) | kwargs
@@ -218,13 +185,13 @@ class CountingMode(TorchDispatchMode):
             return
         if name == "batch_p2p_ops":
             for kind, tensor in zip(given["op_list"], given["tensors"], strict=True):
-                self._add(kind.removeprefix("i"), *self._group(given["group_name"], _bytes(tensor)))
+                self._add(kind.removeprefix("i"), *self._group(given["group_name"], _torch.bytes_in(tensor)))
             return
         if name not in _OPERATORS:
             raise NotImplementedError(f"count_traffic() does not know the operator {func}: its bytes would be missing")
         kind, argument, part = _OPERATORS[name]
         group = given["process_group"] if "process_group" in given else given["group_name"]
-        axis, full, ranks = self._group(group, _bytes(given[argument]) if argument else 0)
+        axis, full, ranks = self._group(group, _torch.bytes_in(given[argument]) if argument else 0)
         self._add(kind, axis, full * ranks if part else full, ranks)
 
     def _group(self, argument: Any, size: int) -> tuple[str, int, int]:
@@ -255,7 +222,7 @@ class CountingMode(TorchDispatchMode):
         else:
             return
         communicator, axis = communicator_of(given["group"])
-        ranks, full = communicator.size(axis), _bytes(given["x"])
+        ranks, full = communicator.size(axis), _torch.bytes_in(given["x"])
         self._add(kind, active_axes(axis, communicator.size), full * ranks if part else full, ranks)
 
     def _count_exchange(self, name: str, given: Mapping[str, Any]) -> None:
@@ -316,8 +283,3 @@ _OPERATORS: dict[str, tuple[str, str, bool]] = {
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _bytes(values: Any) -> int:
-    tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
-    return sum(x.numel() * x.element_size() for x in tensors)

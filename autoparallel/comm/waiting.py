@@ -186,8 +186,3 @@ def _note(place: Place, of: int | str) -> str | None:
         if store.check([place.key(of)]):
             return str(store.get(place.key(of)).decode())
     return None
-
-
-__all__ = [
-    "Place", "RankMismatchError", "broken", "cause_elsewhere", "enter", "explained", "forget", "note_raised", "wait",
-]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes
 from autoparallel.data import UNSTORED
+from autoparallel.decisions.frontier import Frontier
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, padded_rows
 from autoparallel.decisions.pipeline import PipelinePlan
@@ -67,6 +68,7 @@ class Decisions:
             costs less than; None for a plan that no search made.
         pipeline: how the model is cut into stages over one more mesh axis, which is not in ``mesh``.
         choice: how the mesh was chosen; None where it was given.
+        frontier: what the plans take that the search compared; None where it compared none.
         estimate: what the search added up; only where it was searched just now.
     """
 
@@ -85,6 +87,7 @@ class Decisions:
     lower_bound: float | None = field(default=None, compare=False)
     pipeline: PipelinePlan | None = None
     choice: MeshChoice | None = field(default=None, compare=False)
+    frontier: Frontier | None = field(default=None, compare=False, repr=False)
     prediction: Prediction | None = field(default=None, compare=False, metadata=UNSTORED)
     estimate: Estimate | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
     reasons: Reasons | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)

@@ -14,8 +14,8 @@ class Alternative:
 
     Attributes:
         mesh: its axes by name and size, "pp" first where it is a pipeline.
-        seconds: of a step, as the search adds them up; None where there is no plan.
-        memory: bytes per device, as the search adds them up.
+        seconds: of a step, as predicted from short models; None where there is no plan.
+        memory: bytes per device, likewise.
         schedule, microbatches, bubble: of a pipeline; the bubble is the part of the schedule in which ranks wait.
         problem: why there is no plan, or why it cannot be taken.
     """

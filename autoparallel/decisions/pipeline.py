@@ -41,9 +41,10 @@ class StageCost:
     Attributes:
         first, last: the modules with which it begins and ends.
         forward, backward: seconds for one microbatch.
-        memory: bytes at its worst moment, with the microbatches in flight.
+        memory: bytes that it keeps, with the microbatches in flight.
         in_flight: the most microbatches whose activations it holds.
         inputs: the share of the backward that the gradients of inputs take, where a schedule parts them.
+        moment: bytes beside these while a backward of it runs, which of a rank's stages one does at a time.
     """
 
     first: str
@@ -53,6 +54,7 @@ class StageCost:
     memory: float
     in_flight: int
     inputs: float = 0.5
+    moment: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ class PipelinePlan:
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank on the axis runs."""
         return stages_of_rank(self.schedule, self.ranks, self.count, rank)
+
+    def memory_by_rank(self) -> list[float]:
+        """Bytes per device of each rank: what all of its stages keep, and the moment of one."""
+        mine = [[self.stages[stage] for stage in self.stages_of(rank)] for rank in range(self.ranks)]
+        return [sum(s.memory for s in stages) + max(s.moment for s in stages) for stages in mine]
 
     def require_valid(self) -> None:
         """Raises ValueError for what cannot be run."""

@@ -30,6 +30,7 @@ class Call:
         gradients: whether it is made with gradients enabled.
         hooks: the hooks that it runs (see ``graph.hooks.hooks_of``).
         structure: the number of the model's set of submodules, of which one may be replaced between calls.
+        autocast: the dtype of ``torch.autocast`` around it; None outside.
     """
 
     leaves: tuple[Any, ...]
@@ -43,6 +44,7 @@ class Call:
     gradients: bool = True
     hooks: Hashable = ()
     structure: int = 0
+    autocast: torch.dtype | None = None
 
     @property
     def is_training(self) -> bool:

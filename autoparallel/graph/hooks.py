@@ -278,8 +278,3 @@ def _values_of_forward() -> Iterator[Any]:
         outer = set(frame.f_code.co_freevars)
         yield from [value for name, value in list(frame.f_locals.items()) if name not in outer]
         frame = frame.f_back  # type: ignore[assignment]
-
-
-__all__ = [
-    "HookTemplate", "guard_direct_calls", "hooks_of", "make_template", "refuse_direct_call", "require_full_hooks",
-]  # fmt: skip

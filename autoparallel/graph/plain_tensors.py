@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -109,6 +110,11 @@ def tensor_at(model: nn.Module, name: str) -> torch.Tensor:
     path, _, attribute = name.rpartition(".")
     value: torch.Tensor = getattr(model.get_submodule(path), attribute)
     return value
+
+
+def holder_of(model: nn.Module, path: str) -> Any:
+    """A module of a model, or an object that one holds, by its path. Raises AttributeError where there is none."""
+    return attrgetter(path)(model) if path else model
 
 
 def rebind(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from autoparallel.operators.losses import (
     weighted_mean,
 )
 from autoparallel.operators.plain_randomness import UnsupportedRandomness, plain_randomness
-from autoparallel.operators.random import MICROBATCH, RandomState, random_state, set_random_state
+from autoparallel.operators.random import MICROBATCH, RandomState, draw_from, random_state
 from autoparallel.operators.tables import (
     embedding_sharded,
     indices_along,
@@ -47,6 +47,7 @@ __all__ = [
     "cross_entropy_sum",
     "cross_entropy_sum_sharded",
     "cross_entropy_weight",
+    "draw_from",
     "dropout",
     "embedding_sharded",
     "indices_along",
@@ -58,7 +59,6 @@ __all__ = [
     "plain_randomness",
     "pool_indices",
     "random_state",
-    "set_random_state",
     "shard_index",
     "topk_indices",
     "weighted_mean",

@@ -13,6 +13,3 @@ def pairs_as_complex(pairs: Tensor) -> Tensor:
         pairs: real numbers of shape [..., 2].
     """
     return torch.view_as_complex(pairs.contiguous())
-
-
-__all__ = ["pairs_as_complex"]

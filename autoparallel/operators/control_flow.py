@@ -106,6 +106,3 @@ def inner_graphs(target: Any) -> Sequence[fx.GraphModule]:
     """The graphs that an operator may run."""
     graphs: Sequence[fx.GraphModule] = getattr(target, "graphs", ())
     return graphs
-
-
-__all__ = ["RUNS", "control_operator", "inner_graphs"]

@@ -208,8 +208,3 @@ traced_dropout = _library.dropout.default
 
 DRAWS = (dropout, draw, draw_classes, draw_gamma, draw_integers, draw_permutation, draw_poisson)
 """Every operator of a program whose result is random."""
-
-__all__ = [
-    "DISTRIBUTIONS", "DRAWS", "draw", "draw_classes", "draw_gamma", "draw_integers", "draw_permutation",
-    "draw_poisson", "dropout", "traced_dropout",
-]  # fmt: skip

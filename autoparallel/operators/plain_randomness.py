@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoparallel.operators.random import RandomState, random_state, set_random_state
+from autoparallel.operators.random import RandomState, draw_from
 from autoparallel.operators.torch_random import BASIC, Draw, EagerEmit, arguments_of, rrelu_slope, silent
 
 aten = torch.ops.aten
@@ -41,15 +41,11 @@ class _Numbered(TorchDispatchMode):
             return func(*args, **kwargs)
         if func not in BASIC and func not in _FUSED:
             raise UnsupportedRandomness(f"{func} draws random numbers that a compiled model cannot draw")
-        before = random_state()
-        set_random_state(self.state)
-        try:
+        with draw_from(self.state):
             draw = Draw(EagerEmit(), func, arguments, self._take)
             if func in _FUSED:
                 return _FUSED[func](draw)
             value = BASIC[func](draw)
-        finally:
-            set_random_state(before)
         return args[0].copy_(value) if func._schema.name.endswith("_") else value
 
     def _take(self) -> int:

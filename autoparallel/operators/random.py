@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,9 +49,15 @@ _SECOND = 0x94D049BB133111EB
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def set_random_state(state: RandomState) -> None:
-    """Sets what the random numbers that this thread draws from now on depend on."""
+@contextmanager
+def draw_from(state: RandomState) -> Iterator[None]:
+    """A context in which the random numbers that this thread draws depend on ``state``."""
+    before = _CURRENT.state
     _CURRENT.state = state
+    try:
+        yield
+    finally:
+        _CURRENT.state = before
 
 
 def random_state() -> RandomState:
@@ -147,4 +154,4 @@ def _coordinate(groups: str) -> tuple[int, int]:
     return index, count
 
 
-__all__ = ["MICROBATCH", "Numbers", "RandomState", "random_state", "set_random_state"]
+__all__ = ["MICROBATCH", "Numbers", "RandomState", "draw_from", "random_state"]

@@ -37,6 +37,3 @@ def recurrent(
     outputs, *last = run(x, before, list(weights), biases, layers, 0.0, train, bidirectional, batch_first)
     parts = [outputs if batch_first else outputs.transpose(0, 1), *(state.transpose(0, 1) for state in last)]
     return torch.cat([part.flatten(1) for part in parts], 1)
-
-
-__all__ = ["recurrent"]

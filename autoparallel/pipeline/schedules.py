@@ -338,10 +338,3 @@ def _order_steps(
     for rank, own in enumerate(spans):
         for i, (action, _, _) in enumerate(own):
             steps[rank] += [*receives[rank][i], action, *sends[rank][i]]
-
-
-__all__ = [
-    "BACKWARD", "FORWARD", "INPUT", "RECEIVE", "SCHEDULES", "SECONDS", "SEND", "SPLIT", "WEIGHT", "Action", "Passing",
-    "Timeline", "Transfer", "actions_of", "forwards_of", "in_flight", "play", "rank_of_stage", "require_schedule",
-    "stages_of_rank",
-]  # fmt: skip

@@ -58,6 +58,3 @@ def _plain(actions: Any) -> Iterator[tuple[str, int, int]]:
             yield from _plain(action.sub_actions)
         elif action.is_compute_op:
             yield action.computation_type.value, action.stage_index, action.microbatch_index
-
-
-__all__ = ["torch_actions"]

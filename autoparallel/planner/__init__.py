@@ -1,13 +1,14 @@
 """Chooses a plan: candidates are proposed, each is searched and predicted, and the best is kept.
 
 May import ``predict``, ``program``, ``plan``, ``decisions``, ``hardware``, ``pipeline``, ``capture``, ``passes``,
-``report``, ``graph``, ``rules``, ``operators``, ``comm`` and ``placements``.
+``report``, ``graph``, ``rules``, ``operators``, ``comm``, ``placements`` and ``_torch``.
 
 What is asked, and what is answered:
 
 - ``request``: what is asked; ``pins`` and ``presets`` constrain it; ``thresholds`` bound the work.
 - ``planner``: from a call to a graph, a plan and a program; ``draft`` does so without ranks; ``programs`` makes the
-  programs, ``fits`` checks a plan, ``reasons`` tells what another decision would have cost.
+  programs, ``fits`` checks a plan, ``reasons`` tells what another decision would have cost; ``plan_cache`` keeps plans
+  between runs.
 
 The loop:
 

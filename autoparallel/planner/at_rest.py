@@ -67,6 +67,3 @@ def permitted(layouts: Sequence[Layout], constraints: Constraints, experts: int 
             most = max(sum(x[a].kind == "S" for a in rest) for x in left)
             left = [x for x in left if sum(x[a].kind == "S" for a in rest) == most]
     return left
-
-
-__all__ = ["every_layout", "layouts_at_rest", "permitted"]

@@ -98,6 +98,3 @@ def best(proposals: Generator[P, A, R], judge: Callable[[P], A]) -> R:
         except StopIteration as end:
             return end.value
         judged = judge(proposal)
-
-
-__all__ = ["Candidate", "Cut", "Outcome", "Proposals", "best"]

@@ -41,6 +41,3 @@ def _fewest(costs: Sequence[Array], combine: np.ufunc) -> tuple[float, list[int]
         end = int(choices[end])
         found.append(end)
     return float(best[-1]), found[::-1]
-
-
-__all__ = ["most_even"]

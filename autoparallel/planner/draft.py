@@ -14,10 +14,10 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.plan import Plan
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import prepare, stage_programs
+from autoparallel.planner.programs import prepare
 from autoparallel.planner.request import Request
 from autoparallel.predict.stages import predict_stages
-from autoparallel.program import LocalProgram, find_owners
+from autoparallel.program import LocalProgram
 from autoparallel.report.progress import UNSHOWN, Progress
 
 
@@ -57,29 +57,15 @@ def draft(model: nn.Module, call: Call, request: Request) -> Draft:
 
 def draft_captured(planner: Planner, captured: Captured, call: Call, progress: Progress = UNSHOWN) -> Draft:
     """The draft for a graph that has been captured already; the graph is used up."""
+    request = planner.request
     with progress.phase("search"):
-        plan = _chosen(planner, captured, call)
+        plan = request.plan if isinstance(request.plan, Plan) else planner.search(captured, call)
+        prepare(request, captured, plan, call)
     with progress.phase("predict"):
-        return _predicted(planner, captured, plan, call)
-
-
-def _chosen(planner: Planner, captured: Captured, call: Call) -> Plan:
-    request = planner.request
-    plan = request.plan if isinstance(request.plan, Plan) else planner.search(captured, call)
-    prepare(request, captured, plan, call)
-    return plan
-
-
-def _predicted(planner: Planner, captured: Captured, plan: Plan, call: Call) -> Draft:
-    request = planner.request
-    if plan.microbatches > 1:
-        staged = stage_programs(request, captured, plan, call, "mesh0")
-        return Draft(planner.with_prediction(staged, plan), staged.programs[0])
-    if not request.stages:
-        return Draft(*planner.finish(captured, plan, call, "mesh0"))
-    predicted = predict_stages(captured, plan, request.profile)
-    staged = stage_programs(request, captured, plan, call, "mesh0")
-    plan = planner.with_traffic(staged, plan, call, find_owners(staged, plan.parameters))
+        predicted = predict_stages(captured, plan, request.profile) if request.stages else None
+        plan, built = planner.finish(captured, plan, call, "mesh0")
+    if predicted is None:
+        return Draft(plan, built.programs[0])
     assert plan.pipeline is not None and plan.pipeline.traffic is not None
     sent = plan.pipeline.traffic
     busiest = max(range(request.stages), key=lambda rank: (sent.calls[rank] + sent.gradients[rank]).total_bytes)

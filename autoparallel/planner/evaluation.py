@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoparallel.comm.world import PIPELINE_AXIS
+from autoparallel.decisions.frontier import Frontier, Tried, frontier_of
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.decisions.prediction import Prediction
@@ -22,13 +23,14 @@ from autoparallel.planner.candidates import Candidate, Outcome
 from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.problem import Schedule
-from autoparallel.planner.programs import outputs_of, step_program
+from autoparallel.planner.programs import build
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
 from autoparallel.predict.forecast import Forecast, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
+from autoparallel.program import wanted_outputs
 
 
 class Evaluator:
@@ -54,7 +56,7 @@ class Evaluator:
         self._outcomes: dict[Candidate, Outcome] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._spaces: dict[Candidate, SearchSpace] = {}
-        self._forecasts: dict[Hashable, tuple[Plan, Forecast]] = {}
+        self._forecasts: dict[tuple[Hashable, ...], tuple[Plan, Forecast]] = {}
         self._short: dict[Hashable, Forecast] = {}  # of short models
         self._exact: list[tuple[Plan, Prediction]] = []
 
@@ -72,6 +74,15 @@ class Evaluator:
         keys = {node.meta["key"] for node in staged_nodes(self.captured)}
         cuts = known.cuts if keys.issuperset(known.cuts) else None
         return Pipeline(known.schedule, known.microbatches, known.count // known.ranks, cuts)
+
+    def may_chunk(self, plan: Plan) -> bool:
+        """Whether the loss of a plan that does not cut it could go through its rows in chunks, were logits given up."""
+        request = self.request
+        if plan.loss_chunks > 1 or request.hoist_all or request.outputs != "auto" or not self.call.trains:
+            return False
+        graph = self.captured.copy()
+        leave_out_logits(graph)
+        return bool(chunkable(graph.graph))
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -116,7 +127,7 @@ class Evaluator:
             request.profile,
             constraints,
             request.redistributor,
-            outputs_of(request, graph),
+            wanted_outputs(graph, request.outputs, len(request.axes)),
             pinned=self.settled.at_rest,
             input_layouts=input_layouts(graph, call.specs, call.layouts),
             pins=request.pins.resolve(graph, request.axes),
@@ -184,8 +195,7 @@ class Evaluator:
         pipeline = planner.choose(candidate.cut.microbatches, self.pipeline, checked=settled.pipeline is None)
         again = planner.recompute
         if settled.pipeline is not None:
-            layers = {*find_layers(graph.graph)} if settled.recompute else set()
-            again = tuple(layer for layer in settled.recompute if layer in layers)
+            again = tuple(layer for layer in settled.recompute if layer in self.layers)
         plan = replace(plan, pipeline=pipeline, recompute=again)
         return Outcome(candidate, plan, seconds=pipeline.seconds + max(parameter_seconds(graph, plan)))
 
@@ -209,10 +219,28 @@ class Evaluator:
         """What the whole program of a plan was predicted to cost; None where that was not asked."""
         return next((known for other, known in self._exact if replace(other, origin=plan.origin) == plan), None)
 
+    def frontier(self, chosen: Plan) -> Frontier | None:
+        """What the plans take that were forecast, or cut into stages; None where there were none."""
+        taken: dict[Hashable, tuple[Plan, float, float]] = {}
+        for (*key, exactly), (plan, forecast) in self._forecasts.items():
+            if exactly or (*key,) not in taken:  # what the whole program told goes before what short ones did
+                taken[(*key,)] = plan, forecast.seconds, forecast.memory
+        for outcome in self._outcomes.values():
+            if outcome.plan is not None and outcome.plan.pipeline is not None:
+                memory = max(outcome.plan.pipeline.memory_by_rank())
+                taken[id(outcome)] = outcome.plan, outcome.seconds, memory
+        first: list[Tried] = []
+        tried: list[Tried] = []
+        for plan, seconds, memory in taken.values():
+            count = plan.staging.microbatches if plan.staging is not None else 1
+            one = Tried(plan.origin, seconds, memory, len(plan.recompute), plan.loss_chunks, count)
+            (tried if first or plan != replace(chosen, origin=plan.origin) else first).append(one)
+        return frontier_of([*first, *tried], self.request.memory_limit) if tried or first else None
+
     def predict(self, graph: Captured, plan: Plan) -> Prediction:
         """What the program that a plan makes of a graph, which is used up, is predicted to cost."""
         pad(graph, plan.padded)
-        program = step_program(self.request, graph, plan, self.call, "mesh0")
+        program = build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
         return predict(program, plan, self.request.profile)
 
 

@@ -103,6 +103,3 @@ def _heads(product: fx.Node, size: Callable[[fx.Node], Sequence[int]]) -> list[i
                 runs = runs_of_equal_product(tuple(size(user)), tuple(size(view)))
                 counts += [size(view)[right[0]] for left, right in runs if left == [dim] and len(right) > 1]
     return counts
-
-
-__all__ = ["dealing_seconds", "deals_out", "dealt_bytes", "why_whole"]

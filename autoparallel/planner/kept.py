@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.attention import attention
@@ -106,7 +106,7 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
 
     arguments = fx.map_arg((node.args, node.kwargs), value)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
-        results = [x for x in pytree.tree_leaves(_call(node, *arguments, size)) if isinstance(x, torch.Tensor)]
+        results = _torch.tensors_in(_call(node, *arguments, size))
     places = {id(values[x].untyped_storage()): i for i, x in reversed(list(enumerate(operands)))}
     made = [id(x.untyped_storage()) for x in results]
     beside = sum(storage.nbytes() for i, storage in saved.items() if i not in places and i not in made)
@@ -134,6 +134,3 @@ def _call(node: fx.Node, args: Any, kwargs: Any, size: Signatures) -> Any:
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-__all__ = ["kept_parts"]

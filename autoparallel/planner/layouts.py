@@ -141,6 +141,3 @@ def _solve(
         node = problem.node_of(error.variable)
         options = problem.variables[node].options if node is not None else ()
         raise PlanError(explain_conflict(space, node, options)) from error
-
-
-__all__ = ["cheapest"]

@@ -97,7 +97,7 @@ def fastest(
 def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge) -> Proposals:
     """The plan that is predicted to be fastest of those that a gauge says to fit."""
     best: Outcome | None = None
-    bound = 0.0
+    first, unlimited, bound = candidates[0], 0.0, 0.0
     room: float | None = None
     problems: list[Outcome] = []
     sparing: list[Plan] = []  # that take the least memory, and too much
@@ -110,7 +110,7 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room, below))
         assert outcome.plan is not None
         if candidate is candidates[0]:
-            unlimited = free.plan.lower_bound or 0.0
+            first, unlimited = free.candidate, free.plan.lower_bound or 0.0
             bound = max(unlimited, outcome.plan.lower_bound or 0.0)
         if limit is not None and gauge.needs(outcome.plan, limit) > limit:
             sparing.append(outcome.plan)
@@ -121,14 +121,18 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
     if best is None or best.plan is None:
         if limit is None or not sparing:
             return problems[0]
-        least = min(sparing, key=lambda plan: gauge.needs(plan, limit))
+        least = min(sparing, key=gauge.memory)
         forecast = gauge.evaluator.forecast(least, exactly=True)
         if forecast.memory <= limit:  # what a gauge adds for all plans is too much for this one
             return Outcome(candidates[0], plan=replace(least, lower_bound=min(unlimited, least.cost or 0.0)))
-        return Outcome(candidates[0], error=nothing_fits(least, limit, forecast))
+        may_chunk = gauge.evaluator.may_chunk(least)
+        return Outcome(candidates[0], error=nothing_fits(least, limit, forecast, may_chunk=may_chunk))
     cost = best.plan.cost or 0.0
-    # A bound within a limit is about the room that was left there; where another needs less, the one without holds.
-    return replace(best, plan=replace(best.plan, lower_bound=bound if bound <= cost else min(unlimited, cost)))
+    if limit is not None and best.candidate.preset != candidates[0].preset:
+        # A bound within a limit is about the room that is left there: that which the chosen plan needs.
+        alike = yield replace(_saving(first, gauge), limit=limit, room=gauge.difference(best.plan))
+        bound = max(unlimited, (alike.plan.lower_bound or 0.0) if alike.plan is not None else 0.0)
+    return replace(best, plan=replace(best.plan, lower_bound=min(bound, cost)))
 
 
 def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:

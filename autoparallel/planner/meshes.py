@@ -6,16 +6,16 @@ one.  All that have one or two axes are searched, then those that split an axis 
 number of stages after the other, until more of them cost more.  How many searches that may be is bounded
 (``thresholds``), and what was not tried is listed.
 
-[Note: one yardstick] All meshes are compared by what the search adds up, also those with a pipeline: the time of its
-schedule, and what gathering, reducing and updating its parameters costs the rank that has most of that to do.  What is
-hidden behind what is no sum, and is predicted for the chosen mesh only.
+[Note: one yardstick] Meshes are compared by what is predicted of their plans: of short models, so that what hides
+behind what counts; of a pipeline the time of its schedule, and what gathering, reducing and updating its parameters
+costs the rank that has most of that to do.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -214,8 +214,7 @@ class MeshSearch:
 
     def price(self, mesh: Axes) -> Alternative:
         """What a mesh costs, by a first look."""
-        stages = mesh[0][1] if mesh[0][0] == PIPELINE_AXIS else 0
-        request = replace(self.request, axes=mesh[1:] if stages else mesh, stages=stages)
+        request = self.request.on(mesh)
         evaluator = Evaluator(request, self.captured, self.call)
         try:
             outcome = best(proposals(evaluator, thorough=False), evaluator.plan)
@@ -224,10 +223,8 @@ class MeshSearch:
             return Alternative(mesh, problem=str(error))
         pipeline = plan.pipeline
         if pipeline is None:
-            assert plan.estimate is not None
-            limited = request.memory_limit is not None  # then this was predicted to fit
-            memory = evaluator.forecast(plan).memory if limited else plan.estimate.memory
-            return Alternative(mesh, outcome.seconds, memory)
+            forecast = evaluator.forecast(plan)
+            return Alternative(mesh, forecast.seconds, forecast.memory)
         return Alternative(
             mesh,
             outcome.seconds,

@@ -176,6 +176,3 @@ def microbatch_counts(batch: int, ranks: int, request: Pipeline) -> list[int]:
         )
     most = max(fitting, key=lambda m: (m % ranks == 0, m <= 4 * ranks, m))
     return sorted((m for m in fitting if most % m == 0), reverse=True)
-
-
-__all__ = ["microbatch_counts", "microbatches_in_call", "pipelines"]

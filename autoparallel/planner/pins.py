@@ -269,6 +269,3 @@ def _text_of(pattern: str, placement: Any) -> str:
         f"the pin {pattern!r} has the placement {placement!r}: expected Shard(dim), Replicate() or None (for an axis "
         "that stays open) of torch.distributed.tensor; on the command line S0, R or *"
     )
-
-
-__all__ = ["Pin", "Pins", "ResolvedPins", "decided", "parse_pins", "parse_placements", "results_of_modules"]

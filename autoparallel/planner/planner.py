@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,13 +21,14 @@ from autoparallel.graph.captured import Captured
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates import best
 from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.programs import local_program
+from autoparallel.planner.plan_cache import PlanCache, key_of
+from autoparallel.planner.programs import build, prepare
 from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request, Settled
 from autoparallel.predict.pipeline_traffic import pipeline_traffic
 from autoparallel.predict.predict import predict
 from autoparallel.predict.reductions import choose_reductions, with_reductions
-from autoparallel.program import LocalProgram, StagedProgram
+from autoparallel.program import LocalProgram, StagedProgram, find_owners
 
 
 class Planner:
@@ -35,10 +37,17 @@ class Planner:
     Args:
         reductions: when the gradient of each parameter is reduced; None leaves it to the request. With a limit, it is
             chosen on the first program that trains then, for all kinds of calls.
+        cache: of plans that were searched before.
     """
 
-    def __init__(self, model: nn.Module, request: Request, reductions: Mapping[str, str] | None = None) -> None:
-        self.model, self.request, self._reductions = model, request, reductions
+    def __init__(
+        self,
+        model: nn.Module,
+        request: Request,
+        reductions: Mapping[str, str] | None = None,
+        cache: PlanCache | None = None,
+    ) -> None:
+        self.model, self.request, self.cache, self._reductions = model, request, cache, reductions
         self._predicted: tuple[Plan, tuple[Any, ...], Prediction | None] | None = None
         if isinstance(request.plan, Plan):
             self._reductions = {name: p.reduce for name, p in request.plan.parameters.items()}
@@ -60,6 +69,7 @@ class Planner:
             precision=request.precision,
             ranks=math.prod(request.sizes),
             gradients=call.gradients or training is True,
+            autocast=call.autocast,
         )
 
     def search(self, captured: Captured, call: Call, settled: Settled = Settled()) -> Plan:  # noqa: B008 - frozen
@@ -71,42 +81,65 @@ class Planner:
         Raises:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
         """
+        key = None if self.cache is None else key_of(self.request, captured, call, settled)
+        known = None if self.cache is None else self.cache.get(key, partial(self._read, captured, call))
+        if known is not None:
+            return known
         evaluator = Evaluator(self.request, captured, call, settled)
         plan = best(proposals(evaluator), evaluator.plan).require()
         self._predicted = plan, call.specs, evaluator.prediction(plan)
+        plan = replace(plan, frontier=evaluator.frontier(plan))
+        if self.cache is not None:
+            self.cache.put(key, plan.to_json())
         return plan
 
-    def finish(self, captured: Captured, plan: Plan, call: Call, prefix: str) -> tuple[Plan, LocalProgram]:
-        """The plan with its prediction and with the times of reducing that fit the limit, and a rank's program."""
-        request = self.request
-        plan = with_reductions(plan, self._reductions or {})
-        program = local_program(request, captured, plan, call, prefix)
-        prediction = self._known(plan, call) or predict(program, plan, request.profile)
-        if self._reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
-            assert request.memory_limit is not None
-            left = request.memory_limit - prediction.total_memory
-            self._reductions = choose_reductions(program.buckets, request.sizes, request.profile, left)
-            chosen = with_reductions(plan, self._reductions)
-            if chosen.parameters != plan.parameters:
-                plan = chosen
-                program.reducing(plan)
-                prediction = predict(program, plan, request.profile)
-        return plan.with_prediction(prediction), program
+    def _read(self, captured: Captured, call: Call, text: str) -> Plan:
+        """A plan that was kept, and that the graph can be prepared for."""
+        plan = Plan.from_json(text)
+        prepare(self.request, captured.copy(), plan, call)
+        return plan
+
+    def finish(
+        self, captured: Captured, plan: Plan, call: Call, prefix: str, owners: Mapping[str, int] | None = None
+    ) -> tuple[Plan, LocalProgram | StagedProgram]:
+        """What a plan makes of a graph, and the plan with its prediction and with the times of reducing that fit the
+        limit; that of a pipeline with what its stages send in a call that is differentiated.
+
+        Args:
+            captured: is used up.
+            prefix: the name under which the mesh is bound.
+            owners: in a pipeline, the rank on its axis on which each parameter lies; that of the first stage that uses
+                it, unless told.
+        """
+        request, profile = self.request, self.request.profile
+        if plan.staging is None:
+            plan = with_reductions(plan, self._reductions or {})
+        built = build(request, captured, plan, call, prefix)
+        if isinstance(built, LocalProgram):
+            prediction = self._known(plan, call) or predict(built, plan, profile)
+            if self._reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
+                assert request.memory_limit is not None
+                left = request.memory_limit - prediction.total_memory
+                self._reductions = choose_reductions(built.buckets, request.sizes, profile, left)
+                chosen = with_reductions(plan, self._reductions)
+                if chosen.parameters != plan.parameters:
+                    plan = chosen
+                    built.reducing(plan)
+                    prediction = predict(built, plan, profile)
+            return plan.with_prediction(prediction), built
+        if plan.pipeline is None:
+            return plan.with_prediction(predict(built.programs[0], plan, profile)), built
+        if captured.objective is not None and call.is_training:
+            owners = owners or find_owners(built, plan.parameters)
+            traffic = pipeline_traffic(built, plan, call, profile, owners, request.redistributor)
+            plan = replace(plan, pipeline=replace(built.plan, traffic=traffic))
+        return plan, built
 
     def _known(self, plan: Plan, call: Call) -> Prediction | None:
         """What the search has predicted of the whole program, where the plan is the one that it found for the call."""
         if self._predicted is None or self._predicted[1] != call.specs or self._predicted[0] != plan:
             return None
         return self._predicted[2]
-
-    def with_prediction(self, staged: StagedProgram, plan: Plan) -> Plan:
-        """The plan of a call that runs in microbatches, with its prediction."""
-        return plan.with_prediction(predict(staged.programs[0], plan, self.request.profile))
-
-    def with_traffic(self, staged: StagedProgram, plan: Plan, call: Call, owners: Mapping[str, int]) -> Plan:
-        """The plan of a pipeline with what its stages send in a call that is differentiated."""
-        traffic = pipeline_traffic(staged, plan, call, self.request.profile, owners, self.request.redistributor)
-        return replace(plan, pipeline=replace(staged.plan, traffic=traffic))
 
 
 __all__ = ["Planner"]

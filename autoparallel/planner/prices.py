@@ -158,6 +158,3 @@ class Pricer:
         cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
         used = np.where(cast | (held[None] > own[:, None]), each[:, None] * held[None], 0.0)
         return used / float(self.schedule.stages)
-
-
-__all__ = ["Pricer", "Prices"]

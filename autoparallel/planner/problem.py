@@ -89,6 +89,3 @@ class Problem:
         self.sizes.append(count)
         self.layers.append(layers)
         return len(self.sizes) - 1
-
-
-__all__ = ["Problem", "Reader", "Schedule", "Variable"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
-
-import torch
+from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
@@ -15,73 +12,36 @@ from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.runner import Watch, ignore
-from autoparallel.pipeline.schedules import SPLIT
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_cuttable, require_fits
 from autoparallel.planner.request import Request
-from autoparallel.program import (
-    LocalProgram,
-    StagedProgram,
-    build_program,
-    build_stages,
-    wanted_outputs,
-)
+from autoparallel.program import LocalProgram, StagedProgram, build_program, build_stages
 
 
-def outputs_of(request: Request, captured: Captured) -> Sequence[Any]:
-    """The layout that each output must have; None where it may stay as it is made."""
-    return wanted_outputs(captured, request.outputs, len(request.axes))
+def build(
+    request: Request,
+    captured: Captured,
+    plan: Plan,
+    call: Call,
+    prefix: str,
+    watch: Watch = ignore,
+    checked: bool = True,
+) -> LocalProgram | StagedProgram:
+    """A rank's program; of a pipeline, or of microbatches, those of all stages, the same on all ranks.
 
-
-def local_program(
-    request: Request, captured: Captured, plan: Plan, call: Call, prefix: str, watch: Watch = ignore
-) -> LocalProgram:
-    """A rank's program; the captured graph becomes its body; ``watch`` is told of each pass."""
-    return build_program(
-        captured,
-        plan,
-        prefix=prefix,
-        redistributor=request.redistributor,
-        outputs=outputs_of(request, captured),
-        inputs=input_layouts(captured, call.specs, call.layouts),
-        device=torch.device(request.device),
-        hoist_all=request.hoist_all,
-        reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
-        watch=watch,
-    )
-
-
-def step_program(request: Request, captured: Captured, plan: Plan, call: Call, prefix: str) -> LocalProgram:
-    """A rank's program of a call, or of each of its microbatches; not for a pipeline."""
-    if plan.microbatches > 1:
-        return stage_programs(request, captured, plan, call, prefix).programs[0]
-    return local_program(request, captured, plan, call, prefix)
-
-
-def stage_programs(request: Request, captured: Captured, plan: Plan, call: Call, prefix: str) -> StagedProgram:
-    """The local program of every stage of a pipeline, or of the one stage of microbatches, the same on all ranks.
+    Args:
+        captured: becomes the body.
+        prefix: the name under which the mesh is bound.
+        watch: is told of each pass.
+        checked: whether the programs are checked and compiled, as those that run must be.
 
     Raises:
         PlanError: where the model cannot be run so.
     """
-    assert plan.staging is not None
-    if plan.staging.schedule in SPLIT and request.hoist_all:
-        raise PlanError(
-            f"the schedule {plan.staging.schedule!r} parts the backward of a stage, which backend='inductor' does "
-            "not: use '1f1b' or 'interleaved_1f1b', or backend='eager'"
-        )
-    return build_stages(
-        captured,
-        plan,
-        prefix=prefix,
-        redistributor=request.redistributor,
-        outputs=request.outputs,
-        device=torch.device(request.device),
-        hoist_all=request.hoist_all,
-        reduce_dtype=request.precision.reduce_dtype if request.precision is not None else None,
-        node=request.profile.node,
-        training=call.is_training,
-    )
+    target = replace(request.target(prefix), checked=checked)
+    if plan.staging is not None:
+        return build_stages(captured, plan, target, call.is_training, watch)
+    return build_program(captured, plan, target, input_layouts(captured, call.specs, call.layouts), watch=watch)
 
 
 def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> None:
@@ -119,4 +79,4 @@ def microbatches_of(pipeline: PipelinePlan, captured: Captured, call: Call) -> i
     return pipeline.microbatches if differentiated else math.gcd(pipeline.microbatches, call.batch)
 
 
-__all__ = ["local_program", "microbatches_of", "outputs_of", "prepare", "stage_programs", "step_program"]
+__all__ = ["build", "microbatches_of", "prepare"]

@@ -39,6 +39,3 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
     candidate = Candidate(request.origin, microbatches=count)
     outcome = yield from with_means(candidate, evaluator, search) if thorough else search(candidate)
     return outcome if outcome.plan is None else replace(outcome, plan=replace(outcome.plan, origin=request.origin))
-
-
-__all__ = ["proposals"]

@@ -14,7 +14,7 @@ from autoparallel.passes.adapt_captured import pad
 from autoparallel.passes.history import PassHistory
 from autoparallel.plan import Plan
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import local_program, prepare, step_program
+from autoparallel.planner.programs import build, prepare
 from autoparallel.predict.predict import predict
 
 
@@ -41,7 +41,7 @@ class PlanAgain:
         except PlanError:
             return None
         prepare(request, captured, best, self.call)
-        program = step_program(request, captured, best, self.call, "mesh0")
+        program = build(request, captured, best, self.call, "mesh0").programs[0]
         return best.with_prediction(predict(program, best, request.profile))
 
     def history(self, plan: Decisions) -> str:
@@ -50,7 +50,7 @@ class PlanAgain:
         captured = self._captured.copy()
         history = PassHistory(captured.module)
         pad(captured, plan.padded, history)
-        local_program(self.planner.request, captured, plan, self.call, "mesh0", history)
+        build(self.planner.request, captured, plan, self.call, "mesh0", history)
         return str(history)
 
     @cached_property

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from autoparallel.comm.world import Axes
+import torch
+
+from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of
 from autoparallel.decisions.parameters import ParameterPlan
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
 from autoparallel.hardware import Profile
@@ -17,6 +19,7 @@ from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.pins import Pins
 from autoparallel.planner.presets import PRESETS, Constraints, constraints_for
+from autoparallel.program import Target
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -69,6 +72,23 @@ class Request:
     def redistributor(self) -> Redistributor:
         """The ways between layouts on these axes, at the profile's prices."""
         return Redistributor(self.sizes, partial(self.profile.step_seconds, self.sizes))
+
+    def target(self, prefix: str) -> Target:
+        """What programs are made for, on the mesh that is bound under a name."""
+        return Target(
+            prefix,
+            self.redistributor,
+            self.outputs,
+            torch.device(self.device),
+            self.hoist_all,
+            self.precision.reduce_dtype if self.precision is not None else None,
+            self.profile.node,
+        )
+
+    def on(self, mesh: Axes) -> Request:
+        """The same request on a mesh, of which a pipeline's axis is the request's stages."""
+        inner = tuple(axis for axis in mesh if axis[0] != PIPELINE_AXIS) or axes_of(1)
+        return replace(self, axes=inner, stages=dict(mesh).get(PIPELINE_AXIS, 0))
 
     def constraints(self, preset: str | None = None) -> Constraints:
         """What a preset asks of each mesh axis; the request's, unless told another.

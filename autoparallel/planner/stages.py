@@ -53,7 +53,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.cuts import most_even
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.signatures import Signatures
-from autoparallel.planner.stage_rows import Row, largest_layer
+from autoparallel.planner.stage_rows import Row, largest_layer, moment_of
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.cost import bytes_kept, operator_seconds
 from autoparallel.rules import Rule, rule_for
@@ -207,7 +207,8 @@ class StagePlanner:
             def needs(number: int, mine: Sequence[int] = mine, first: list[str] = first, held: Any = held) -> float:
                 some = again.union(first[:number])
                 chosen = {s: [row.recomputed(some) for row in parts[s]] for s in mine}
-                return sum(self._memory(chosen[s], bounds[s], kept[s], held.get(s, count)) for s in mine)
+                memory = sum(self._memory(chosen[s], bounds[s], kept[s], held.get(s, count)) for s in mine)
+                return memory + max(moment_of(chosen[s]) for s in mine)
 
             limit = self.memory_limit
             again.update(first[: bisect.bisect_left(range(len(first)), True, key=lambda n: needs(n) <= limit)])
@@ -232,7 +233,7 @@ class StagePlanner:
             memory = self._memory(part, bounds[stage], kept[stage], held)
             forward, backward = sum(row.forward for row in part), sum(row.backward for row in part)
             inputs = sum(row.inputs for row in part) / backward if backward else 0.5
-            costs.append(StageCost(named[0], named[-1], forward, backward, memory, held, inputs))
+            costs.append(StageCost(named[0], named[-1], forward, backward, memory, held, inputs, moment_of(part)))
         return costs, timeline
 
     def _kept_bytes(self, parts: Sequence[Sequence[Row]], schedule: str) -> list[float]:
@@ -248,10 +249,9 @@ class StagePlanner:
         return kept
 
     def _memory(self, part: Sequence[Row], begin: int, kept: float, held: int) -> float:
-        """The bytes of a stage that begins at a row and holds the activations of so many microbatches."""
+        """What a stage keeps that begins at a row and holds the activations of so many microbatches."""
         entering = float(self._entering[begin]) if begin and part[0].again else 0.0
-        moment = largest_layer(part) + max(row.moment for row in part)
-        return kept + held * (sum(row.activations for row in part) + entering) + moment
+        return kept + held * (sum(row.activations for row in part) + entering)
 
     def timeline(self, parts: Sequence[Sequence[Row]], schedule: str, count: int) -> Timeline:
         """The schedule played through with the times of its stages."""
@@ -275,12 +275,11 @@ class StagePlanner:
     def _require_fits(self, costs: Sequence[StageCost], schedule: str) -> None:
         if self.memory_limit is None:
             return
-        needs = [0.0] * self.ranks
-        for stage, cost in enumerate(costs):
-            needs[rank_of_stage(schedule, self.ranks, stage)] += cost.memory
+        lying = [rank_of_stage(schedule, self.ranks, stage) for stage in range(len(costs))]
+        needs = PipelinePlan("", self.ranks, schedule, 1, ("",) * (len(costs) - 1), tuple(costs)).memory_by_rank()
         worst = max(range(self.ranks), key=needs.__getitem__)
         if needs[worst] > self.memory_limit:
-            mine = [s for s in range(len(costs)) if rank_of_stage(schedule, self.ranks, s) == worst]
+            mine = [stage for stage, rank in enumerate(lying) if rank == worst]
             names = ", ".join(f"stage {s} ({costs[s].first} to {costs[s].last})" for s in mine)
             raise PlanError(
                 f"{names} needs {needs[worst] / 1e6:.1f} MB per device with {costs[mine[0]].in_flight} microbatches in "
@@ -327,20 +326,28 @@ class StagePlanner:
                 cost = cost + 2 * moved[None, :]
             costs.append(cost)
             held = flight[stage] * (activations[None, :] - activations[:, None] + entering[:, None])
-            memory.append(kept[None, :] - kept[:, None] + held + moment)
+            memory.append(kept[None, :] - kept[:, None] + held)
         free = most_even(costs)
         if free is None:
             raise PlanError(f"the model cannot be cut into {stages} stages that all have parameters")
-        found = free
-        if self.memory_limit is not None:
-            needs = [0.0] * self.ranks
-            for stage, (i, j) in enumerate(itertools.pairwise([0, *free, len(places) - 1])):
-                needs[ranks[stage]] += memory[stage][i, j]
-            if max(needs) > self.memory_limit:
-                # Each stage within its part; where none is, the largest stage of the free cuts is named.
-                limit = self.memory_limit / per_rank
-                limited = [np.where(m <= limit, cost, np.inf) for cost, m in zip(costs, memory, strict=True)]
+
+        def needs(cuts: Sequence[int]) -> float:
+            spans = list(enumerate(itertools.pairwise([0, *cuts, len(places) - 1])))
+            mine = [[(s, span) for s, span in spans if ranks[s] == rank] for rank in range(self.ranks)]
+            return max(float(sum(memory[s][i] for s, i in own) + max(moment[i] for _, i in own)) for own in mine)
+
+        found, limit = free, self.memory_limit
+        if limit is not None and needs(free) > limit:
+            # Each stage within its part, one moment for all of a rank's or for each; where none is, the largest stage
+            # of the free cuts is named.
+            for counted in (1, per_rank):
+                limited = [
+                    np.where(per_rank * m + counted * moment <= limit, cost, np.inf)
+                    for m, cost in zip(memory, costs, strict=True)
+                ]
                 found = most_even(limited) or free
+                if needs(found) <= limit:
+                    break
         return [places[i] for i in found]
 
     def _places(self, rows: Sequence[Row]) -> list[int]:

@@ -42,5 +42,3 @@ class Thresholds:
 
 
 THRESHOLDS = Thresholds()
-
-__all__ = ["THRESHOLDS"]

@@ -63,6 +63,3 @@ def _is_fused(described: tuple[Any, ...], dropout: float, causal: bool, options:
         )
         aten.scaled_dot_product_attention(q, k, v, mask, dropout, causal, **dict(options))
     return watching.fused
-
-
-__all__ = ["attention"]

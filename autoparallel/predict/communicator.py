@@ -60,20 +60,20 @@ class MeteredCommunicator:
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
         """Reduces ``x`` in place."""
-        return self._send("all_reduce", x, x, _bytes(x), axis)
+        return self._send("all_reduce", x, x, x.nbytes, axis)
 
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
         """Gathers ``[...]`` into ``[n, ...]``."""
         out = x.new_empty((self.size(axis), *x.shape))
-        return self._send("all_gather", x, out, _bytes(out), axis)
+        return self._send("all_gather", x, out, out.nbytes, axis)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
         """Leaves a row of ``[n, ...]``."""
-        return self._send("reduce_scatter", x, x.new_empty(x.shape[1:]), _bytes(x), axis)
+        return self._send("reduce_scatter", x, x.new_empty(x.shape[1:]), x.nbytes, axis)
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
         """Exchanges the rows of ``[n, ...]``."""
-        return self._send("all_to_all", x, torch.empty_like(x), _bytes(x) * self.size(axis), axis)
+        return self._send("all_to_all", x, torch.empty_like(x), x.nbytes * self.size(axis), axis)
 
     def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
         raise AssertionError("how many rows go where is not known without values")
@@ -125,10 +125,3 @@ class MeteredCommunicator:
         """Ends the phase that runs: the time since the one before was its."""
         self.seconds[self.phase] += self.clock.now - sum(self.seconds.values())
         self.phase = phase
-
-
-def _bytes(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-__all__ = ["BACKWARD", "FORWARD", "GRADIENTS", "PHASES", "UNSHARD", "MeteredCommunicator"]

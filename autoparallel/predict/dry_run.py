@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.comm.groups import use_communicator
@@ -73,13 +72,12 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
     """
     clock = Clock(profile.overlap)
     communicator, ledger = MeteredCommunicator(plan, profile, clock), Ledger(clock)
-    meter = Meter(profile, plan.axis_sizes, clock, ledger)
-    counting = CountingMode(communicator.add, dry=True)
+    meter = Meter(profile, plan.axis_sizes, clock, ledger, CountingMode(communicator.add))
     rank = _DryRank(program, plan, communicator, meter, roots)
     before = use_communicator(communicator)
     try:
         # What the user asks of autograd meanwhile (set_detect_anomaly) reads values, which there are none of.
-        with counting, meter, torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        with meter, torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
             rank.step()
     finally:
         use_communicator(before)
@@ -157,7 +155,7 @@ class _DryRank:
                 # A number is read into Python, which a tensor without a value does not allow.
                 dtype = node.meta["val"].dtype if node.name in numbers else None
                 values[node.name] = value = self.local(node) if dtype is None else torch.ones((), dtype=dtype)
-                self.inputs += _bytes(value)
+                self.inputs += _torch.bytes_in(value)
                 if node.name in inputs and node.meta["differentiable"]:
                     value.requires_grad_()
         return values
@@ -297,8 +295,3 @@ class _Body(fx.Interpreter):
 def _empty(shape: Sequence[int], layout: Layout, dtype: torch.dtype, plan: Plan) -> torch.Tensor:
     """A rank's part of a tensor that lies as ``layout`` says."""
     return torch.empty(largest_piece(shape, layout, plan.axis_sizes), dtype=dtype, device="meta")
-
-
-def _bytes(value: Any) -> int:
-    tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-    return sum(x.numel() * x.element_size() for x in tensors)

@@ -98,6 +98,3 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
         seconds += (len(run.members) - 1) * (more.seconds - least.seconds)
         memory += (len(run.members) - 1) * (more.memory - least.memory)
     return Forecast(seconds, memory, False)
-
-
-__all__ = ["Forecast", "extrapolated"]

@@ -19,11 +19,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of
+from autoparallel.comm.traffic import CountingMode
 from autoparallel.hardware import Profile
 from autoparallel.placements import COLLECTIVES, action, parse_placement
 from autoparallel.rules.calls import may_have_gradient
@@ -83,9 +84,7 @@ class Ledger:
 
     def add(self, value: Any) -> None:
         """Counts the tensors in ``value`` until they die."""
-        for tensor in pytree.tree_leaves(value):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in _torch.tensors_in(value):
             storage = tensor.untyped_storage()
             if storage in self._known:
                 continue
@@ -119,13 +118,15 @@ class Meter(TorchDispatchMode):
     Args:
         profile: what is priced for.
         axis_sizes: the mesh's.
-        clock, ledger: what is told.
+        clock, ledger, sent: what is told.
     """
 
-    def __init__(self, profile: Profile, axis_sizes: Sequence[int], clock: Clock, ledger: Ledger) -> None:
+    def __init__(
+        self, profile: Profile, axis_sizes: Sequence[int], clock: Clock, ledger: Ledger, sent: CountingMode
+    ) -> None:
         super().__init__()
         self.profile, self.axis_sizes = profile, tuple(axis_sizes)
-        self.clock, self.ledger = clock, ledger
+        self.clock, self.ledger, self.sent = clock, ledger, sent
         self._queued = replace(profile, launch=0.0)
 
     @contextmanager
@@ -146,6 +147,7 @@ class Meter(TorchDispatchMode):
         extra = args[0].new_empty(beside) if beside else None
         if extra is not None:
             self.ledger.add(extra)
+        self.sent.count(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self.ledger.add(result)
         self.clock.compute(self.seconds(name, args, kwargs or {}, result))
@@ -159,9 +161,10 @@ class Meter(TorchDispatchMode):
             kind = action(parse_placement(args[1]), parse_placement(args[2]))
             if kind in COLLECTIVES:  # counted as traffic, and paid for there
                 return 0.0
-            return self.profile.step_seconds(self.axis_sizes, kind, (), max(_bytes(args[0]), _bytes(result)))
-        outputs = _tensors(result)
-        inputs = _tensors((args, kwargs))
+            size = max(_torch.bytes_in(args[0]), _torch.bytes_in(result))
+            return self.profile.step_seconds(self.axis_sizes, kind, (), size)
+        outputs = _torch.tensors_in(result)
+        inputs = _torch.tensors_in((args, kwargs))
         if not outputs:
             return 0.0
         storages = {id(x.untyped_storage()) for x in inputs}
@@ -169,13 +172,13 @@ class Meter(TorchDispatchMode):
         if aliases and not name.endswith("_"):  # a view
             return 0.0
         if name in _LOOKUPS:
-            return self.profile.compute_seconds(0.0, 2 * _bytes(outputs), outputs[0].dtype)
+            return self.profile.compute_seconds(0.0, 2 * _torch.bytes_in(outputs), outputs[0].dtype)
         flops, dtype = 0.0, next((x.dtype for x in inputs if may_have_gradient(x)), outputs[0].dtype)
         if name in _FLOPS:
             flops = _FLOPS[name](args, kwargs, result)
             if "attention" in name:
                 flops /= self.profile.attention
-        return self.profile.compute_seconds(flops, _bytes(inputs) + _bytes(outputs), dtype)
+        return self.profile.compute_seconds(flops, _torch.bytes_in(inputs) + _torch.bytes_in(outputs), dtype)
 
 
 def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
@@ -190,14 +193,6 @@ def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
     if kind == "reduce_scatter":  # the pieces, one behind the other
         return size * (int(dst.dim > 0) + int(kind in copies))
     return 2 * size if kind == "all_to_all" else 0
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-
-
-def _bytes(value: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in _tensors(value))
 
 
 _FREE = frozenset(

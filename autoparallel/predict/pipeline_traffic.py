@@ -118,6 +118,3 @@ def reduction_traffic(chains: Sequence[ParameterChain], plan: Plan) -> Traffic:
         ranks = math.prod(plan.axis_sizes[i] for i in axes)
         counter.add(kind, active_axes(axis, dict(plan.mesh).__getitem__), full, ranks)
     return counter.result()
-
-
-__all__ = ["pipeline_traffic", "reduction_traffic"]

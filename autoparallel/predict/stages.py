@@ -45,10 +45,7 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
 def memory_by_rank(plan: Plan) -> list[float]:
     """Bytes per device of each rank of the pipeline, all its stages together."""
     assert plan.pipeline is not None
-    memory = [0.0] * plan.pipeline.ranks
-    for i, stage in enumerate(plan.pipeline.stages):
-        memory[plan.pipeline.rank_of(i)] += stage.memory
-    return memory
+    return plan.pipeline.memory_by_rank()
 
 
 def parameter_seconds(captured: Captured, plan: Plan) -> list[float]:

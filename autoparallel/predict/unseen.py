@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.operators.opaque import exit_module, function_class, has_own_backward
 from autoparallel.rules.calls import is_tensor
 
@@ -29,7 +29,7 @@ def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor],
         return args[1:]
     if function_class(node.target) is None:
         return args[0] if is_tensor(node) else (*args[1:], None)
-    read = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    read = _torch.tensors_in((args, kwargs))
     traced = node.meta["val"]
     values = [traced] if is_tensor(node) else list(traced)
     outputs = [None if v is None else torch.empty(shape_of(v), dtype=v.dtype, device="meta") for v in values]
@@ -53,6 +53,3 @@ class _Unseen(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         found = [torch.empty_like(x) if w else None for x, w in zip(read, wanted, strict=False)]
         return None, *found, *(None for _ in made)
-
-
-__all__ = ["is_unseen", "stand_in"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.prediction import ModuleRow, ParameterRow, Prediction
+from autoparallel.report.frontier import frontier_blocks
 from autoparallel.report.meshes import choice_blocks
 from autoparallel.report.pipeline import pipeline_blocks
 from autoparallel.report.words import describe_layout, describe_modes, fold, recomputed, sent, traffic_rows
@@ -47,6 +48,7 @@ def plan_sections(plan: Decisions) -> dict[str, list[Block]]:
     return {
         "The plan": [f"Decisions: {_decided(plan)}"],
         "The mesh beside the alternatives": choice_blocks(plan.choice),
+        "Seconds against memory": frontier_blocks(plan.frontier),
         "The pipeline": pipeline_blocks(plan.pipeline),
         "Parameters and results, module by module": [_modules_table(plan)],
         OPERATORS: [operators_table(plan)] if prediction is None else [],

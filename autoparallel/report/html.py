@@ -6,7 +6,7 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoparallel.text import Block, Span, Table, Timeline, duration, units
+from autoparallel.text import Block, Points, Span, Table, Timeline, duration, units
 
 COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#6cc5b0", "#ff8ab7", "#a463f2", "#97bbf5")
 WAITING = "#f0f1f3"
@@ -79,6 +79,8 @@ def _block(block: Block | Chart) -> str:
         return _timeline(block)
     if isinstance(block, Curve):
         return _curve(block)
+    if isinstance(block, Points):
+        return _points(block)
     return f"<p>{_e(block)}</p>"
 
 
@@ -169,6 +171,27 @@ def _curve(curve: Curve) -> str:
         y = 190 - 170 * curve.capacity / top
         lines.append(f'<line x1="60" x2="940" y1="{y:.1f}" y2="{y:.1f}" stroke="#ff725c" stroke-dasharray="4 3"/>')
         lines.append(_words(700, y + 14, curve.words))
+    return "\n".join([*lines, "</svg>"])
+
+
+def _points(points: Points) -> str:
+    """A dot for each point, with its letter beside it, and a line for the limit."""
+    least, most, top = points.spread
+    lines = [
+        '<svg width="1000" height="230" role="img">',
+        _words(0, 24, units(top)),
+        _words(0, 194, "0"),
+        _words(60, 212, duration(least)),
+        _words(900, 212, duration(most)),
+    ]
+    if points.limit is not None:
+        y = 190 - 170 * points.limit / top
+        lines.append(f'<line x1="60" x2="940" y1="{y:.1f}" y2="{y:.1f}" stroke="#ff725c" stroke-dasharray="4 3"/>')
+    for i, (letter, title, seconds, size) in reversed(list(enumerate(points.points))):
+        x, y = 60 + 860 * (seconds - least) / (most - least or 1.0), 190 - 170 * size / top
+        colour = COLOURS[3 if i == 0 else 0]
+        lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{_e(title)}</title></circle>')
+        lines.append(_words(x + 8, y + 4, letter))
     return "\n".join([*lines, "</svg>"])
 
 

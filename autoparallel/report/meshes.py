@@ -49,6 +49,3 @@ def _notes(choice: MeshChoice) -> list[str]:
         more = f", and {len(choice.untried) - SHOWN} more" if len(choice.untried) > SHOWN else ""
         notes.append(f"Not tried: {names}{more}.")
     return notes
-
-
-__all__ = ["choice_blocks"]

@@ -42,7 +42,7 @@ def _stages_table(plan: PipelinePlan) -> Table:
         balance = f"{seconds[i] / mean:.0%}" if mean else ""
         times = (duration(stage.forward), duration(stage.backward), balance)
         place = (str(i), str(plan.rank_of(i)), stage.first, stage.last)
-        rows.append((*place, *times, str(stage.in_flight), units(stage.memory)))
+        rows.append((*place, *times, str(stage.in_flight), units(stage.memory + stage.moment)))
     numbers = ("forward", "backward", "of the mean", "in flight", "memory")
     return Table(("stage", "rank", "from", "to", *numbers), rows, right=numbers)
 

@@ -57,5 +57,3 @@ class Progress:
 
 UNSHOWN = Progress("a model", is_shown=False)
 """Logs only."""
-
-__all__ = ["UNSHOWN", "Progress"]

@@ -93,6 +93,3 @@ def _choice(plan: Decisions, key: str) -> str:
     if key in plan.parameters:
         return describe_layout(plan.at_rest(key), plan.axis_names)
     return describe_modes(plan.operators[key], plan.axis_names)
-
-
-__all__ = ["Decision", "decisions_about", "explain_module"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,28 @@ from autoparallel.rules.core import Rule, RuleError, RuleMaker, make_rule, parse
 from autoparallel.rules.pointwise import is_pointwise, pointwise
 from autoparallel.rules.table import RULES
 
-USER_RULES: dict[Any, RuleMaker] = {}
+
+@dataclass(frozen=True)
+class UserRule:
+    """What ``register_rule`` was given, and the operator's name for errors; makes the rule of a call."""
+
+    name: str
+    notation: str
+    reductions: Mapping[str, str]
+    linear: Sequence[Sequence[int]]
+    additive: Sequence[int]
+    blocked: Sequence[str]
+    flops: int
+
+    def __call__(self, node: fx.Node) -> Rule:
+        options = {name: value for name, value in vars(self).items() if name not in ("name", "notation")}
+        try:
+            return make_rule(node, self.notation, **options)
+        except RuleError as error:
+            raise RuleError(f"the rule registered for {self.name} does not fit a call of it: {error}") from None
+
+
+USER_RULES: dict[Any, UserRule] = {}
 """What ``register_rule`` was given, by the operator's qualified name or the ``autograd.Function``."""
 
 
@@ -98,22 +119,7 @@ def register_rule(
     reductions = dict(reductions or {})
     _check_factors(name, notation, reductions, blocked)
     _check_operands(name, notation, linear, additive)
-
-    def maker(node: fx.Node) -> Rule:
-        try:
-            return make_rule(
-                node,
-                notation,
-                reductions=reductions,
-                linear=linear,
-                additive=additive,
-                blocked=blocked,
-                flops=flops,
-            )
-        except RuleError as error:
-            raise RuleError(f"the rule registered for {name} does not fit a call of it: {error}") from None
-
-    USER_RULES[operator] = maker
+    USER_RULES[operator] = UserRule(name, notation, reductions, linear, additive, blocked, flops)
 
 
 def _check_factors(operator: str, notation: str, reductions: Mapping[str, str], blocked: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ written Invariant.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
@@ -40,6 +40,7 @@ def typed_modes(
     differentiable: Sequence[bool],
     result_differentiable: bool,
     own_backward: bool = False,
+    factors: Collection[str] | None = None,
 ) -> list[Typed]:
     """Every way to run an operator on one mesh axis.
 
@@ -49,20 +50,21 @@ def typed_modes(
         differentiable: for each operand, whether a gradient flows to it through this operator.
         result_differentiable: whether a gradient flows into the result.
         own_backward: whether the backward is the user's, which may be given no summand of a gradient.
+        factors: those whose shards are asked for; None for all.
     """
     whole = tuple(Replicate if d else Invariant for d in differentiable)
     modes = [Typed(INVARIANT_MODE, (Invariant,) * operand_count, Invariant)]
     if result_differentiable and not own_backward:
         modes.append(Typed(REPLICATE_MODE, whole, Replicate))
     if rule is not None:
-        modes.extend(_sharded(rule, whole))
+        modes.extend(_sharded(rule, whole, [f for f in rule.factors() if factors is None or f in factors]))
         modes.extend(_exchanged(rule, whole))
         modes.extend(_partial(rule, whole))
     return modes
 
 
-def _sharded(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
-    for factor in rule.factors():
+def _sharded(rule: Rule, whole: tuple[Placement, ...], factors: Iterable[str]) -> Iterator[Typed]:
+    for factor in factors:
         result_dim = rule.dim_of(rule.result, factor)
         operand_dims = [rule.dim_of(operand, factor) for operand in rule.operands]
         if result_dim == -1 or -1 in operand_dims:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import fx
@@ -60,7 +60,7 @@ def local_call(
 
 
 def _typed_call(node: fx.Node, rule: Rule | None, modes: Sequence[Mode]) -> tuple[list[Layout], Layout]:
-    ways = {typed.mode: typed for typed in _modes(node, rule)}
+    ways = {typed.mode: typed for typed in _modes(node, rule, {mode.factor for mode in modes})}
     for mode in modes:
         if mode not in ways:
             raise ValueError(f"{node.meta.get('key', node.name)} cannot run as {mode}")
@@ -85,7 +85,7 @@ def call_modes(node: fx.Node) -> list[Typed]:
     return _modes(node, rule_for(node))
 
 
-def _modes(node: fx.Node, rule: Rule | None) -> list[Typed]:
+def _modes(node: fx.Node, rule: Rule | None, factors: Collection[str] | None = None) -> list[Typed]:
     operands = tensor_operands(node)
     flows = bool(node.meta["differentiable"])
     return typed_modes(
@@ -94,4 +94,5 @@ def _modes(node: fx.Node, rule: Rule | None) -> list[Typed]:
         [flows and bool(o.meta["differentiable"]) for o in operands],
         flows,
         has_own_backward(node.target),
+        factors,
     )

@@ -136,6 +136,3 @@ class BackwardPasses:
             self._finish(mine)
         finally:
             mine.abandon()
-
-
-__all__ = ["BackwardPass", "BackwardPasses", "Travel"]

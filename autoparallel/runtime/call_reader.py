@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections import UserDict
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
 from autoparallel.graph.hooks import hooks_of
+from autoparallel.graph.trees import flatten
 from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.runtime.kinds import Kinds, submodules
 
@@ -44,7 +42,7 @@ class CallReader:
             is_whole: whether the model's parameters are gathered now (see ``ParallelModule.whole``).
         """
         with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
-        leaves, in_spec = _flatten((args, kwargs))
+        leaves, in_spec = flatten((args, kwargs))
         mesh = self.kinds.maker.mesh
         modules = submodules(self.plain)
         parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
@@ -57,10 +55,11 @@ class CallReader:
                 "the plain model, then compile it"
             )
         problem = problem or self.kinds.store.assigned()
-        if torch.is_autocast_enabled(mesh.device_type):
+        autocast = torch.get_autocast_dtype(mesh.device_type) if torch.is_autocast_enabled(mesh.device_type) else None
+        if autocast is not None and mesh.device_type != "cpu":
             problem = (
-                "the model is called under torch.autocast, whose choice of a dtype for each operator is not made here"
-                "\nWhat to change: call it outside, and give compile() the dtypes "
+                "the model is called under torch.autocast, whose choice of a dtype for each operator is traced on CPUs "
+                "only\nWhat to change: call it outside, and give compile() the dtypes "
                 "(precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
             )
         layouts: list[Layout | None] = [None] * len(leaves)
@@ -81,7 +80,7 @@ class CallReader:
         trainable = tuple([p.requires_grad for p in parameters.values()])
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
-            torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules),
+            torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules), autocast,
         )  # fmt: skip
         return call, problem
 
@@ -113,41 +112,6 @@ def _unfit(leaf: Any, mesh: DeviceMesh) -> str | None:
     if isinstance(leaf, torch.Tensor) and leaf.device.type != mesh.device_type:
         return f"is on {leaf.device}, the mesh is on {mesh.device_type!r}: move it there"
     return None
-
-
-def _flatten(inputs: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of the inputs; dataclasses of tensors and ``UserDict``s, such as transformers' ``BatchEncoding``, are
-    made known to torch at their first sight, so that their tensors are leaves."""
-    leaves, spec = pytree.tree_flatten(inputs)
-    unknown = {type(leaf) for leaf in leaves if _holds_tensors(leaf)}
-    for kind in unknown:
-        if issubclass(kind, UserDict):
-            make = partial(_mapping_of, kind)
-            pytree.register_pytree_node(kind, _items_of, make, flatten_with_keys_fn=_keyed_items_of)
-        else:
-            torch.export.register_dataclass(kind)
-    return _flatten(inputs) if unknown else (leaves, spec)
-
-
-def _holds_tensors(leaf: Any) -> bool:
-    if isinstance(leaf, UserDict):
-        return True
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return False
-    values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
-    return any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in pytree.tree_leaves(values))
-
-
-def _items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    return list(mapping.values()), tuple(mapping)
-
-
-def _keyed_items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    return [(pytree.MappingKey(key), value) for key, value in mapping.items()], tuple(mapping)
-
-
-def _mapping_of(kind: type, values: Iterable[Any], keys: tuple[Any, ...]) -> Any:
-    return kind(dict(zip(keys, values, strict=True)))
 
 
 __all__ = ["CallReader"]

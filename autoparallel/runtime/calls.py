@@ -17,7 +17,7 @@ from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec, leaf_value
-from autoparallel.graph.plain_tensors import rebind, tensor_at
+from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.placements import Layout
 from autoparallel.runtime.accumulation import Weight
@@ -36,6 +36,13 @@ def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) ->
         plain: the model, whose buffers and attributes the call may change.
         problem: why this rank cannot make the call, if it cannot.
     """
+    if call.autocast is not None:  # the program has its casts already
+        with torch.autocast(kinds.maker.mesh.device_type, enabled=False):
+            return _run(kinds, plain, call, problem)
+    return _run(kinds, plain, call, problem)
+
+
+def _run(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) -> Any:
     kind = kinds.agree(call, problem)
     store = kinds.store
     try:
@@ -93,7 +100,7 @@ def _deliver(
     for name, (spec, parts) in captured.attributes.items():
         path, _, attribute = name.rpartition(".")
         value = pytree.tree_unflatten([leaf_value(leaf, values, sizes) for leaf in parts], spec)
-        setattr(plain.get_submodule(path), attribute, value)
+        setattr(holder_of(plain, path), attribute, value)
     leaves = [leaf_value(leaf, values, sizes) for leaf in captured.outputs]
     return pytree.tree_unflatten(leaves, captured.output_spec)
 

@@ -319,6 +319,3 @@ def _require_finite(norms: torch.Tensor, p: float) -> None:
             "cannot be clipped; pass error_if_nonfinite=False to scale them anyway, or nonfinite='skip' to leave the "
             "step out"
         )
-
-
-__all__ = ["Clipper"]

@@ -118,9 +118,3 @@ def _like(name: str, parameter: nn.Parameter, result: Any, grad: DTensor, hook: 
     if tuple(result.placements) != tuple(placements):
         result = result.redistribute(mesh, placements)
     return _torch.wrap_local(_torch.local_of(result).to(grad.dtype).contiguous(), _torch.spec_of(grad))
-
-
-__all__ = [
-    "ParameterHooks", "call_accumulated_hooks", "call_gradient_hooks", "has_accumulated_hooks", "has_gradient_hooks",
-    "move_hooks",
-]  # fmt: skip

@@ -193,6 +193,3 @@ def _value(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return False if dtype == torch.bool else torch.iinfo(dtype).min
-
-
-__all__ = ["Unit", "find_units", "set_already"]

@@ -168,6 +168,7 @@ class Kinds:
         trained, count = sum(call.trainable), len(call.trainable)
         modes = ["train" if call.is_training else "eval"]
         modes += ["under no_grad"] * (not call.gradients) + ["in no_sync"] * (not synchronise)
+        modes += [f"under autocast to {call.autocast}"] * (call.autocast is not None)
         modes += [f"{trained} of {count} parameters trained"] * (trained < count)
         inputs = [
             f"{s.shape} {s.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
@@ -201,7 +202,7 @@ class Kinds:
         )
         key = (
             call.structure, call.training, call.trainable, str(call.in_spec), repr(specs), call.layouts,
-            call.with_target, call.gradients, call.hooks,
+            call.with_target, call.gradients, call.hooks, call.autocast,
         )  # fmt: skip
         states = self._states.get(key, [])
         return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))

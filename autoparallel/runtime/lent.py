@@ -49,6 +49,3 @@ class LentParameters(GradientStore):
         whole = self.start(sums, [(*chain.each, *chain.sync) for chain in some])()
         complete = {c.name: cast(value, c.rest_dtype) for c, value in zip(some, whole, strict=True)}
         return [complete.get(chain.name) for chain in chains]
-
-
-__all__ = ["LentParameters"]

@@ -182,9 +182,3 @@ def require_nonfinite(policy: str) -> None:
     """Raises ValueError for something else than a policy."""
     if policy not in NONFINITE:
         raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, got {policy!r}")
-
-
-__all__ = [
-    "NONFINITE", "ClipGradNorm", "Groups", "Limit", "Limits", "Nonfinite", "ParameterNames", "require_limit",
-    "require_nonfinite",
-]  # fmt: skip

@@ -144,6 +144,3 @@ class HandOut(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.gradients.hand_out(grads[0])
         return None, None, None
-
-
-__all__ = ["Gradients", "HandOut", "NotKept", "pack", "shared_forms", "unpack"]

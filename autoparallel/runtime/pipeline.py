@@ -24,7 +24,7 @@ from autoparallel.comm.groups import Wait, group_name, settle
 from autoparallel.comm.waiting import cause_elsewhere
 from autoparallel.graph.calls import Call, batch_dim, micro_specs, microbatch, require_divisible, sizes_of
 from autoparallel.graph.captured import InputSpec
-from autoparallel.operators import RandomState, set_random_state
+from autoparallel.operators import RandomState, draw_from
 from autoparallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
@@ -267,8 +267,8 @@ class PipelineRunner:
     def _forward(self, run: _Run, action: Action) -> None:
         stage, m = self.stages[action.stage], action.microbatch
         received = {c.number: self._arrived(run, (FORWARD, c.number, stage.index, m)) for c in stage.graph.received}
-        set_random_state(replace(run.random, microbatch=m, microbatches=run.count))
-        made = stage.forward(m, run.leaves[m], received, run.buffers, run.differentiate)
+        with draw_from(replace(run.random, microbatch=m, microbatches=run.count)):
+            made = stage.forward(m, run.leaves[m], received, run.buffers, run.differentiate)
         run.buffers.update(made.buffers)
         for i, value in made.results.items():
             run.results.setdefault(i, [None] * run.count)[m] = value

@@ -6,7 +6,8 @@ process, which all models share, and it follows ``torch.manual_seed``.  So that 
 torch's default generator on by one draw, and what the stream's place was at which state of the generator is written
 down: a state that comes back (``torch.set_rng_state``, the end of ``torch.random.fork_rng``) brings back the place, the
 state of a generator that was just seeded begins a stream, and any other state, to which somebody else's draws have led,
-goes on where the last call with that seed ended.
+goes on where the last call with that seed ended; if a model was compiled at such a state, there is no such call: a
+script that seeds, builds and compiles draws the same however often it runs in one process.
 
 All ranks of a call use the first rank's place, which comes with what the ranks tell each other anyway.
 """
@@ -50,6 +51,11 @@ class Stream:
         if state == _fresh(seed):
             return seed, 0
         return self.last.get(seed, (seed, 0))
+
+    def begin(self) -> None:
+        """A model is compiled: a state of the generator that no call has led to begins the seed's stream."""
+        seed = torch.initial_seed()
+        self.last[seed] = self.places.get((seed, _state()), (seed, 0))
 
     def move(self, place: Place) -> None:
         """Goes on from another place, whatever torch's generator was seeded with before; a seed that is set afterwards,

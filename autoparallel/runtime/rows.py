@@ -180,6 +180,3 @@ def count_samples(dataset: object) -> int:
             "yield each rank's rows itself, and give them to model.local_rows()"
         )
     return len(dataset)
-
-
-__all__ = ["RowSampler", "Rows", "batch_axes", "count_samples", "from_rows"]

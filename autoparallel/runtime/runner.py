@@ -12,7 +12,7 @@ from torch import nn
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, NumberSpec
 from autoparallel.graph.plain_tensors import tensor_at
-from autoparallel.operators import RandomState, set_random_state
+from autoparallel.operators import RandomState, draw_from
 from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram, require_divides
@@ -63,8 +63,8 @@ class Runner:
 
     def run(self, call: Call, random: RandomState) -> tuple[torch.Tensor, ...]:
         """The local outputs of a call."""
-        set_random_state(random)
-        return self(call.leaves)
+        with draw_from(random):
+            return self(call.leaves)
 
     def __call__(
         self,

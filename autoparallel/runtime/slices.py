@@ -30,6 +30,3 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> tuple
     region = own_region(shape, layout, mesh)
     assert region is not None
     return region.shape
-
-
-__all__ = ["local_shape", "local_slice", "local_view"]

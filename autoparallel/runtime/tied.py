@@ -154,6 +154,3 @@ class TiedParameters:
             shape = largest_piece(chain.shape, chain.made, sizes)
             return torch.zeros(shape, dtype=chain.accumulator_dtype, device=self.store.mesh.device_type)
         return total.contiguous()
-
-
-__all__ = ["Tie", "TiedParameters", "find_ties"]

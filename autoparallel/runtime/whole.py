@@ -37,7 +37,7 @@ def full_parameters(
     """
     names = list(store.parameters)
     for _, same in groupby(names, lambda name: _way(store, name, owners)):
-        for bucket in in_batches(same, lambda name: _bytes(store.parameters[name]), BUCKET_BYTES):
+        for bucket in in_batches(same, lambda name: store.parameters[name].nbytes, BUCKET_BYTES):
             values = _gather(store, bucket)
             if owners:
                 settle(store.prefix)
@@ -50,10 +50,6 @@ def _way(store: GradientStore, name: str, owners: Mapping[str, int]) -> Any:
     """What parameters must share to travel in one bucket."""
     parameter = store.parameters[name]
     return parameter.dtype, owners.get(name), [step.axes for step in _path(store, parameter)]
-
-
-def _bytes(parameter: torch.Tensor) -> int:
-    return parameter.numel() * parameter.dtype.itemsize
 
 
 def _layout(parameter: torch.Tensor) -> Layout:
@@ -146,6 +142,3 @@ def _take_back(parameter: nn.Parameter, full: torch.Tensor) -> None:
     part = local_view(full.detach(), _layout(parameter), parameter.device_mesh)  # type: ignore[attr-defined]
     if part.data_ptr() != local.data_ptr():
         local.copy_(part)
-
-
-__all__ = ["WholeModel", "full_parameters"]

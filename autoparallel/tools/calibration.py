@@ -265,6 +265,3 @@ def profile_tables(profile: Profile) -> list[Table]:
         Table(("what", "reaches"), rates, right=["reaches"]),
         Table(("collective", "ranks", "nodes", *costs), links, right=costs),
     ]
-
-
-__all__ = ["calibrate", "profile_tables"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of
+from autoparallel.comm.world import Axes, axes_of
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
@@ -22,6 +22,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.meshes import MeshSearch, refusal
 from autoparallel.planner.pins import Pins, parse_pins
+from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import PRESETS, Preset, is_possible
 from autoparallel.planner.reasons import PlanAgain
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--seed", type=int, default=0, help="seed of the factory (default: 0)")
     parser.add_argument("--explain", action="store_true", help="print the whole plan, too")
     parser.add_argument("--passes", action="store_true", help="print the program before and after each pass, too")
+    parser.add_argument("--cache", help="a folder in which plans are kept, to be found by the next run")
     parser.add_argument("--out", help="write the plan as JSON")
     parser.add_argument("--report", help="write a report as one HTML file that needs no network")
 
@@ -85,8 +87,9 @@ def run(options: argparse.Namespace) -> int:
     if isinstance(mesh, int):
         with _progress("mesh").phase("search"):
             choice = MeshSearch(request, captured, call, mesh, refusal=_refusal(request)).choose()
-        request = _on(choice.mesh, request)
-    compared = compare(source, request, call, captured, _presets(options, request), choice)
+        request = request.on(choice.mesh)
+    cache = PlanCache(options.cache) if options.cache else None
+    compared = compare(source, request, call, captured, _presets(options, request), choice, cache)
     plan = compared.plan
     assert isinstance(plan, Plan)
     print(plain_text(f"{compared.title}: {compared.step}", *choice_blocks(choice), *comparison_blocks(compared)))
@@ -132,8 +135,7 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             loss_chunks=options.loss_chunks,
             microbatches=options.microbatches,
             precision=_policy(options.precision),
-        )
-        request = _on(axes, request)
+        ).on(axes)
         if request.stages and _refusal(request):
             raise UsageError(_refusal(request))
         if request.stages and options.microbatches is not None:
@@ -149,12 +151,6 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
         source = from_factory(options.model, options.batch, options.seq, options.seed, options.real_tensors)
     call = call_of(source.args, source.kwargs, source.loss_fn is not None)
     return source, replace(request, loss_fn=source.loss_fn), call, axes if mesh == 1 else mesh
-
-
-def _on(mesh: Axes, request: Request) -> Request:
-    """The same request on a mesh, of which a pipeline's axis is the request's stages."""
-    inner = tuple(axis for axis in mesh if axis[0] != PIPELINE_AXIS) or axes_of(1)
-    return replace(request, axes=inner, stages=dict(mesh).get(PIPELINE_AXIS, 0))
 
 
 def _refusal(request: Request) -> str:
@@ -209,6 +205,7 @@ def compare(
     captured: Captured,
     presets: list[str],
     choice: MeshChoice | None = None,
+    cache: PlanCache | None = None,
 ) -> Comparison:
     """The plan that is asked for, and the presets beside it; each is searched and predicted.
 
@@ -223,7 +220,7 @@ def compare(
         # Presets are compared without pins, within the same limit and with the same means that save memory.
         asked = request if chosen else replace(request, plan=name, pins=Pins())
         try:
-            planner = Planner(source.model, asked)
+            planner = Planner(source.model, asked, cache=cache)
             made = draft_captured(planner, captured.copy(), call, _progress(name))
         except ValueError as error:
             if chosen:

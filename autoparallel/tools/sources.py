@@ -177,6 +177,3 @@ def require_writable(path: str | None) -> None:
     file = Path(path)
     if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise UsageError(f"{path} cannot be written: give a file in a folder that is there and may be written to")
-
-
-__all__ = ["Source", "UsageError", "call_factory", "find_factory", "from_config", "from_factory", "require_writable"]

@@ -11,12 +11,16 @@ things happen, so that the first quantity it names is the first that went wrong.
 - Momentum makes an error of an early step visible in all later ones.
 - The last call, in eval mode without a target, is of another kind than those that trained.
 - Shards that should be equal (replicas) are compared bit for bit, by digest, over all ranks.
+
+[Note: devices] The reference is trained on the CPU. With AUTOPARALLEL_TEST_DEVICE=cuda the ranks train on a GPU, which
+they share, and talk over gloo still; a mesh of one rank has NCCL's group.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 import autoparallel
 from autoparallel.tools.parity import comparison
@@ -37,6 +42,7 @@ from tests.distributed import run_distributed
 from tests.models import Case, build
 
 FLOOR = 1e-3  # a tensor's largest element, or this, is what its difference is relative to
+DEVICE = os.environ.get("AUTOPARALLEL_TEST_DEVICE", "cpu")
 AXES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pod", "dp", "tp")}
 
 
@@ -106,6 +112,7 @@ def parallel(recipe: Recipe, *, timeout: float = 150.0) -> list[Rank]:
 def _train_on_rank(recipe: Recipe) -> Rank:
     rank = dist.get_rank()
     case = build(recipe.model, recipe.dtype, seed=rank)
+    case.model.to(DEVICE)
     mesh = _mesh(recipe.mesh, recipe.axis_names)
     options: dict[str, Any] = dict(recipe.options)
     if recipe.schedule:
@@ -113,7 +120,7 @@ def _train_on_rank(recipe: Recipe) -> Rank:
         options |= {"pipeline": pipeline, "outputs": "gather"}
     with shared_captures(_captured, recipe.model) if recipe.share_captures else nullcontext():
         model = autoparallel.compile(case.model, mesh, loss_fn=case.loss_fn, plan=recipe.plan, **options).train()
-        task = _task(recipe, case)
+        task = _task(recipe, case, device=DEVICE)
         records = list(train(model, task, [], _checked_limit(model, recipe), Draws(task.seed)))
         records += _evaluate(model, case, recipe)
     shown = rank == 0 or bool(recipe.schedule) and not any((mesh.get_coordinate() or ())[1:])
@@ -126,14 +133,17 @@ _captured: Captures = {}
 
 @functools.cache
 def _mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    return init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    if DEVICE == "cuda" and shape == (1,):
+        return DeviceMesh.from_group(dist.new_group(backend="nccl"), DEVICE, mesh_dim_names=axes)
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=axes)
 
 
-def _task(recipe: Recipe, case: Case, parts: int = 1) -> Task:
+def _task(recipe: Recipe, case: Case, parts: int = 1, device: str = "cpu") -> Task:
     """What is trained, with each batch cut into parts."""
     batches = [case.make_batch(n, recipe.rows) for n in range(recipe.steps * recipe.accumulation)]
+    batches = pytree.tree_map_only(Tensor, lambda x: x.to(device), batches)
     if parts > 1:
         batches = [
             (part, kwargs) for args, kwargs in batches for part in zip(*(x.chunk(parts) for x in args), strict=True)
@@ -194,7 +204,9 @@ def _checked_limit(model: nn.Module, recipe: Recipe) -> LimitOf:
 def _evaluate(model: nn.Module, case: Case, recipe: Recipe) -> list[Record]:
     """The output of a call in eval mode, without a target."""
     model.eval()
-    args, kwargs = case.make_batch(10_000, recipe.rows)
+    batch = case.make_batch(10_000, recipe.rows)
+    device = next(model.parameters()).device
+    args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(device), batch)
     with torch.no_grad():
         if case.loss_fn is not None:
             output = model(*args[:-1], **kwargs)
@@ -205,7 +217,7 @@ def _evaluate(model: nn.Module, case: Case, recipe: Recipe) -> list[Record]:
             kwargs.pop("output_router_logits", None)  # asks for a loss of the routers beside that of the labels
             output = model(*args, **kwargs)["logits"]
     assert not isinstance(output, DTensor), "without a scalar loss, outputs are gathered and plain"
-    return [(recipe.steps, "output", "in evaluation", output.detach().clone())]
+    return [(recipe.steps, "output", "in evaluation", output.detach().to("cpu", copy=True))]
 
 
 # --------------------------------------------------------------------------------------------------------- comparison

@@ -14,7 +14,7 @@ from torch import distributions as D
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel.graph.captured import CaptureError
-from autoparallel.operators import DRAWS, RandomState, UnsupportedRandomness, plain_randomness, set_random_state
+from autoparallel.operators import DRAWS, RandomState, UnsupportedRandomness, draw_from, plain_randomness
 from tests.passes.support import captured, show
 
 STATE = RandomState(7, 3)
@@ -127,11 +127,10 @@ def _runs(model: nn.Module, x: Tensor, state: RandomState = STATE) -> tuple[Any,
         values[graph.parameters[n.name]] if n.name in graph.parameters else given[n.name]
         for n in graph.graph.nodes if n.op == "placeholder"
     ]  # fmt: skip
-    set_random_state(state)
     results = []
     for run in (lambda: graph.module(*arguments)[graph.outputs[0]], lambda: model(x)):  # type: ignore[index]
         model.zero_grad()
-        with plain_randomness(state):  # the graph draws by itself
+        with draw_from(state), plain_randomness(state):  # the graph draws by itself
             out = run()
             out.double().pow(2).sum().backward()
         results.append((out.detach(), [p.grad for p in model.parameters()]))

@@ -14,7 +14,7 @@ from autoparallel.passes.adapt_captured import leaving_passes, padding_passes
 from autoparallel.passes.runner import CAPTURED, Fact, Findings, Pass, PassList, PassOrderError, run_passes
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
-from autoparallel.program import program_passes
+from autoparallel.program import Target, program_passes
 from tests.passes.support import captured
 
 
@@ -109,9 +109,7 @@ class TestTheListOfAProgram:
         parameters = {name: ParameterPlan("I", "per_step") for name in graph.parameters.values()}
         plan = Plan((("dp", 2),), "auto", "", {}, {}, parameters)
         sizes = Redistributor((2,), lambda kind, axes, size: 1.0)
-        return program_passes(
-            graph, plan, prefix="mesh0", redistributor=sizes, outputs=[None], inputs={}, device=torch.device("cpu")
-        )
+        return program_passes(graph, plan, Target("mesh0", sizes), inputs={}, outputs=[None])
 
     def test_two_neighbours_in_the_other_order_are_refused_or_independent(self) -> None:
         passes = self.passes()

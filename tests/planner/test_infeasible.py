@@ -14,9 +14,9 @@ from autoparallel.planner.draft import call_of, draft
 from autoparallel.planner.infeasible import explain_conflict
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import outputs_of
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import NoOption, SearchSpace
+from autoparallel.program import wanted_outputs
 
 
 class Scaled(torch.autograd.Function):
@@ -45,7 +45,7 @@ class Model(nn.Module):
 def _space(rows: int, ranks: int, preset: str) -> SearchSpace:
     request = Request((("dp", ranks),), CPU, preset)
     captured = Planner(Model(), request).capture(call_of((torch.randn(rows, 8),)))
-    outputs = outputs_of(request, captured)
+    outputs = wanted_outputs(captured, request.outputs, len(request.axes))
     return SearchSpace(captured, request.axes, CPU, request.constraints(), request.redistributor, outputs)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU
 from autoparallel.planner.draft import Draft, call_of, draft
 from autoparallel.planner.request import Request
@@ -62,6 +63,22 @@ def test_the_loss_is_cut_where_memory_is_short() -> None:
     found = _draft(Wide(), y, limit)
     assert (found.plan.loss_chunks, found.plan.microbatches, found.plan.recompute) == (8, 1, ())
     assert found.prediction.total_memory <= limit
+
+
+class WithLogits(Wide):
+    """Gives its logits beside its loss, which chunks would take away."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = self.head(self.body(x))
+        return {"loss": F.cross_entropy(logits, y), "logits": logits}
+
+
+def test_chunks_that_would_take_the_logits_are_not_taken_but_named() -> None:
+    y = torch.empty(ROWS, dtype=torch.int64, device="meta")
+    limit = 0.7 * _draft(WithLogits(), y, None).prediction.total_memory
+    with pytest.raises(PlanError, match=r"Use loss_chunks=8 \(a training call then returns no logits\), more ranks"):
+        _draft(WithLogits(), y, limit)
+    assert _draft(WithLogits(), y, limit, loss_chunks=8).prediction.total_memory <= limit
 
 
 def test_a_call_is_cut_where_nothing_else_helps() -> None:

@@ -109,8 +109,7 @@ def test_memory_by_stage_moves_the_cuts_and_counts_microbatches_in_flight() -> N
     model = Uneven(64, 1024, 64, 64, 64, 64, 64, 64, 64)
     free = planner(model, 64, 2).choose([4], Pipeline("1f1b"))
     assert [stage.in_flight for stage in free.stages] == [2, 1]
-    needs = [stage.memory for stage in free.stages]
-    limit = max(needs) * 1.01
+    limit = rank_memory(free) * 1.01
     assert planner(model, 64, 2, limit).choose([4], Pipeline("1f1b")).cuts == free.cuts
     with pytest.raises(PlanError, match=r"stage \d \(layers\.\d to layers\.\d\).* MB per device.*memory_limit"):
         planner(model, 64, 2, limit / 4).choose([4], Pipeline("1f1b"))
@@ -154,10 +153,7 @@ def test_a_plan_is_read_as_it_was_written_and_explained() -> None:
 
 
 def rank_memory(plan: PipelinePlan) -> float:
-    needs = [0.0] * plan.ranks
-    for i, stage in enumerate(plan.stages):
-        needs[plan.rank_of(i)] += stage.memory
-    return max(needs)
+    return max(plan.memory_by_rank())
 
 
 def test_a_limit_changes_the_schedule_not_only_the_cuts() -> None:
@@ -191,6 +187,7 @@ def test_where_no_cut_fits_as_few_layers_as_needed_run_again() -> None:
     assert none == ()
     needs = rank_memory(free)
     assert choose(1.01 * needs) == (free, ())
+    # The least is 0.45: one layer that runs again and the gradients of its widest call are 0.33 of what is needed.
     (some, few), (least, many) = choose(0.6 * needs), choose(0.5 * needs)
     assert rank_memory(some) <= 0.6 * needs and rank_memory(least) <= 0.5 * needs
     assert 0 < len(few) < len(many) and few[0] == many[0] == "0"  # the first rank holds most microbatches
@@ -203,8 +200,8 @@ def test_where_no_cut_fits_as_few_layers_as_needed_run_again() -> None:
     with pytest.raises(PlanError, match=r"stage 0 .*with every layer recomputed in the backward, stage"):
         choose(0.1 * needs)
     assert choose(0.5 * needs, None)[0].schedule not in SPLIT  # there what runs again would keep others waiting
-    parted, _ = choose(0.9 * needs, "zero_bubble")
-    assert parted.schedule == "zero_bubble" and rank_memory(parted) <= 0.9 * needs
+    parted, _ = choose(0.6 * needs, "zero_bubble")
+    assert parted.schedule == "zero_bubble" and rank_memory(parted) <= 0.6 * needs
 
 
 def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() -> None:

@@ -23,9 +23,9 @@ from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.options import Option
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.programs import outputs_of
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
+from autoparallel.program import wanted_outputs
 from autoparallel.rules.calls import tensor_operands
 
 FAST = dataclasses.replace(H100, name="fast", latency=1e-8, launch=1e-8, overlap=0.0)
@@ -135,7 +135,7 @@ def _space(profile: Profile, ranks: int, rows: int, width: int, hidden: int) -> 
     axes = (("x", ranks),)
     request = Request(axes, profile)
     captured = Planner(model, request).capture(call_of((x,)))
-    constraints, wanted = constraints_for("auto", ["x"]), outputs_of(request, captured)
+    constraints, wanted = constraints_for("auto", ["x"]), wanted_outputs(captured, request.outputs, len(request.axes))
     return SearchSpace(captured, axes, profile, constraints, request.redistributor, wanted)
 
 

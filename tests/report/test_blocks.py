@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
+from autoparallel.data import from_data, to_data
+from autoparallel.decisions.frontier import Frontier, Tried, frontier_of
+from autoparallel.report.frontier import frontier_blocks
 from autoparallel.report.html import Bars, Curve, page
 from autoparallel.text import Span, Table, Timeline, plain_text, units
 
@@ -29,6 +34,29 @@ def test_plain_text() -> None:
 def test_what_is_too_wide_is_folded_not_cut() -> None:
     lines = plain_text(Table(("what", "where"), [("x" * 200, "here")])).splitlines()
     assert max(map(len, lines)) <= 118 and sum(line.count("x") for line in lines) == 200
+
+
+def test_what_was_compared_is_a_picture() -> None:
+    compared = [
+        Tried("auto", 2.0, 6e9, again=1),
+        Tried("fsdp", 1.0, 9e9),
+        Tried("hybrid", 3.0, 8e9),  # beaten, but the best of its preset
+        Tried("fsdp", 3.5, 8e9, again=2),  # the best of its preset that fits
+        Tried("fsdp", 4.0, 7e9, microbatches=4),
+    ]
+    frontier = frontier_of(compared, 8e9)
+    assert frontier.tried == tuple(compared[i] for i in (0, 1, 2, 3))
+    assert from_data(Frontier, json.loads(json.dumps(to_data(frontier), default=to_data))) == frontier
+    blocks = frontier_blocks(frontier)
+    lines = plain_text(*blocks).splitlines()
+    picture = [line for line in lines if line.startswith("|")]
+    assert picture[0] == "|a" and picture[3].startswith("|" + " " * 40 + "*")
+    assert picture[1].endswith("c") and picture[1].count("-") == 98  # two points lie on the line of the limit
+    assert any("auto" in line and "1 layer run again" in line for line in lines)
+    assert any("fsdp" in line and "9.0 GB (too much)" in line for line in lines)
+    text = page("<title>", {"Seconds against memory": blocks})
+    assert text.count("<circle") == 4 and "<title>hybrid, 3.0 s, 8.0 GB</title>" in text
+    assert frontier_blocks(frontier_of(compared[:1], None)) == frontier_blocks(None) == []
 
 
 def test_a_page() -> None:

@@ -51,11 +51,8 @@ def test_a_class_outside_of_sharded_logits_is_an_error_as_in_torch(wrong: int) -
 
 class TestDropout:
     def _mask(self, state: operators.RandomState, number: int = 0, p: float = 0.3) -> Tensor:
-        operators.set_random_state(state)
-        try:
+        with operators.draw_from(state):
             return operators.dropout(torch.ones(60, 60), p, number)
-        finally:
-            operators.set_random_state(operators.RandomState(0, 0))
 
     def test_masks_depend_on_seed_call_and_operator(self) -> None:
         base = self._mask(operators.RandomState(1, 1))

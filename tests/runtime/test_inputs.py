@@ -1,4 +1,4 @@
-"""What people bring: dataclasses, ``BatchEncoding``, numpy, autocast, wrappers of others, second derivatives."""
+"""What people bring: dataclasses, ``BatchEncoding``, numpy, autocast, wrappers, second derivatives, odd batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.runtime.support import make, off, raised, run_on_ranks
+from tests.runtime.support import batch, make, mesh_of, off, raised, run_on_ranks
 
 
 @dataclasses.dataclass
@@ -72,13 +72,9 @@ def _inputs() -> dict[str, Any]:
     results["kinds"] = len(model._kinds) - kinds
     results["array"] = raised(lambda: model(x.numpy(), y))
     results["deep"] = raised(lambda: model({"x": [np.zeros(3)]}, y))
+    results["dtype"] = raised(lambda: model(x.float(), y))
     results["target"] = raised(lambda: model(x, y.numpy()))
 
-    def under_autocast() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            model(x, y)
-
-    results["autocast"] = raised(under_autocast)
     results["second derivative"] = raised(lambda: model(inputs["encoding"], y).backward(create_graph=True))
     results["wrapped"] = raised(lambda: DistributedDataParallel(model))
     return results
@@ -101,10 +97,74 @@ def test_structures_of_tensors(found: dict[str, Any]) -> None:
         ("array", "the argument batch is a numpy array: give torch.from_numpy"),
         ("deep", "the argument batch['x'][0] is a numpy array"),
         ("target", "(the target) is a numpy array"),
-        ("autocast", "precision=MixedPrecisionPolicy"),
+        ("dtype", "It was called with batch [8, 8] float32, the target [8, 4] float64."),
         ("second derivative", "create_graph=True"),
         ("wrapped", "cannot be wrapped in DistributedDataParallel"),
     ],
 )
 def test_what_is_refused_says_why(found: dict[str, Any], name: str, words: str) -> None:
     assert words in found[name]
+
+
+def _under_autocast() -> dict[str, Any]:
+    import autoparallel
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.up(x))
+            with torch.autocast("cpu", enabled=False):
+                h = h.float() @ torch.full((16, 16), 1 / 3)
+            return self.down(h)
+
+    model = make(Small, torch.float32)
+    plain = copy.deepcopy(model)
+    mesh = mesh_of(2)
+    model = autoparallel.compile(model, mesh, loss_fn=F.mse_loss, plan="fsdp")
+    x, y = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), torch.ones(8, 4)
+    results: dict[str, Any] = {}
+    for name, dtype in (("autocast", torch.bfloat16), ("none", None)):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss, expected = model(x, y), F.mse_loss(plain(x), y)
+        loss.backward(), expected.backward()
+        results[name] = max(
+            off(model.get_parameter(n).grad, p.grad) / float(p.grad.abs().max()) for n, p in plain.named_parameters()
+        )
+        results[f"{name}, loss"] = off(loss, expected), loss.dtype == expected.dtype, float(expected.detach())
+        model.zero_grad(), plain.zero_grad()
+    return results
+
+
+def test_autocast_is_the_policy_it_means() -> None:
+    for results in run_on_ranks(_under_autocast, world_size=2):
+        assert results["autocast"] < 2e-2 and results["none"] < 1e-5, results
+        assert results["autocast, loss"][0] < 1e-2 and results["autocast, loss"][1], results
+        assert results["autocast, loss"][2] != results["none, loss"][2], "the autocast did nothing"
+
+
+def _uneven_first() -> dict[str, Any]:
+    import autoparallel
+
+    results: dict[str, Any] = {}
+    for plan in ("fsdp", "data_parallel"):
+        plain = make()
+        model = autoparallel.compile(copy.deepcopy(plain), mesh_of(2), loss_fn=F.mse_loss, plan=plan)
+        for rows in (7, 8):
+            x, y = batch(rows=rows)
+            loss, expected = model(x, y), F.mse_loss(plain(x), y)
+            loss.backward(), expected.backward()
+            results[f"{plan}, {rows}"] = max(
+                off(loss, expected), *(off(model.get_parameter(n).grad, p.grad) for n, p in plain.named_parameters())
+            )
+        results[f"{plan}, at rest"] = str(model.up.weight.placements)
+    return results
+
+
+def test_the_first_batch_need_not_divide() -> None:
+    for results in run_on_ranks(_uneven_first, world_size=2):
+        layouts = {plan: results.pop(f"{plan}, at rest") for plan in ("fsdp", "data_parallel")}
+        assert all(difference < 1e-9 for difference in results.values()), results
+        assert "Shard" in layouts["fsdp"] and "Shard" not in layouts["data_parallel"], layouts

@@ -19,9 +19,9 @@ from autoparallel.placements import to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import prepare, stage_programs
+from autoparallel.planner.programs import build, prepare
 from autoparallel.planner.request import Request
-from autoparallel.program import find_owners
+from autoparallel.program import StagedProgram, find_owners
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.pipeline import attach_stages
 from autoparallel.runtime.slices import local_slice
@@ -62,7 +62,9 @@ def test_loss_and_gradients_are_those_of_one_process(schedule: str, preset: str)
     for _ in range(4):
         graph = captured.copy()
         prepare(request, graph, plan, call)
-        programs.append(stage_programs(request, graph, plan, call, "mesh0"))
+        staged = build(request, graph, plan, call, "mesh0")
+        assert isinstance(staged, StagedProgram)
+        programs.append(staged)
     owners = find_owners(programs[0], plan.parameters)
     redistributor: Redistributor = request.redistributor
     places = coordinates(SHAPE)

@@ -171,6 +171,14 @@ def seeds() -> dict[str, Any]:
     model.eval()
     place = STREAM.place()
     results["nothing is drawn"] = all(_mask(model)) and STREAM.place() == place
+    built = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        torch.randn(9)
+        fresh = autoparallel.compile(Mask(), mesh_of(1))
+        torch.randn(len(built))
+        built.append((_mask(fresh), _mask(fresh)))
+    results["a model that is seeded, built and compiled again"] = built[0] == built[1] == (first, second)
     state = model.train().state_dict()
     upcoming = _mask(model), _mask(model)
     torch.manual_seed(77)

@@ -103,7 +103,7 @@ def seen_of(model: nn.Module, records: Sequence[Record]) -> dict[str, Any]:
 
 def _digest(x: Tensor) -> str:
     """A tensor's bits."""
-    data = x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
     return hashlib.sha256(data).hexdigest()
 
 

@@ -54,6 +54,3 @@ def localized(task: Task, report: VerifyReport) -> Deviation:
         detail=f"every operator of step {step} computes the same in float64 on the ranks, in the captured graph and in "
         f"the plain model, forward and backward: what is wrong lies behind them, in {where}",
     )
-
-
-__all__ = ["localized"]

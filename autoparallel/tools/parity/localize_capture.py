@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.graph.captured import Captured
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.rules import rule_for
@@ -99,7 +100,7 @@ class _Watch(TorchFunctionMode):
         return self.latest.get(id(tensor)) or self.latest.get(_place(tensor))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = [self.find(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        operands = [self.find(x) for x in _torch.tensors_in((args, kwargs))]
         result = func(*args, **(kwargs or {}))
         steps = list(dict.fromkeys(x for x in operands if x is not None))
         for x in pytree.tree_leaves(result):
@@ -136,7 +137,7 @@ def capture_deviation(
     recorder = Recorder(captured.module, recording)
     results = run_recorded(recorder, captured, arguments_of(captured, task, batch), task, random)
     plain = replace(task, model=copy.deepcopy(task.model))  # without hooks of parameters, which the runtime calls
-    leaves = [x for x in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(x, Tensor)]
+    leaves = _torch.tensors_in((batch.args, batch.kwargs))
     watch = _Watch(plain.model, leaves)
     with torch.enable_grad(), plain_randomness(random):
         with watch:
@@ -309,6 +310,3 @@ def _distance(actual: Tensor | None, expected: Tensor | None) -> float:
         one = actual if actual is not None else expected
         return 0.0 if one is None else difference(one, torch.zeros_like(one))
     return difference(actual, expected)
-
-
-__all__ = ["capture_deviation"]

@@ -27,7 +27,7 @@ from autoparallel.placements import Layout, divides, dual_layout, format_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import outputs_of, prepare
+from autoparallel.planner.programs import prepare
 from autoparallel.planner.request import Request
 from autoparallel.program import lay_out
 from autoparallel.rules import rule_for
@@ -115,7 +115,7 @@ def program_deviation(
         for node, name in captured.parameters.items()
         if name in plan.parameters and divides(arguments[node].shape, plan.at_rest(name), sizes)
     }
-    lay_out(captured, plan, layouts, {}, outputs_of(request, captured), PREFIX, request.redistributor)
+    lay_out(captured, plan, request.target(PREFIX), layouts)
 
     expected = _Whole(whole, captured.graph)
     run_recorded(expected.recorder, whole, arguments, task, random)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoparallel import _torch
 from autoparallel.rules import operator_name
 from autoparallel.tools.parity.comparison import Record, difference
 from autoparallel.tools.parity.task import Task
@@ -103,7 +104,7 @@ class _Casts(TorchDispatchMode):
 
 
 def _floating(values: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in _torch.tensors_in(values) if x.is_floating_point()]
 
 
 def narrowing_casts(task: Task) -> tuple[str, ...]:
@@ -114,6 +115,3 @@ def narrowing_casts(task: Task) -> tuple[str, ...]:
     with casts, Draws(task.seed).call():
         call(task.model, task, task.batch(1))
     return tuple(casts.places)
-
-
-__all__ = ["FACTOR", "ROUNDINGS", "RUNS", "measure", "moved", "narrowing_casts"]

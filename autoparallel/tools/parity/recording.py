@@ -14,8 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.captured import Captured, Constant
-from autoparallel.operators import RandomState
-from autoparallel.operators.random import set_random_state
+from autoparallel.operators import RandomState, draw_from
 from autoparallel.rules.calls import is_tensor
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.training import loss_of, tensors_of
@@ -110,9 +109,8 @@ def run_recorded(
     recorder: Recorder, captured: Captured, arguments: Mapping[str, Any], task: Task, random: RandomState
 ) -> list[tuple[str, Tensor]]:
     """Runs a graph and its backward; returns its outputs by name."""
-    set_random_state(random)
     names = [n.name for n in recorder.graph.nodes if n.op == "placeholder"]
-    with torch.enable_grad():
+    with torch.enable_grad(), draw_from(random):
         results: Any = recorder.run(*(arguments[name] for name in names))
         leaves = [o.value if isinstance(o, Constant) else results[o] for o in captured.outputs]
         outputs = list(tensors_of(pytree.tree_unflatten(leaves, captured.output_spec)))

@@ -176,6 +176,3 @@ def compile_task(task: Task) -> ParallelModule:
     count_ranks()  # without a launcher, of one rank
     mesh = init_device_mesh("cpu", tuple(s for _, s in task.axes), mesh_dim_names=tuple(n for n, _ in task.axes))
     return api.compile(task.model, mesh, loss_fn=task.loss_fn, plan=task.plan, precision=task.precision)
-
-
-__all__ = ["Batch", "MakeOptimizer", "Task", "compile_task", "make_task", "sgd"]

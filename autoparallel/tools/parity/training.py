@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.tools.parity.comparison import Record
@@ -90,7 +91,7 @@ def _accumulate(
     model: nn.Module, task: Task, batch: Batch, notes: list[str], draws: Draws
 ) -> list[tuple[str, str, Tensor | None]]:
     """Adds to the gradients what one batch of a step gives, and tells its outputs: their kinds, names and values."""
-    inputs = [x for x in _input_leaves(batch) if x.requires_grad]
+    inputs = [x for x in _torch.tensors_in((batch.args, batch.kwargs)) if x.requires_grad]
     for x in inputs:
         x.grad = None
     trains = any(p.requires_grad for p in model.parameters())
@@ -178,10 +179,6 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
 
 
-def _input_leaves(batch: Batch) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(x, Tensor)]
-
-
 def _takes_target(task: Task) -> bool:
     """Whether a call without a target would be taken for one whose last input is the target."""
     batch = task.batch(1)
@@ -216,7 +213,7 @@ def loss_of(outputs: Sequence[tuple[str, Tensor]], task: Task, notes: list[str])
 def _weighted(x: Tensor, seed: int) -> Tensor:
     x = torch.view_as_real(x) if x.is_complex() else x
     golden = (math.sqrt(5) - 1) / 2  # its multiples are spread evenly over [0, 1]; a random operator would be numbered
-    weights = (torch.arange(1, x.numel() + 1, dtype=torch.float64) * golden + seed / 7) % 1
+    weights = (torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device) * golden + seed / 7) % 1
     return (x.double() * weights.view(x.shape)).sum()
 
 
@@ -268,7 +265,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _whole(x: Tensor) -> Tensor:
     x = x.detach()
-    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()  # a replicated one would be the tensor itself
+    whole = x.full_tensor() if isinstance(x, DTensor) else x
+    return whole.to("cpu", copy=True)  # a replicated one would be the tensor itself
 
 
 __all__ = ["Draws", "LimitOf", "call", "loss_of", "module_stack", "observe", "parameters_here", "tensors_of", "train"]

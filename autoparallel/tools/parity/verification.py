@@ -289,6 +289,3 @@ class VerifyReport:
 
 def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
-
-
-__all__ = ["Deviation", "Difference", "VerifyError", "VerifyReport"]

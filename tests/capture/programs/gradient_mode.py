@@ -301,7 +301,44 @@ class RequiresGradInside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
-            x = x.detach().requires_grad_(True)  # refused
+            x = x.detach().requires_grad_(True)
             energy = self.a(x).tanh().sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)  # refused
         return force
+
+
+@program()
+class LeafOfForward(nn.Module):
+    """What forward makes requires a gradient, which nobody reads: Wav2Vec2 does so for its checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        h.requires_grad = True
+        return self.b(self.a(h).tanh()) * (2 if h.requires_grad else 1)
+
+
+@program(refused="before the call")
+class InputMadeToRequireGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()  # refused
+        return self.a(x)
+
+
+@program(refused="leave out requires_grad_")
+class HookBesideALeafOfForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x * 2).requires_grad_().square()
+        h.register_hook(lambda grad: grad * 2)  # refused
+        return self.a(h)

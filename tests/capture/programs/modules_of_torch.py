@@ -216,7 +216,7 @@ class AsksParameterRequiresGrad(Two):
         return self.b(h)
 
 
-@loop(line=False, refused=".")
+@loop()
 def called_under_autocast(run: Run) -> None:
     model = run.compile(Two2())
     optimizer = sgd(model)

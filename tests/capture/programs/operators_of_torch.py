@@ -134,9 +134,9 @@ class GradientInForward(Two):
     """autograd.grad with create_graph: a gradient penalty, a force field."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_(True)  # refused
+        x = x.clone().requires_grad_(True)
         energy = self.b(self.a(x).tanh()).sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)  # refused
         return force
 
 

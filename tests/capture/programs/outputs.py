@@ -71,7 +71,7 @@ class Prediction:
     hidden: Tensor | None = None
 
 
-@program(refused="register_dataclass", line=False)
+@program()
 class DataclassOutput(nn.Module):
     def __init__(self) -> None:
         super().__init__()

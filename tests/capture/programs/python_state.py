@@ -497,3 +497,25 @@ class Curriculum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
         return h + self.b(h) if getattr(self, "current", 0) >= 1 else h
+
+
+@program()
+class ConfigFilledByACall(nn.Module):
+    """An object that a module holds gets a value at the first call, as the configs of classifiers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.config = Kept()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.kind is None:
+            self.config.kind = "regression"
+        return self.a(x) * (1 if self.config.kind == "regression" else 2)
+
+
+class Kept:
+    kind: str | None
+
+    def __init__(self) -> None:
+        self.kind = None

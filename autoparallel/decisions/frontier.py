@@ -1,0 +1,55 @@
+"""What the search looked at: seconds of a step against memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan that was predicted to be compared with others.
+
+    Attributes:
+        origin: the preset, or "auto" for the free search.
+        seconds, memory: of a step, and bytes per device.
+        again: how many layers run again in the backward.
+        loss_chunks, microbatches: into how many the loss and the batch are cut.
+    """
+
+    origin: str
+    seconds: float
+    memory: float
+    again: int = 0
+    loss_chunks: int = 1
+    microbatches: int = 1
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The plans that were compared, the chosen one first, then the fastest, and the bytes per device that it may take;
+    None for any number."""
+
+    tried: tuple[Tried, ...]
+    limit: float | None = None
+
+
+def frontier_of(tried: Sequence[Tried], limit: float | None) -> Frontier:
+    """Of plans that were compared, the first of which was chosen: those that no other beats in both time and memory,
+    and the best of each origin."""
+    most = math.inf if limit is None else limit
+    best: dict[str, Tried] = {}
+    for one in sorted(tried, key=lambda t: (t.memory > most, t.seconds)):
+        best.setdefault(one.origin, one)
+    kept = set(best.values())
+    least = math.inf
+    for one in sorted(tried, key=lambda t: (t.seconds, t.memory)):
+        if one.memory < least:
+            least = one.memory
+            kept.add(one)
+    others = sorted(kept - {tried[0]}, key=lambda t: (t.seconds, t.memory, t.origin))
+    return Frontier((tried[0], *others), limit)
+
+
+__all__ = ["Frontier", "Tried", "frontier_of"]

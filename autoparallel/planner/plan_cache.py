@@ -1,0 +1,117 @@
+"""What searches have found, kept in a folder from run to run under a digest of all that they depend on.
+
+A plan that is found there is compared with the graph like one that a user loads, and any plan computes the same
+numbers: a file that is damaged, or that somebody else has written, costs a search or some speed, never a wrong result.
+
+A trace is not kept, because only tracing shows that it is the model: it depends on every line of Python that a call
+runs, in libraries, too, and holds objects that no file can (hooks, functions, what is compared by identity).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.planner.pins import Pins
+from autoparallel.planner.request import Request, Settled
+from autoparallel.rules.registry import USER_RULES
+
+T = TypeVar("T")
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_SEEN = ("key", "module", "differentiable", "backward", "interleaved")  # of a node, beside its value and its batch
+
+
+class PlanCache:
+    """A folder of texts, which several processes may use at once."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+
+    def get(self, key: str | None, read: Callable[[str], T]) -> T | None:
+        """What a text that is kept says; None where there is none, or none that can be read.
+
+        Args:
+            read: makes it of the text; raises ValueError for what does not fit.
+        """
+        with suppress(OSError, ValueError):
+            return None if key is None else read(self._file(key).read_text())
+        return None
+
+    def put(self, key: str | None, text: str) -> None:
+        """Keeps a text; a folder that cannot be written to keeps nothing."""
+        if key is None:
+            return
+        with suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.replace(name, self._file(key))  # whole or not at all, whoever else writes
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+def key_of(request: Request, captured: Captured, call: Call, settled: Settled, *others: object) -> str | None:
+    """A digest of what a search depends on; None where some of it is known by its address in memory alone."""
+    if request.pins.kept is not None:  # the search says what of it is not possible any more
+        return None
+    sets = (captured.rebound, captured.lengths, captured.left_out, captured.attributes, captured.actual.items())
+    parts: list[object] = [
+        _sources(), torch.__version__, others, replace(request, plan=request.origin, pins=Pins(), loss_fn=None),
+        request.pins.text(), sorted(map(repr, USER_RULES.items())),
+        settled.at_rest is None, sorted((settled.at_rest or {}).items()), settled.pipeline, settled.recompute,
+        call.layouts, call.batch, call.with_target, call.training, call.trainable, call.gradients,
+        [spec for spec in call.specs if isinstance(spec, InputSpec)],
+        captured.parameters, captured.buffers, {name: _shown(x) for name, x in captured.constants.items()},
+        captured.inputs, captured.mutated_buffers, captured.loss, captured.flowing, captured.detached, captured.weight,
+        captured.rest_dtypes, captured.draws, captured.numbers, *(sorted(map(repr, each)) for each in sets),
+        *_lines(captured.module),
+    ]  # fmt: skip
+    text = "\n".join(map(repr, parts))
+    return None if _ADDRESS.search(text) else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _lines(module: fx.GraphModule) -> Iterator[str]:
+    """What planning sees of a graph, and of those that it calls."""
+    known: dict[int, str] = {}  # of values, which copied layers share
+    for each in module.modules():
+        for node in each.graph.nodes if isinstance(each, fx.GraphModule) else ():
+            value = node.meta.get("val")
+            if id(value) not in known:
+                known[id(value)] = str(pytree.tree_map(_shown, value))
+            target = getattr(node.target, "__qualname__", "") and f"{node.target.__module__}.{node.target.__qualname__}"
+            seen = [node.meta.get(name) for name in _SEEN], sorted(map(repr, node.meta.get("batch_factors") or ()))
+            yield f"{node} {target or node.target} {node.args} {node.kwargs} {known[id(value)]} {seen}"
+
+
+def _shown(value: Any) -> object:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else str(value)
+
+
+@cache
+def _sources() -> str:
+    """A digest of this package's own code."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted({*root.rglob("*.py"), *(root / "passes").rglob("*.py")}):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+__all__ = ["PlanCache", "key_of"]

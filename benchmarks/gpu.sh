@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# What can be tried on one GPU, with the torch that is there and no network: parity of training steps on the device
+# (one rank over NCCL; two and four ranks that share it, over gloo), then times and memory against torch's own.
+#
+#     bash benchmarks/gpu.sh [folder for the results]
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+out="${1:-.}"
+mkdir -p "$out"
+
+python3 -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name(0))' || exit 1
+parity=0 figures=0
+if python3 -c 'import pytest, hypothesis' 2>/dev/null; then
+  AUTOPARALLEL_TEST_DEVICE=cuda timeout 240 python3 -m pytest -q -p no:cacheprovider --override-ini addopts= \
+    tests/parity/test_parity.py tests/parity/test_pipelines.py -m "not wide and not slow" 2>&1 | tee "$out/parity.log"
+  parity=$?
+fi
+timeout 280 python3 benchmarks/gpu.py --out "$out" 2>&1 | tee "$out/figures.log"
+figures=$?
+[ "$parity" -eq 0 ] && [ "$figures" -eq 0 ]
