@@ -181,3 +181,24 @@ def test_trainer(mesh: str, other: str, tmp_path: Path) -> None:
     plain = _whole(load(tmp_path / "plain" / "last", dtype=torch.float64))
     for saved in ("ours", "again"):
         assert _off(_whole(load(tmp_path / saved / "last", dtype=torch.float64)), plain) < 1e-6
+
+
+@pytest.mark.wide
+def test_what_a_compiled_model_does_not_follow_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    from autoparallel.integrations.accelerate import Accelerator
+    from autoparallel.integrations.transformers import Trainer
+
+    with launched():
+        with pytest.raises(ValueError, match="MixedPrecisionPolicy"):
+            Accelerator(cpu=True, mixed_precision="bf16")
+        args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=0.1)
+        with pytest.raises(ValueError, match="label_smoothing_factor computes a loss outside"):
+            Trainer(_gpt2(), args)
+        accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match="has stepped before prepare"):
+            accelerator.prepare(model, optimizer)

@@ -34,7 +34,7 @@ def _model(name: str, mesh: str, seed: int) -> Any:
     shape, axes, plan = MESHES[mesh]
     case = make(lambda: _Holder(MODELS[name](torch.float32)), torch.float32, seed).case
     args, kwargs = case.make_batch(0, 8)
-    options: Any = {"plan": plan, "outputs": "auto"}
+    options: Any = {"plan": plan}
     model = autoparallel.compile(case.model, init_device_mesh("cpu", shape, mesh_dim_names=axes), **options)
     model.prepare(*args, **kwargs)
     return model, (args, kwargs)
@@ -69,8 +69,11 @@ def _out_and_in(name: str, mesh: str, path: str, other: str) -> dict[str, Tensor
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [(n, m) for n in MODELS for m in MESHES if n != "mixtral" or len(MESHES[m][0]) == 1 or m == "tensor_parallel"],
+    ids=str,
+)
 def test_round_trips_with_a_plain_process(name: str, mesh: str, tmp_path: Path) -> None:
     plain: Any = make(lambda: _Holder(MODELS[name](torch.float32)), torch.float32, 2).case.model
     plain.save_pretrained(tmp_path / "plain", max_shard_size="30KB")

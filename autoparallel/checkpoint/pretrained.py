@@ -295,7 +295,7 @@ def _opened(path: Path, opened: contextlib.ExitStack) -> dict[str, tuple[Path, A
 
     index, alone = path / INDEX, path / WEIGHTS.format(suffix="")
     where: dict[str, str] | None = None
-    if index.is_file():
+    if not alone.is_file() and index.is_file():  # in the order of from_pretrained
         try:
             where = dict(json.loads(index.read_text())["weight_map"])
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -303,7 +303,7 @@ def _opened(path: Path, opened: contextlib.ExitStack) -> dict[str, tuple[Path, A
     elif not alone.is_file():
         raise CheckpointError(f"{path} holds no model: neither {alone.name} nor {index.name}")
     found: dict[str, tuple[Path, Any]] = {}
-    for file in sorted({path / name for name in where.values()}) if where is not None else [alone]:
+    for file in [alone] if where is None else sorted({path / name for name in where.values()}):
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
         try:

@@ -52,6 +52,11 @@ class Trainer(transformers.Trainer):
     ) -> None:
         if options.get("model_init") is not None:
             raise ValueError("model_init makes a new model for every train(): give the Trainer a model")
+        if args is not None and args.label_smoothing_factor:
+            raise ValueError(
+                "label_smoothing_factor computes a loss outside of the model: compute it in the model's forward, or in "
+                "compute_loss_func with compile_options={'outputs': 'gather'}"
+            )
         self._compiling = mesh, compile_options
         super().__init__(model, args, *others, **options)
         self._set_signature_columns_if_needed()  # from the plain model's forward
