@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import csv
 import importlib
+import importlib.util
+import json
 import os
+import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,15 +29,25 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT = 240
 
 
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(EXAMPLES.parent),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else a restart meets the addresses of the start before (torch#135712)
+}
+
+
+def command(script: str, *options: str, processes: int = 0, restarts: int = 0) -> list[str]:
+    """What starts an example, under torchrun if it is to have several processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
+    launcher += ["--nproc-per-node", str(processes)]
+    return [sys.executable, *(launcher if processes else ()), str(EXAMPLES / script), *options]
+
+
 def run(script: str, *options: str, processes: int = 0, timeout: float = TIMEOUT) -> str:
-    """Start an example, under torchrun if it is to have several processes; return what it prints."""
-    command = [sys.executable]
-    if processes:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    """Start an example; return what it prints."""
     result = subprocess.run(
-        [*command, str(EXAMPLES / script), *options],
-        env=environment,
+        command(script, *options, processes=processes),
+        env=ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -224,3 +239,84 @@ class TestByFeature:
     def test_as_a_script(self) -> None:
         assert "in 12 steps" in run("by_feature/clip.py", processes=2)
         assert "steps were clipped" in run("booster_clipping.py")
+
+
+class Interrupted:
+    """A run of resume.py, which is killed and goes on.
+
+    Args:
+        path: of the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.chance = path, random.Random(11)
+
+    def options(self, steps: int, plan: str, every: int = 3) -> list[str]:
+        return ["--path", str(self.path), "--double", "--plan", plan, "--steps", str(steps), "--every", str(every)]
+
+    def losses(self) -> list[tuple[int, float]]:
+        """The steps and losses of all starts, one after the other; a kill may have cut a line off."""
+        file = self.path / "losses.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return [(record["step"], record["loss"]) for record in records]
+
+    def start(self, plan: str, processes: int = 0, restarts: int = 0) -> subprocess.Popen[bytes]:
+        whole = command("resume.py", *self.options(400, plan), processes=processes, restarts=restarts)
+        quiet = subprocess.DEVNULL
+        return subprocess.Popen(whole, env=ENVIRONMENT, stdin=quiet, stdout=quiet, stderr=quiet)
+
+    def wait_for(self, more: int, process: subprocess.Popen[bytes]) -> None:
+        """Until so many steps more have been made, and a moment longer."""
+        before, until = len(self.losses()), time.monotonic() + TIMEOUT
+        while len(self.losses()) < before + more:
+            assert process.poll() is None, "the run ended"
+            assert time.monotonic() < until, "the run makes no steps"
+            time.sleep(0.02)
+        time.sleep(self.chance.random() * 0.05)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        for pid in (process.pid, *children(process.pid)):  # workers outlive a torchrun that is killed
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def finish(self, plan: str, processes: int = 0) -> list[tuple[int, float]]:
+        run("resume.py", *self.options(400, plan), processes=processes)
+        return self.losses()
+
+
+def children(process: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers of torchrun in /proc")
+class TestResume:
+    def test_a_run_that_is_killed_is_the_one_that_is_not(self, tmp_path: Path) -> None:
+        whole = Interrupted(tmp_path / "whole")
+        run("resume.py", *whole.options(400, "auto", every=1000))
+        expected = dict(whole.losses())
+        assert [*expected] == [*range(1, 401)]
+
+        alone = Interrupted(tmp_path / "alone")
+        for _ in range(2):
+            process = alone.start("auto")
+            alone.wait_for(30, process)
+            alone.kill(process)
+        found = alone.finish("auto")
+        assert {step for step, _ in found} == {*expected}
+        assert all(loss == expected[step] for step, loss in found), "bit-equal on the same plan"
+
+        moving = Interrupted(tmp_path / "moving")
+        process = moving.start("fsdp", processes=2, restarts=2)
+        moving.wait_for(30, process)
+        os.kill(children(process.pid)[moving.chance.randrange(2)], signal.SIGKILL)  # torchrun starts both again
+        moving.wait_for(60, process)
+        moving.kill(process)
+        process = moving.start("tensor_parallel", processes=2)
+        moving.wait_for(30, process)
+        moving.kill(process)
+        found = moving.finish("auto")
+        assert {step for step, _ in found} == {*expected} and found[-1][0] == 400
+        assert max(abs(loss - expected[step]) for step, loss in found) < 1e-9

@@ -25,7 +25,7 @@ from autoparallel.decisions.parameters import PlanError
 S = TypeVar("S")
 T = TypeVar("T")
 
-ROW = 96
+ROW = 160
 """The bytes that a rank shows the others at once: as many in every exchange, so that any two of them can meet."""
 
 
@@ -169,18 +169,15 @@ class Agreement:
         table = self.table(digest(mine))
         if bool((table == table[0]).all()):
             return
-        rows = itertools.zip_longest(*(text.splitlines() for text in self._texts(mine)), fillvalue="nothing more")
+        rows = itertools.zip_longest(*(text.splitlines() for text in self.gather(mine)), fillvalue="nothing more")
         raise _mismatch(what, self.ranks, next(row for row in rows if len(set(row)) > 1))
 
     def fail(self, what: str, own: str) -> NoReturn:
         """Raises ``RankMismatchError`` with every rank's description; all ranks must call it."""
         self.control.mismatches += 1
-        raise _mismatch(what, self.ranks, self._texts(own))
+        raise _mismatch(what, self.ranks, self.gather(own))
 
-    def _texts(self, own: str) -> list[str]:
-        return self._gather(own)
-
-    def _gather(self, own: Any) -> list[Any]:
+    def gather(self, own: Any) -> list[Any]:
         """What every rank gives."""
         parts: list[Any] = [None] * len(self.ranks)
         with waiting.explained():
@@ -196,7 +193,7 @@ class Agreement:
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
         if not self.alone:
-            texts = self._gather(None if error is None else str(error))
+            texts = self.gather(None if error is None else str(error))
             failed = [(r, t) for r, t in zip(self.ranks, texts, strict=True) if t is not None]
             if failed and error is None:
                 raise RankMismatchError(f"rank {failed[0][0]} failed: {failed[0][1]}")
@@ -210,7 +207,7 @@ class Agreement:
             return [action(item) for item in items]
         place, count = self.ranks.index(dist.get_rank()), len(self.ranks)
         mine = self.together(lambda: [action(item) for item in items[place::count]])
-        parts = self._gather(mine)
+        parts = self.gather(mine)
         return [parts[i % count][i // count] for i in range(len(items))]
 
     def from_first(self, make: Callable[[], str]) -> str:

@@ -18,6 +18,7 @@ from autoparallel.graph.captured import InputSpec
 from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.randomness import STREAM, Place, pack, unpack
+from autoparallel.runtime.replicas import SIZE, Replicas
 
 CHECKED_CALLS = 3
 """On so many first calls all values of plain inputs are compared between the ranks."""
@@ -41,6 +42,7 @@ class Exchange:
         device: the kind of device it is on.
         check_inputs: at every so many calls a sample of plain inputs is compared; 0 for never, None as is cheap.
         takes_rows: whether a rank may be given its rows of the batch, as a ``DTensor``.
+        replicas: what compares replicas, if anything does.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class Exchange:
         device: str,
         check_inputs: int | None,
         takes_rows: bool = True,
+        replicas: Replicas | None = None,
     ) -> None:
-        self.agreement, self.store, self.takes_rows = agreement, store, takes_rows
+        self.agreement, self.store, self.takes_rows, self.replicas = agreement, store, takes_rows, replicas
         self.name = f"model {agreement.next_model()} ({name})"
         self.calls = 0
         self.place: Place = (0, 0)  # of the random numbers of the call that is agreed upon: the first rank's
@@ -86,7 +89,11 @@ class Exchange:
         structure = digest("call", self.name, self._counts(), kind, shapes, problem, modes)
         check, place = self._values(call, whole), f"call {self.calls} of {self.name}"
         stale = self.store.has_stale()
-        table_of_all = agreement.ask(structure + check + bytes([stale]) + pack(STREAM.place()), place)
+        replicas = self.replicas if not agreement.alone else None
+        if replicas is not None and not replicas.is_due(self.store.steps):
+            replicas = None
+        shown = b"" if replicas is None else replicas.digests()
+        table_of_all = agreement.ask(structure + check + bytes([stale]) + pack(STREAM.place()) + shown, place)
 
         def require_same() -> None:
             table = table_of_all()
@@ -103,6 +110,8 @@ class Exchange:
                     f"batch everywhere{AS_DTENSOR * self.takes_rows}. Where the values were the same before, a rank "
                     f"has left out a batch: this is {self._so_far()}"
                 )
+            if replicas is not None:
+                replicas.require_same(table[:, 81 : 81 + SIZE], agreement, self.store.steps)
             if bool(table[:, 64].any()):
                 self.store.drop_kept()
 

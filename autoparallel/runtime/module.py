@@ -34,6 +34,7 @@ from autoparallel.runtime.kinds import KindMaker, Kinds
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
 from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
+from autoparallel.runtime.replicas import Replicas
 from autoparallel.runtime.rows import Rows, RowSampler, batch_axes, count_samples, from_rows
 from autoparallel.runtime.state import copy_parameter, lay_like
 from autoparallel.runtime.whole import WholeModel, full_parameters
@@ -56,6 +57,7 @@ class ParallelModule(nn.Module):
         has_loss_fn: bool,
         clip_grad_norm: ClipGradNorm | None = None,
         check_inputs: int | None = None,
+        check_replicas: int | None = None,
         methods: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -63,7 +65,9 @@ class ParallelModule(nn.Module):
             self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
         self.training = plain.training
         self._store = store
-        exchange = Exchange(agreement, store, type(plain).__name__, maker.mesh.device_type, check_inputs)
+        replicas = Replicas(plain, lambda: maker.mesh, check_replicas) if check_replicas else None
+        name, device = type(plain).__name__, maker.mesh.device_type
+        exchange = Exchange(agreement, store, name, device, check_inputs, replicas=replicas)
         self._kinds = Kinds(maker, exchange, store)
         self._calls = CallReader(plain, self._kinds, has_loss_fn)
         self._entered = threading.RLock()
@@ -537,6 +541,7 @@ class ParallelModule(nn.Module):
             memo |= {id(parameter): copy_parameter(parameter) for parameter in self._store.parameters.values()}
             plain = copy.deepcopy(self._plain, memo)
         maker, store = self._kinds.maker.copied(plain)
+        replicas = self._kinds.exchange.replicas
         memo[id(self)] = made = ParallelModule(
             plain,
             agreement=self._kinds.exchange.agreement,
@@ -545,6 +550,7 @@ class ParallelModule(nn.Module):
             has_loss_fn=self._calls.has_loss_fn,
             clip_grad_norm=self._clipper.in_step,
             check_inputs=self._kinds.exchange.check_inputs,
+            check_replicas=None if replicas is None else replicas.every,
             methods=tuple(self._methods),
         )
         return made
