@@ -124,8 +124,8 @@ def compile(
             rank that has left out a batch is found; on the first three calls they compare all. 0: never after those.
             None: at every call on CPUs, where that costs tens of microseconds, and at every 100th on other devices,
             which must be waited for.
-        check_replicas: at every so many steps of optimizers, and at the first call, the ranks compare digests of what
-            must be equal on them: parameters along the axes that do not shard them, and buffers. What differs stops the
+        check_replicas: at the first call and then at every so many the ranks compare digests of what must be
+            equal on them: parameters along the axes that do not shard them, and buffers. What differs stops the
             job, with its name and its ranks. None: never.
         methods: names of the model's methods, such as ``("generate",)``, that run on the plain model with its full
             parameters, gathered for each call of them (see :meth:`ParallelModule.whole`).
@@ -142,7 +142,7 @@ def compile(
         raise TypeError(f"mesh must be a DeviceMesh (see init_device_mesh), not a {type(mesh).__name__}")
     require_options(plan, pins, forbid, outputs, backend, precision, check_inputs)
     if check_replicas is not None and (type(check_replicas) is not int or check_replicas < 1):
-        raise ValueError(f"check_replicas must be a positive number of steps, got {check_replicas!r}")
+        raise ValueError(f"check_replicas must be a positive number of calls, got {check_replicas!r}")
     if clip_grad_norm is not None and not isinstance(clip_grad_norm, ClipGradNorm):
         clip_grad_norm = ClipGradNorm(clip_grad_norm)
     if pipeline is not None and not isinstance(pipeline, Pipeline):

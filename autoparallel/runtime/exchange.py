@@ -90,7 +90,7 @@ class Exchange:
         check, place = self._values(call, whole), f"call {self.calls} of {self.name}"
         stale = self.store.has_stale()
         replicas = self.replicas if not agreement.alone else None
-        if replicas is not None and not replicas.is_due(self.store.steps):
+        if replicas is not None and not replicas.is_due(self.calls):
             replicas = None
         shown = b"" if replicas is None else replicas.digests()
         table_of_all = agreement.ask(structure + check + bytes([stale]) + pack(STREAM.place()) + shown, place)
@@ -111,7 +111,7 @@ class Exchange:
                     f"has left out a batch: this is {self._so_far()}"
                 )
             if replicas is not None:
-                replicas.require_same(table[:, 81 : 81 + SIZE], agreement, self.store.steps)
+                replicas.require_same(table[:, 81 : 81 + SIZE], agreement, self.calls)
             if bool(table[:, 64].any()):
                 self.store.drop_kept()
 

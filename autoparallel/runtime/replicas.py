@@ -38,21 +38,17 @@ class Replicas:
     Args:
         model: the model.
         mesh: tells the mesh of all ranks, which the first call may choose.
-        every: so many steps of optimizers lie between two comparisons; the first is at the first call.
+        every: from one comparison to the next it is so many calls; the first is at the first call.
     """
 
     def __init__(self, model: nn.Module, mesh: Callable[[], DeviceMesh], every: int) -> None:
         self.every = every
         self._model, self._mesh = model, mesh
-        self._next = 0
         self._weights: dict[torch.device, Tensor] = {}
 
-    def is_due(self, steps: int) -> bool:
-        """Whether they are compared before this call, after so many steps."""
-        if steps < self._next:
-            return False
-        self._next = steps + self.every
-        return True
+    def is_due(self, call: int) -> bool:
+        """Whether they are compared before a call; calls are counted from 1."""
+        return (call - 1) % self.every == 0
 
     def digests(self) -> bytes:
         """Of what this rank shares with others, for each set 8 bytes."""
@@ -61,7 +57,7 @@ class Replicas:
             sets[mask].append((name, value))
         return b"".join(digest(*found)[:8] for found in sets)
 
-    def require_same(self, shown: Tensor, agreement: Agreement, steps: int) -> None:
+    def require_same(self, shown: Tensor, agreement: Agreement, call: int) -> None:
         """Raises on every rank where replicas differ.
 
         Args:
@@ -89,7 +85,7 @@ class Replicas:
         more = [f"  and {len(lines) - NAMED} more"] if len(lines) > NAMED else []
         raise RankMismatchError(
             "\n".join([
-                f"the ranks have different values of what must be equal on them, after {steps} steps of optimizers:",
+                f"the ranks have different values of what must be equal on them, before call {call}:",
                 *lines[:NAMED],
                 *more,
                 "A rank has computed or kept something wrong, or a script has changed its values alone (under "
