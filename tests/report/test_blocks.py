@@ -53,8 +53,8 @@ def test_what_was_compared_is_a_picture() -> None:
     blocks = frontier_blocks(frontier)
     lines = plain_text(*blocks).splitlines()
     picture = [line for line in lines if line.startswith("|")]
-    assert picture[0] == "|a" and picture[3].startswith("|" + " " * 40 + "*")
-    assert picture[1].endswith("c") and picture[1].count("-") == 98  # two points lie on the line of the limit
+    assert picture[0] == "|a" and picture[3].startswith("|" + " " * 28 + "*")
+    assert picture[1].endswith("c") and picture[1].count("-") == 68  # two points lie on the line of the limit
     assert any("auto" in line and "1 layer run again" in line for line in lines)
     assert any("fsdp" in line and "9.0 GB (too much)" in line for line in lines)
     text = page("<title>", {"Seconds against memory": blocks})
