@@ -121,6 +121,3 @@ def _texts(texts: Iterable[str]) -> str:
     """The first of some texts, each once."""
     every = list(dict.fromkeys(texts))
     return " or ".join(every[:SHOWN]) + (" or ..." if len(every) > SHOWN else "")
-
-
-__all__ = ["explain_conflict", "explain_limit", "nothing_fits"]
