@@ -112,7 +112,7 @@ def _batch_sizes(space: SearchSpace, node: fx.Node | None) -> Iterable[int]:
     if node is None or node.op != "call_function" or not is_tensor(node):
         return
     for way in call_modes(node):
-        if space.cuts_batch(node, rule_for(node), way):
+        if space.permits.cuts_batch(node, rule_for(node), way):
             operands = zip((*tensor_operands(node), node), (*way.operands, way.result), strict=True)
             yield from (space.size.shape(x)[p.dim] for x, p in operands if p.kind == "S")
 
