@@ -39,7 +39,7 @@ def explain_limit(error: Infeasible, space: SearchSpace, problem: Problem, limit
     )
 
 
-def nothing_fits(least: Plan, limit: float, forecast: Forecast, *, may_chunk: bool = False) -> PlanError:
+def nothing_fits(least: Plan, limit: float, forecast: Forecast, *, may_chunk: bool) -> PlanError:
     """That nothing fits into a limit: what the plan that takes the least memory needs, what for, and what would help.
 
     Args:
