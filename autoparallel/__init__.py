@@ -4,12 +4,12 @@ from autoparallel.api import compile
 from autoparallel.checkpoint.folder import CheckpointError
 from autoparallel.checkpoint.loading import Checkpoint, latest
 from autoparallel.comm.traffic import Traffic, count_traffic
+from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.graph.captured import CaptureError
 from autoparallel.plan import Plan
 from autoparallel.rules import RuleError, register_rule
-from autoparallel.runtime.agreement import RankMismatchError
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.local_steps import register_optimizer
 from autoparallel.runtime.module import ParallelModule

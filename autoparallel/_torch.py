@@ -5,11 +5,13 @@ Tested with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +47,41 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
+
+
+def flatten(values: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of nested values; dataclasses of tensors and ``UserDict``s, as transformers' ``BatchEncoding`` is, are
+    made known to torch at their first sight, so that their tensors are leaves."""
+    leaves, spec = pytree.tree_flatten(values)
+    unknown = {type(leaf) for leaf in leaves if _holds_tensors(leaf)}
+    for kind in unknown:
+        if issubclass(kind, UserDict):
+            make = partial(_mapping_of, kind)
+            pytree.register_pytree_node(kind, _items_of, make, flatten_with_keys_fn=_keyed_items_of)
+        else:
+            torch.export.register_dataclass(kind)
+    return flatten(values) if unknown else (leaves, spec)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, UserDict):
+        return True
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+    return any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in pytree.tree_leaves(values))
+
+
+def _items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    return list(mapping.values()), tuple(mapping)
+
+
+def _keyed_items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    return [(pytree.MappingKey(key), value) for key, value in mapping.items()], tuple(mapping)
+
+
+def _mapping_of(kind: type, values: Iterable[Any], keys: tuple[Any, ...]) -> Any:
+    return kind(dict(zip(keys, values, strict=True)))
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
@@ -283,12 +320,7 @@ def backward_hook_of(module: nn.Module) -> BackwardHook:
     return BackwardHook(module, full, module._get_backward_pre_hooks())
 
 
-__all__ = [
-    "HOOKS", "STEP_HOOKS", "BackwardHook", "NoopSaveInputs", "SingleLevelFunction", "StorageWeakRef", "accumulated",
-    "after_backward", "all_gather_single", "backward_hook_of", "bytes_in", "call_innermost", "cast_module",
-    "copy_parameter_hooks", "default_store", "drop_step_hooks", "free_unbacked_symbols", "function_apply",
-    "graph_break_of", "has_side_effect", "is_compiled_call", "is_gloo", "is_open", "leave_open", "local_of",
-    "make_fake_mode", "make_spec", "mesh_without_groups", "modules", "outside_of_dynamo", "parts_of", "process_group",
-    "reduce_scatter_single", "running_backward", "same_storage", "source_of", "spec_of", "storage_marks", "tensors_in",
-    "timeout_of", "without_modes", "wrap_local", "wrap_with_set_grad_enabled",
+__all__ = [  # what torch's own modules have, handed on
+    "BackwardHook", "SingleLevelFunction", "StorageWeakRef", "free_unbacked_symbols", "function_apply",
+    "has_side_effect", "modules", "without_modes", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

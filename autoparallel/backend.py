@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel.api import require_options
 from autoparallel.comm.groups import bind
+from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.comm.world import PIPELINE_AXIS, usable_mesh
 from autoparallel.compiler import Compiler, Settings
 from autoparallel.decisions.parameters import PlanError, matching
@@ -32,7 +33,7 @@ from autoparallel.hardware import Profile, profile_for
 from autoparallel.plan import Plan
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.request import Request, limit_in_bytes
-from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
+from autoparallel.runtime.agreement import Agreement, digest, tensor_digest
 from autoparallel.runtime.calls import run_call
 from autoparallel.runtime.compiled import make_body_of
 from autoparallel.runtime.exchange import Exchange
@@ -249,6 +250,3 @@ class Fragment:
         none = (None,) * len(leaves)
         gradients = torch.is_grad_enabled()
         return Call(tuple(leaves), tuple(specs), none, self._in_spec, batch, False, (), (), gradients)
-
-
-__all__ = ["Fragment", "GraphBreakError", "Options", "autoparallel"]

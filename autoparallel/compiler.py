@@ -302,6 +302,3 @@ def mesh_of(plan: Plan, model: nn.Module) -> DeviceMesh:
     if needed != world:
         raise ValueError(f"the plan is for the mesh {mesh_text(axes)} of {needed} ranks, the world has {world}")
     return make_mesh(device_of(model), axes)
-
-
-__all__ = ["Compiler", "Settings", "mesh_of"]

@@ -204,7 +204,7 @@ def program_passes(
     plan: Plan,
     target: Target,
     inputs: Mapping[str, Layout],
-    outputs: Sequence[Layout | None] | None = None,
+    outputs: Sequence[Layout | None] | None,
 ) -> PassList:
     """What makes of a captured graph the program of one rank; the arguments are those of :func:`build_program`."""
     sizes = Sizes(captured.actual)
@@ -357,9 +357,7 @@ class StagedProgram:
         return "\n".join(f"stage {i}:\n{program.text()}" for i, program in enumerate(self.programs))
 
 
-def build_stages(
-    captured: Captured, plan: Plan, target: Target, training: bool = False, watch: Watch = ignore
-) -> StagedProgram:
+def build_stages(captured: Captured, plan: Plan, target: Target, training: bool, watch: Watch) -> StagedProgram:
     """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
 
     Args:

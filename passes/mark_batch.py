@@ -44,6 +44,3 @@ def follow_dims(graph: fx.Graph, dims: Mapping[fx.Node, set[int]]) -> dict[fx.No
             found[node] = tuple(factors)
             followed[node] = {d for d, part in enumerate(rule.result) if part and part[0] in factors}
     return found
-
-
-__all__ = ["follow_dims", "mark_batch"]

@@ -150,6 +150,3 @@ def outline(owner: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> fx.Gr
             program.add_submodule(str(node.target), owner.get_submodule(str(node.target)))
     program.graph = inner
     return program
-
-
-__all__ = ["Region", "Regions", "find_layers", "outline", "recompute_layers"]

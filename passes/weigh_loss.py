@@ -37,7 +37,7 @@ _LOSSES = (
 )  # fmt: skip
 
 
-def weigh_loss(module: fx.GraphModule, loss: int, counted: bool = False) -> LossWeight:
+def weigh_loss(module: fx.GraphModule, loss: int, counted: bool) -> LossWeight:
     """Rewrites the graph of ``module`` in place; the loss is its output number ``loss``.
 
     Args:

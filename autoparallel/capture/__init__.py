@@ -7,7 +7,7 @@
 - ``tracing``: what decides about gradients beside operators, made visible to a trace: ``functions``
   (``autograd.Function``) and ``backward_hooks``; ``trace`` is what one trace notes of them.
 - ``caches``: those of generation, which no program makes.
-- ``recorder``: records what a copy of the model reads and writes of its attributes.
+- ``recorder``: records what a copy of the model reads and writes of its attributes; ``observed_classes`` tell it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators.
 - ``data_access``, ``seeding``, ``refusals``: what no program can have, refused.
 - ``user_warnings``: a model's own warnings, given once.

@@ -219,6 +219,3 @@ def _with(values: tuple[Any, ...], places: Sequence[int], made: Sequence[Tensor]
 def backward_hook(module: nn.Module, hooks: Any, pre_hooks: Any) -> Any:
     trace = listening()
     return _torch.BackwardHook(module, hooks, pre_hooks) if trace is None else _ModuleHooks(trace, module)
-
-
-__all__ = ["HANDLERS", "ModuleEntry", "ModuleExit", "backward_hook"]

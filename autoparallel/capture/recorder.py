@@ -1,8 +1,9 @@
 """Records what a traced copy of a model reads and writes of Python state.
 
-Every object of the copy gets a class of its own, derived from the one it has, whose attribute access is recorded.  What
-is read before it is written belongs to the kind of call (see ``graph.python_state``); what is written leaves the
-program as an output; what is read and then written has another value at the next call, and is refused.
+Every object of the copy gets a class, derived from the one it has, whose attribute access is recorded (see
+``observed_classes``).  What is read before it is written belongs to the kind of call (see ``graph.python_state``); what
+is written leaves the program as an output; what is read and then written has another value at the next call, and is
+refused.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoparallel.capture.observed_classes import observe, release, written_to
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import holder_of
 from autoparallel.graph.python_state import (
-    LIBRARIES,
     MISSING,
     PythonState,
     freeze,
@@ -137,11 +138,10 @@ class Recorder:
     def _watch(self, path: str, original: Any, copied: Any) -> None:
         watched = _Watched(path, original, copied)
         try:
-            object.__setattr__(copied, "__class__", _recording_class(type(copied)))  # also of a frozen dataclass
+            observe(copied, self)
         except TypeError:  # all that it has counts as read, and what the run has changed is seen afterwards
             watched.reads.update(n for n in vars(original) if n not in _INTERNAL)
             watched.entries = dict(vars(copied))
-        _RECORDERS[id(vars(copied))] = self
         self._watched[id(vars(copied))] = watched
 
     def __enter__(self) -> Recorder:
@@ -160,10 +160,8 @@ class Recorder:
 
     def close(self) -> None:
         """Forgets the copy."""
-        for key, watched in self._watched.items():
-            _RECORDERS.pop(key, None)
-            for name in _written_to(type(watched.copy)):
-                delattr(type(watched.copy), name)
+        for watched in self._watched.values():
+            release(watched.copy)
 
     # -- while the copy runs ----------------------------------------------------------------------------------------
 
@@ -248,7 +246,7 @@ class Recorder:
     def changed_class(self) -> str:
         """An attribute of a class that the run has set, which the class made for recording has got; empty for none."""
         classes = {type(watched.copy) for watched in self._watched.values()}
-        return next((f"{cls.__name__}.{name}" for cls in classes for name in _written_to(cls)), "")
+        return next((f"{cls.__name__}.{name}" for cls in classes for name in written_to(cls)), "")
 
     def changed_constant(self) -> str:
         """A tensor in a list, dict or object that the run has changed in place; empty for none."""
@@ -442,64 +440,3 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(x)
     else:
         yield value
-
-
-# --------------------------------------------------------------------------------------------- the recording classes
-
-_RECORDERS: dict[int, Recorder] = {}
-"""By the id of an object's ``__dict__``: it is the same for the proxies that ``torch.export`` puts around modules."""
-
-_CLASSES: dict[type, type] = {}
-
-
-_BODIES: dict[type, frozenset[str]] = {}
-"""What a recording class had when it was made."""
-
-
-def _written_to(cls: type) -> list[str]:
-    """What has been set on a recording class since it was made; nothing for another."""
-    return [name for name in vars(cls) if name not in _BODIES[cls]] if cls in _BODIES else []
-
-
-def _recording_class(cls: type) -> type:
-    """A class derived from another, whose attribute access is recorded.
-
-    Raises:
-        TypeError: for a class that wants to know of those derived from it, which may register them.
-    """
-    asks = [c for c in cls.__mro__[:-1] if "__init_subclass__" in vars(c)]
-    if any(c.__module__.partition(".")[0] not in (*LIBRARIES, "transformers") for c in asks):
-        raise TypeError(f"{cls.__name__} has an __init_subclass__")
-    if cls not in _CLASSES:
-
-        methods: Any = cls
-        get, put, remove = methods.__getattribute__, methods.__setattr__, methods.__delattr__
-
-        def __getattribute__(self: Any, name: str) -> Any:
-            if name[:2] == "__":
-                return get(self, name)
-            table = get(self, "__dict__")
-            recorder = _RECORDERS.get(id(table))
-            if recorder is not None:
-                recorder.read(table, name)
-            return get(self, name)
-
-        def __setattr__(self: Any, name: str, value: Any) -> None:
-            recorder = _RECORDERS.get(id(vars(self)))
-            if recorder is not None:
-                recorder.write(vars(self), name)
-            put(self, name, value)
-
-        def __delattr__(self: Any, name: str) -> None:
-            recorder = _RECORDERS.get(id(vars(self)))
-            if recorder is not None:
-                recorder.write(vars(self), name)
-            remove(self, name)
-
-        body = {
-            "__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
-            "__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__,
-        }  # fmt: skip
-        made = type(cls)(cls.__name__, (cls,), body)
-        _CLASSES[cls], _BODIES[made] = made, frozenset(vars(made))
-    return _CLASSES[cls]

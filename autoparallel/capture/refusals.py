@@ -22,7 +22,7 @@ from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
 
 
-def require_static(graph: fx.Graph, numbers: Collection[str] = ()) -> None:
+def require_static(graph: fx.Graph, numbers: Collection[str]) -> None:
     """Refuses sizes and numbers that are known only when the program runs; what is only checked is left out.
 
     Args:

@@ -82,6 +82,3 @@ def register(trace: Trace, name: str, call: Any) -> str:
 
 def fresh(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-__all__ = ["CURRENT", "Trace", "fresh", "listening", "refuse", "register"]

@@ -199,6 +199,3 @@ def _set(values: Sequence[int], place: int, value: int) -> tuple[int, ...]:
 
 def _without(values: Sequence[int], place: int) -> tuple[int, ...]:
     return (*values[:place], *values[place + 1 :])
-
-
-__all__ = ["Piece", "Stored", "stored_tensors"]

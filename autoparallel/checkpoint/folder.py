@@ -265,9 +265,3 @@ def _digest(content: bytes | memoryview) -> str:
 def size_of(parts: Iterable[Part]) -> int:
     """The bytes that a rank writes, its index aside."""
     return sum(part.local.nbytes for part in parts)
-
-
-__all__ = [
-    "MARKER", "CheckpointError", "Entry", "Part", "complete_folders", "find", "is_written", "new_folder",
-    "read_folder", "remove_older", "size_of", "write_marker", "write_rank",
-]  # fmt: skip

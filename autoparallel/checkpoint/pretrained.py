@@ -339,6 +339,3 @@ def _reads_of(
             local[blocks[0].within(own)] = piece.as_own(value, blocks[0].shape).to(local.device, local.dtype)
 
         yield take
-
-
-__all__ = ["export", "read"]

@@ -225,6 +225,3 @@ def _part(name: str, tensor: Tensor, mesh: DeviceMesh, copied: bool) -> Part | N
         return None
     local = _torch.local_of(tensor).detach()
     return Part(tensor.dtype, tuple(tensor.shape), region, local.to("cpu", copy=copied).contiguous())
-
-
-__all__ = ["Save", "World", "save"]

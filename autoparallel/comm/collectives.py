@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
-from autoparallel.comm.groups import Wait, axis_index, axis_size, communicator_of
+from autoparallel.comm.groups import axis_index, axis_size, communicator_of
 from autoparallel.placements import (
     Invariant,
     Partial,
@@ -389,9 +389,3 @@ def redistribute(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tenso
         group: the mesh axis by name, such as ``mesh0/dp``.
     """
     return _Redistribute.apply(x, src, dst, group)
-
-
-__all__ = [
-    "Extent", "Wait", "all_reduce", "are_adjacent", "extent_of", "local_shape", "pack", "redistribute",
-    "settled", "start_transfers", "transfer",
-]  # fmt: skip

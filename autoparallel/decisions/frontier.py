@@ -50,6 +50,3 @@ def frontier_of(tried: Sequence[Tried], limit: float | None) -> Frontier:
             kept.add(one)
     others = sorted(kept - {tried[0]}, key=lambda t: (t.seconds, t.memory, t.origin))
     return Frontier((tried[0], *others), limit)
-
-
-__all__ = ["Frontier", "Tried", "frontier_of"]

@@ -160,6 +160,3 @@ class PipelineTraffic:
     loans: tuple[Loan, ...]
     calls: tuple[Traffic, ...]
     gradients: tuple[Traffic, ...]
-
-
-__all__ = ["Border", "Loan", "Pipeline", "PipelinePlan", "PipelineTraffic", "StageCost"]

@@ -6,7 +6,6 @@
 - ``fingerprint``: the digest of a graph.
 - ``hooks``: the hooks that a call runs.
 - ``python_state``: the values of Python's that a trace has read, compared at every call.
-- ``trees``: the tensors among nested values.
 - ``plain_tensors``: tensors that a model holds without having registered them.
 - ``lines``: the user's line behind a node or a frame.
 """

@@ -136,10 +136,7 @@ class UnevenSizeError(ValueError):
 
 
 def require_divisible(
-    divisors: Sequence[tuple[object, int]],
-    actual: Mapping[Any, int],
-    batch: int,
-    lengths: Collection[Any] = (),
+    divisors: Sequence[tuple[object, int]], actual: Mapping[Any, int], batch: int, lengths: Collection[Any]
 ) -> None:
     """Raises when one of some sizes, as expressions of traced symbols, cannot be cut into its pieces.
 

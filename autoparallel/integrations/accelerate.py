@@ -210,6 +210,3 @@ def _hand_over(optimizer: torch.optim.Optimizer) -> None:
         if plain and optimizer.state:
             raise ValueError("an optimizer has stepped before prepare(): make it anew, or prepare it before it steps")
         group["params"] = [REPLACED.get(p, p) for p in group["params"]]
-
-
-__all__ = ["Accelerator"]

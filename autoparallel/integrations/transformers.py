@@ -125,6 +125,3 @@ class Trainer(transformers.Trainer):
         self.model.train()
         more = {"num_items_in_batch": count} if self.model_accepts_loss_kwargs and count is not None else {}
         self.model.prepare(**inputs, **more)
-
-
-__all__ = ["Trainer"]

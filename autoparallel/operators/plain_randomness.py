@@ -90,6 +90,3 @@ def plain_randomness(state: RandomState) -> Iterator[None]:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(_Numbered(state))
         yield
-
-
-__all__ = ["UnsupportedRandomness", "plain_randomness"]

@@ -154,6 +154,3 @@ def _coordinate(groups: str) -> tuple[int, int]:
             here, n = axis_index(group), axis_size(group)
         index, count = index * n + here, count * n
     return index, count
-
-
-__all__ = ["MICROBATCH", "Numbers", "RandomState", "draw_from", "random_state"]

@@ -67,6 +67,3 @@ def region_at(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int], c
             begin, size[placement.dim] = chunk(size[placement.dim], axis_sizes[axis], coordinate[axis])
             start[placement.dim] += begin
     return Region(tuple(start), tuple(size))
-
-
-__all__ = ["Region", "own_region", "region_at", "whole_region"]

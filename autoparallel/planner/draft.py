@@ -77,6 +77,3 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_t
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     specs, batch = describe_inputs(leaves)
     return Call((), tuple(specs), (None,) * len(leaves), in_spec, batch, with_target, (), ())
-
-
-__all__ = ["Draft", "call_of", "draft", "draft_captured"]

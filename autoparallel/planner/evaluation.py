@@ -260,6 +260,3 @@ def of_a_step(plan: Plan, microbatches: int) -> Plan:
         lower_bound=plan.lower_bound * microbatches,
         estimate=replace(plan.estimate, parameters=parameters),
     )
-
-
-__all__ = ["Evaluator", "of_a_step"]

@@ -39,7 +39,7 @@ def explain_limit(error: Infeasible, space: SearchSpace, problem: Problem, limit
     )
 
 
-def nothing_fits(least: Plan, limit: float, forecast: Forecast, *, may_chunk: bool = False) -> PlanError:
+def nothing_fits(least: Plan, limit: float, forecast: Forecast, *, may_chunk: bool) -> PlanError:
     """That nothing fits into a limit: what the plan that takes the least memory needs, what for, and what would help.
 
     Args:
@@ -112,7 +112,7 @@ def _batch_sizes(space: SearchSpace, node: fx.Node | None) -> Iterable[int]:
     if node is None or node.op != "call_function" or not is_tensor(node):
         return
     for way in call_modes(node):
-        if space.cuts_batch(node, rule_for(node), way):
+        if space.permits.cuts_batch(node, rule_for(node), way):
             operands = zip((*tensor_operands(node), node), (*way.operands, way.result), strict=True)
             yield from (space.size.shape(x)[p.dim] for x, p in operands if p.kind == "S")
 
@@ -121,6 +121,3 @@ def _texts(texts: Iterable[str]) -> str:
     """The first of some texts, each once."""
     every = list(dict.fromkeys(texts))
     return " or ".join(every[:SHOWN]) + (" or ..." if len(every) > SHOWN else "")
-
-
-__all__ = ["explain_conflict", "explain_limit", "nothing_fits"]

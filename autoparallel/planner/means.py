@@ -58,6 +58,3 @@ def _means(candidate: Candidate, evaluator: Evaluator) -> Iterator[Candidate]:
 
 def _seconds(outcome: Outcome, evaluator: Evaluator) -> float:
     return evaluator.forecast(outcome.require()).seconds
-
-
-__all__ = ["with_means"]

@@ -205,6 +205,3 @@ def _fitting(
 def _saving(candidate: Candidate, gauge: Gauge) -> Candidate:
     """The candidate with all means that save memory (see [Note: means that save memory])."""
     return replace(candidate, may_recompute=bool(gauge.evaluator.layers))
-
-
-__all__ = ["fastest"]

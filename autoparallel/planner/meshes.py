@@ -256,6 +256,3 @@ def refusal(precision: object, outputs: str, scaler: torch.amp.GradScaler | None
     if outputs == "sharded":
         return "outputs='sharded' is not supported with microbatches or a pipeline: use outputs='gather', or 'auto'"
     return ""
-
-
-__all__ = ["MeshSearch", "distinct", "factored", "inside", "one_after_another", "refusal", "splits"]

@@ -56,7 +56,7 @@ def operator_options(
     profile: Profile,
     sizes: Signatures,
     allowed: Callable[[Rule | None, Sequence[Typed], Typed, int], bool],
-    parts: tuple[float, float] = (1.0, 0.0),
+    parts: tuple[float, float],
 ) -> list[Option]:
     """Every way to run a call; of those that read and make the same layouts, the fastest.
 

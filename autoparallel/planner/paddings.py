@@ -35,6 +35,3 @@ def _rows(candidate: Candidate, evaluator: Evaluator) -> list[dict[str, int]]:
         alone |= find_vocabularies(captured.graph, captured.parameters, size)
     together = find_vocabularies(captured.graph, captured.parameters, math.prod(sizes))
     return [{}, {**alone, **{name: together[name] for name in alone if name in together}}] if alone else [{}]
-
-
-__all__ = ["paddings"]

@@ -112,6 +112,3 @@ def _sources() -> str:
     for path in sorted({*root.rglob("*.py"), *(root / "passes").rglob("*.py")}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-__all__ = ["PlanCache", "key_of"]

@@ -140,6 +140,3 @@ class Planner:
         if self._predicted is None or self._predicted[1] != call.specs or self._predicted[0] != plan:
             return None
         return self._predicted[2]
-
-
-__all__ = ["Planner"]

@@ -77,6 +77,3 @@ def microbatches_of(pipeline: PipelinePlan, captured: Captured, call: Call) -> i
     """How many microbatches a call has, or at least may have."""
     differentiated = captured.objective is not None and call.is_training and call.gradients
     return pipeline.microbatches if differentiated else math.gcd(pipeline.microbatches, call.batch)
-
-
-__all__ = ["build", "microbatches_of", "prepare"]

@@ -57,6 +57,3 @@ class PlanAgain:
     def _captured(self) -> Captured:
         """The graph that is planned again, traced at the first question."""
         return self.planner.capture(self.call, training=True)
-
-
-__all__ = ["PlanAgain"]

@@ -146,6 +146,3 @@ def _number(text: str) -> float:
         return float(match[1]) * 1e3 ** " kmgt".index(match[2] or " ") if match is not None else 0.0
     except ValueError:
         return 0.0
-
-
-__all__ = ["Request", "Settled", "limit_in_bytes"]

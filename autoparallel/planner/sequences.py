@@ -45,6 +45,3 @@ def sequence_factors(
             "plan='context_parallel' shards it over: pad it, or use another plan"
         )
     return follow_dims(captured.graph, {n: {1} for n in inputs if size.shape(n)[1:2] == (length,)})
-
-
-__all__ = ["sequence_factors"]

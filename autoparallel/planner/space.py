@@ -27,13 +27,14 @@ from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of, layers_of
 from autoparallel.hardware import Profile
-from autoparallel.placements import Invariant, Layout, Shard, parse_layout
+from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
 from autoparallel.placements.redistribution import Redistributor, local_numel
 from autoparallel.planner.at_rest import every_layout, layouts_at_rest, permitted
 from autoparallel.planner.experts import experts_of
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.options import Option, operator_options
+from autoparallel.planner.permits import Permits
 from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices
@@ -41,10 +42,8 @@ from autoparallel.planner.problem import Problem, Reader, Schedule, Variable
 from autoparallel.planner.sequences import sequence_factors
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.cost import bytes_kept, update_seconds
-from autoparallel.rules import Rule, operator_name, rule_for
+from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
-from autoparallel.rules.typing import Typed
-from autoparallel.rules.ways import call_modes, operand_fits
 
 
 class NoOption(PlanError):
@@ -100,12 +99,15 @@ class SearchSpace:
         self.input_layouts = input_layouts or {}
         self.pins = Pins().resolve(captured, self.mesh) if pins is None else pins
         self.axis_sizes = tuple(n for _, n in mesh)
-        self.axes = range(len(self.axis_sizes))
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
         self.size = Signatures(captured.actual)
         self.searched = self._descendants()
         self.experts = experts_of(captured, constraints, self.axis_sizes, self.size)
         self.sequence = sequence_factors(captured, constraints, self.axis_sizes, self.size)
+        self.permits = Permits(
+            captured, constraints, self.experts, self.sequence, self.pins, self.pinned.keys(), self.size,
+            self.axis_sizes, self.options,
+        )  # fmt: skip
         self.unruled: dict[str, int] = {}
         # Nodes of the layers for which it is open whether they run again.
         self.open: dict[fx.Node, str] = {}
@@ -123,7 +125,7 @@ class SearchSpace:
         self._own: dict[tuple[int, bool], tuple[np.ndarray, np.ndarray | None]] = {}
         self._pricer = Pricer(
             captured, self.size, redistributor, profile, self.axis_sizes, self.searched, self.kept,
-            self._forbidden, schedule,
+            self.permits.forbidden, schedule,
         )  # fmt: skip
 
     # -- options ----------------------------------------------------------------------------------------------------
@@ -314,7 +316,7 @@ class SearchSpace:
         if not is_tensor(node) or node.target is operator.getitem or node not in self.searched:
             return self._whole_option(node)
         options = operator_options(
-            node, self.axis_sizes, self.profile, self.size, lambda *way: self._allowed(node, *way),
+            node, self.axis_sizes, self.profile, self.size, lambda *way: self.permits.allows(node, *way),
             parts=self._kept(node),
         )  # fmt: skip
         if not options:
@@ -329,33 +331,6 @@ class SearchSpace:
     def _whole_option(self, node: fx.Node) -> list[Option]:
         needs = tuple(self.invariant for _ in tensor_operands(node))
         return [Option((INVARIANT_MODE,) * len(self.axis_sizes), needs, self.invariant, 0.0)]
-
-    def _can_read(self, node: fx.Node, shape: tuple[int, ...], layout: Layout) -> bool:
-        """Whether an operator can read an operand of this shape that lies so."""
-        return operand_fits(node, shape, self.size.shape(node), layout, self.axis_sizes)
-
-    def _allowed(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:
-        """Whether a preset permits this mode: data axes cut the batch wherever there is one, tensor axes never do."""
-
-        if axis in self.constraints.tensor and self.cuts_batch(node, rule, way):
-            return False
-        if axis in self.constraints.sequence:
-            along = self.sequence.get(node, ())
-            return way.mode.factor in along or not any(other.mode.factor in along for other in ways)
-        if node in self.experts.factors and axis in self.constraints.expert:
-            exchanged = rule is not None and rule.exchange
-            wanted = rule.exchanged() if rule is not None and exchanged else self.experts.factors[node]
-            return way.mode.kind == "shard" and way.mode.factor == wanted
-        batched = axis in self.constraints.data and node.meta["differentiable"]
-        if not batched or self.cuts_batch(node, rule, way):
-            return True
-        return not any(self.cuts_batch(node, rule, other) for other in ways)
-
-    def cuts_batch(self, node: fx.Node, rule: Rule | None, way: Typed) -> bool:
-        """Whether an operator that runs in this way has a part of the batch."""
-        factor = way.mode.factor
-        open_size = rule is not None and self.captured.is_batch(rule.sizes.get(factor, 1))
-        return way.mode.kind == "shard" and (open_size or factor in node.meta.get("batch_factors", ()))
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -380,7 +355,7 @@ class SearchSpace:
                     self.axis_sizes,
                     constraints,
                     experts=experts,
-                    readable=lambda layout: any(self._can_read(fill, shape, layout) for fill in fills),
+                    readable=lambda layout: any(self.permits.can_read(fill, shape, layout) for fill in fills),
                 )
             gathers = ["per_step", "per_use"]
             if constraints.gather_per_use and constraints.sharded_at_rest:
@@ -435,69 +410,3 @@ class SearchSpace:
         columns = shared if shared is not None else [o.needs[inside[0][1]] for o in inside[0][0].options]
         seconds = self._pricer.again(producer, columns)
         return np.stack([np.zeros_like(seconds), seconds], axis=-1) if seconds.any() else None
-
-    def _forbidden(self, node: fx.Node, options: Sequence[Option], columns: Sequence[Layout]) -> np.ndarray:
-        """What a preset forbids between a parameter at rest and its use, as infinite prices."""
-        out = np.zeros((len(options), len(columns)))
-        large = len(node.meta["val"].shape) >= 2
-        whole = {"R" if node.meta["differentiable"] else "I"}
-        if any(not user.meta["differentiable"] for user in node.users if user.op == "call_function"):
-            whole.add("I")  # what reads it without a gradient has no summands to keep apart
-        whole_in_use = self.constraints.data | self.constraints.sequence
-        alone = {axis for axis in whole_in_use if self._is_read_whole(node, axis)}
-        stacked = self.experts.parameters.get(node)
-        pinned = self.captured.parameters[node.name] in self.pinned
-        tensor = self.constraints.tensor - self.pins.axes(node)  # its user knows better than the preset
-        sharded = {axis for axis in tensor if large and self._can_shard(node, axis)}
-        for j, column in enumerate(columns):
-            for axis in whole_in_use:
-                if stacked is not None and axis in self.constraints.expert:
-                    wrong = column[axis] != Shard(stacked)
-                else:
-                    wrong = column[axis].kind not in (whole | {"I"} if axis in alone else whole)
-                if wrong:
-                    out[:, j] = np.inf
-            for i, option in enumerate(options):
-                for axis in tensor:
-                    at_rest, used = option.result[axis], column[axis]
-                    if at_rest.kind == "S" and used != at_rest:
-                        out[i, j] = np.inf
-                    kept = used if pinned else at_rest
-                    if axis in sharded and kept.kind != "S":
-                        out[i, j] = np.inf
-        return out
-
-    def _is_read_whole(self, node: fx.Node, axis: int) -> bool:
-        """Whether some consumer can read a parameter Invariant only, such as a ``Function`` with its own backward."""
-        for user in node.users:
-            options = self.options(user) if user.op == "call_function" else None
-            for position, x in enumerate(self.size.operands(user)) if options else ():
-                if x is node and all(o.needs[position][axis].kind == "I" for o in options or ()):
-                    return True
-        return False
-
-    def _can_shard(self, node: fx.Node, axis: int) -> bool:
-        """Whether some consumer can use a parameter sharded over a tensor axis."""
-        shape = self.size.shape(node)
-        for user in node.users:
-            if user.op != "call_function" or not is_tensor(user):
-                continue
-            operands = tensor_operands(user)
-            for typed in call_modes(user):
-                for x, p in zip(operands, typed.operands, strict=True):
-                    alone = tuple(p if a == axis else Invariant for a in self.axes)
-                    whole = not self.cuts_batch(user, rule_for(user), typed)
-                    if x is node and p.kind == "S" and whole and self._can_read(user, shape, alone):
-                        return len(node.users) == 1 or self._all_can_shard(node, p.dim)
-        return False
-
-    def _all_can_shard(self, node: fx.Node, dim: int) -> bool:
-        return all(
-            any(
-                x is node and p == Shard(dim)
-                for typed in call_modes(user)
-                for x, p in zip(tensor_operands(user), typed.operands, strict=True)
-            )
-            for user in node.users
-            if user.op == "call_function" and is_tensor(user)
-        )

@@ -63,6 +63,3 @@ def largest_layer(rows: Sequence[Row]) -> float:
 def moment_of(stage: Sequence[Row]) -> float:
     """The most bytes that a backward of a stage takes beside what is kept."""
     return largest_layer(stage) + max(row.moment for row in stage)
-
-
-__all__ = ["Row", "largest_layer", "moment_of"]

@@ -468,6 +468,3 @@ class StagePlanner:
                 entering[max(uses) + 1] -= held
         self._entering = np.cumsum(entering)
         return np.cumsum(change)
-
-
-__all__ = ["StagePlanner"]

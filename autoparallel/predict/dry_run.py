@@ -32,7 +32,8 @@ from autoparallel.predict.unseen import is_unseen, stand_in
 from autoparallel.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
 from autoparallel.runtime.backwards import BackwardPass, Tensors, Travel
-from autoparallel.runtime.gradients import Gather, GradientStore
+from autoparallel.runtime.buckets import Gather, Grads, reached
+from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.runner import Runner
 
 ACTIVATIONS, GATHERED, WORKING = "activations", "gathered parameters", "working memory"
@@ -210,13 +211,12 @@ class _DryStore(GradientStore):
         with self.meter.copying(GATHERED):
             return super().gather(chains, values)
 
-    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
+    def receive(
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
         """As on a real rank."""
-        self.reached += [
-            chain.name for chain, row in zip(chains, grads, strict=True) if any(g is not None for g in row)
-        ]
-        if self.reduces:
-            super().receive(chains, grads)
+        self.reached += [chain.name for chain, _ in reached(chains, grads, accumulated)]
+        return super().receive(chains, grads, accumulated) if self.reduces else [None] * len(chains)
 
     def receive_sums(self, kept: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
         """As on a real rank."""

@@ -67,12 +67,10 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     )
 
 
-def _thinned(points: list[tuple[float, float]], most: int = 1000) -> tuple[tuple[float, float], ...]:
-    """At most so many points, of which the highest of each stretch."""
-    stretch = -(-len(points) // most)
-    return tuple(
-        max(points[i : i + stretch], key=lambda point: point[1]) for i in range(0, len(points), max(stretch, 1))
-    )
+def _thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """At most a thousand points: the highest of each stretch."""
+    stretch = max(-(-len(points) // 1000), 1)
+    return tuple(max(points[i : i + stretch], key=lambda point: point[1]) for i in range(0, len(points), stretch))
 
 
 def _clip_traffic(plan: Plan) -> Traffic:

@@ -89,6 +89,3 @@ def _kept(node: fx.Node, captured: Captured, plan: Plan) -> float:
     itemsize = captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
     numel = local_numel(Sizes(captured.actual).shape(node), plan.at_rest(name), plan.axis_sizes)
     return float(bytes_kept(itemsize * numel, bool(node.meta["differentiable"])))
-
-
-__all__ = ["memory_by_rank", "parameter_seconds", "predict_stages"]

@@ -184,6 +184,3 @@ def _whole_parameters(plan: Decisions) -> list[Block]:
     ]
     names = ", ".join(name for name, _ in fold(whole))
     return [f"Parameters that every rank keeps whole: {names}"] if whole else []
-
-
-__all__ = ["Comparison", "Workload", "comparison_blocks", "plan_report", "report"]

@@ -214,6 +214,3 @@ def _notes(plan: Decisions) -> list[Block]:
             f"(a gap of {100 * plan.gap:.2g}%)."
         )
     return blocks
-
-
-__all__ = ["OPERATORS", "SENT", "UNSHARDED", "explain_plan", "headline", "operators_table", "plan_sections"]

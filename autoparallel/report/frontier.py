@@ -46,6 +46,3 @@ def _means(tried: Tried) -> str:
         )
         if count >= least
     )
-
-
-__all__ = ["frontier_blocks"]

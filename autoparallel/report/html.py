@@ -197,6 +197,3 @@ def _points(points: Points) -> str:
 
 def _words(x: float, y: float, text: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" {more}>{_e(text)}</text>'
-
-
-__all__ = ["Bars", "Chart", "Curve", "page"]

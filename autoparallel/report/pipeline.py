@@ -121,6 +121,3 @@ def _alike(traffic: PipelineTraffic) -> list[tuple[list[int], tuple[Traffic, Tra
         else:
             groups.append(([rank], parts))
     return groups
-
-
-__all__ = ["pipeline_blocks", "schedule_timeline"]

@@ -39,8 +39,8 @@ def typed_modes(
     operand_count: int,
     differentiable: Sequence[bool],
     result_differentiable: bool,
-    own_backward: bool = False,
-    factors: Collection[str] | None = None,
+    own_backward: bool,
+    factors: Collection[str] | None,
 ) -> list[Typed]:
     """Every way to run an operator on one mesh axis.
 

@@ -3,8 +3,9 @@
 May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``graph``, ``rules``, ``operators``,
 ``comm``, ``checkpoint``, ``placements`` and ``_torch``.
 
-- ``module``: the compiled model; ``call_reader`` reads a call, ``kinds`` finds its kind, ``calls`` makes it, ``runner``
-  runs one kind, ``compiled`` compiles its body by region; ``rows``: which rows of a batch each rank brings.
+- ``module``: the compiled model, ``face`` what it has of the plain one; ``call_reader`` reads a call, ``kinds`` finds
+  its kind, ``calls`` makes it, ``runner`` runs one kind, ``compiled`` compiles its body by region; ``rows``: which rows
+  of a batch each rank brings.
 - ``agreement``, ``exchange``: what ranks say to agree on a call before it; ``replicas``: whether they have the same.
 - ``buckets``: how parameters reach the body; ``gradients``: how their gradients come back, and where they are kept;
   ``lent``: parameters that an owner gives with each call; ``backwards``: what a backward pass has under way;

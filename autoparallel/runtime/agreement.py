@@ -243,6 +243,3 @@ def forget_groups() -> None:
     """Forgets the groups; for processes that destroy their process groups and make new ones."""
     _CONTROLS.clear()
     waiting.forget()
-
-
-__all__ = ["Agreement", "RankMismatchError", "digest", "forget_groups", "tensor_digest"]

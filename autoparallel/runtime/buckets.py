@@ -11,17 +11,80 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.recompute_layers import Region
-from autoparallel.runtime.backwards import Tensors
-from autoparallel.runtime.gradients import Gather, GradientReceiver
-from autoparallel.runtime.lent import LentParameters
+from autoparallel.runtime.backwards import BackwardPasses, Tensors, Travel
+
+
+class Gather:
+    """The parameters of a bucket on their way to their uses; a call waits for them.
+
+    Args:
+        count: of the parameters.
+        travels: one for each use, of all parameters.
+    """
+
+    def __init__(self, count: int, travels: Sequence[Travel]) -> None:
+        self._count, self._travels = count, travels
+
+    def __call__(self) -> Tensors:
+        """This rank's values, parameter by parameter, for each of its uses; asked for once."""
+        columns = [travel() for travel in self._travels]
+        return [column[i] for i in range(self._count) for column in columns]
+
+    def abandon(self) -> None:
+        """Waits for what is under way, and forgets it."""
+        for travel in self._travels:
+            travel.abandon()
+
+
+Grads = Sequence[Sequence[torch.Tensor | None]]
+"""The gradients of a bucket's parameters: for each, one for every use; None where none was reached."""
+
+
+class GradientReceiver(Protocol):
+    """What the boundary between parameters and a program needs: the parameters, and where their gradients go."""
+
+    synchronise: bool
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+    @property
+    def passes(self) -> BackwardPasses: ...
+    @property
+    def kept(self) -> dict[ParameterBucket, None]: ...
+    def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather: ...
+    def receive(
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
+    ) -> list[torch.Tensor | None]: ...
+
+
+def reached(
+    chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool] | None = None
+) -> list[tuple[ParameterChain, Sequence[torch.Tensor | None]]]:
+    """The parameters of a bucket that a backward has reached, with their gradients.
+
+    Args:
+        accumulated: where ``.grad`` is added to, for which of them; None where gradients are handed on.
+
+    Raises:
+        RuntimeError: where ``.grad`` of none is added to.
+    """
+    if accumulated is not None and not any(accumulated):
+        raise RuntimeError(
+            "torch.autograd.grad() with respect to parameters is not supported on a model compiled by "
+            "autoparallel\nWhat to change: call backward() and read .grad."
+        )
+    wanted = accumulated or [True] * len(chains)
+    rows = zip(chains, grads, wanted, strict=True)
+    return [(chain, row) for chain, row, want in rows if want and any(grad is not None for grad in row)]
 
 
 class ParameterBucket(nn.Module):
@@ -136,17 +199,7 @@ class _Unshard(torch.autograd.Function):
         chains = bucket.bucket.chains
         uses = len(chains[0].uses)
         rows = [list(grads[i * uses : (i + 1) * uses]) for i in range(len(chains))]
-        if isinstance(bucket.store, LentParameters):
-            return None, *bucket.store.give_back(chains, rows)
-        wanted = _torch.accumulated(ctx, len(chains))
-        if not any(wanted):
-            raise RuntimeError(
-                "torch.autograd.grad() with respect to parameters is not supported on a model compiled by "
-                "autoparallel\nWhat to change: call backward() and read .grad."
-            )
-        rows = [row if w else [None] * uses for row, w in zip(rows, wanted, strict=True)]
-        bucket.store.receive(chains, rows)
-        return (None,) * (1 + len(chains))
+        return None, *bucket.store.receive(chains, rows, _torch.accumulated(ctx, len(chains)))
 
 
 @dataclass(frozen=True)

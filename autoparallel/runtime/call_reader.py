@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
 from autoparallel.graph.hooks import hooks_of
-from autoparallel.graph.trees import flatten
 from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.runtime.kinds import Kinds, submodules
 
@@ -42,7 +42,7 @@ class CallReader:
             is_whole: whether the model's parameters are gathered now (see ``ParallelModule.whole``).
         """
         with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
-        leaves, in_spec = flatten((args, kwargs))
+        leaves, in_spec = _torch.flatten((args, kwargs))
         mesh = self.kinds.maker.mesh
         modules = submodules(self.plain)
         parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
@@ -112,6 +112,3 @@ def _unfit(leaf: Any, mesh: DeviceMesh) -> str | None:
     if isinstance(leaf, torch.Tensor) and leaf.device.type != mesh.device_type:
         return f"is on {leaf.device}, the mesh is on {mesh.device_type!r}: move it there"
     return None
-
-
-__all__ = ["CallReader"]

@@ -131,6 +131,3 @@ def _as_dtensor(local: torch.Tensor, layout: Layout, placements: Any, mesh: Devi
             shape[p.dim] *= mesh.size(axis)
     spec = _torch.make_spec(mesh, placements, torch.Size(shape), local.dtype)
     return _torch.wrap_local(local.contiguous(), spec)
-
-
-__all__ = ["run_call"]

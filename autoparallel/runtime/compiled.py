@@ -282,6 +282,3 @@ def _signature(graph: fx.Graph) -> Hashable:
         else:
             rows.append((node.target, repr(fx.map_arg((node.args, node.kwargs), names.__getitem__))))
     return tuple(rows)
-
-
-__all__ = ["Body", "CompiledRegion", "RegionCompiler", "find_regions", "make_body_of", "plain_body", "require_backend"]

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 import torch
 
+from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec
-from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest, tensor_digest
+from autoparallel.runtime.agreement import Agreement, digest, tensor_digest
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.randomness import STREAM, Place, pack, unpack
 from autoparallel.runtime.replicas import SIZE, Replicas
@@ -187,6 +188,3 @@ class Exchange:
         if key not in self._samples:
             self._samples[key] = torch.linspace(0, x.numel() - 1, SAMPLE, dtype=torch.float64).long().to(x.device)
         return x.take(self._samples[key])
-
-
-__all__ = ["CHECKED_CALLS", "Exchange"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,56 +31,13 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout, dual_layout, to_dtensor_placements
 from autoparallel.placements.redistribution import Step
 from autoparallel.runtime.backwards import BackwardPass, BackwardPasses, Tensors, Travel
+from autoparallel.runtime.buckets import Gather, Grads, ParameterBucket, reached
 from autoparallel.runtime.hooks import (
     call_accumulated_hooks,
     call_gradient_hooks,
     has_accumulated_hooks,
     has_gradient_hooks,
 )
-
-
-class KeptCopy(Protocol):
-    """Gathered parameters that are kept for several calls."""
-
-    def has_changed(self) -> bool: ...
-    def forget(self) -> None: ...
-
-
-class Gather:
-    """The parameters of a bucket on their way to their uses; a call waits for them.
-
-    Args:
-        count: of the parameters.
-        travels: one for each use, of all parameters.
-    """
-
-    def __init__(self, count: int, travels: Sequence[Travel]) -> None:
-        self._count, self._travels = count, travels
-
-    def __call__(self) -> Tensors:
-        """This rank's values, parameter by parameter, for each of its uses; asked for once."""
-        columns = [travel() for travel in self._travels]
-        return [column[i] for i in range(self._count) for column in columns]
-
-    def abandon(self) -> None:
-        """Waits for what is under way, and forgets it."""
-        for travel in self._travels:
-            travel.abandon()
-
-
-class GradientReceiver(Protocol):
-    """What the boundary between parameters and a program needs: the parameters, and where their gradients go."""
-
-    synchronise: bool
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]: ...
-    @property
-    def passes(self) -> BackwardPasses: ...
-    @property
-    def kept(self) -> dict[KeptCopy, None]: ...
-    def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather: ...
-    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None: ...
 
 
 class GradientStore:
@@ -111,7 +68,7 @@ class GradientStore:
         self._complete: dict[str, tuple[ParameterChain, torch.Tensor | None]] = {}  # whose hooks are to be called
         self._lock = threading.RLock()
         self.passes = BackwardPasses(self._finish_backward, note_raised)
-        self.kept: dict[KeptCopy, None] = {}
+        self.kept: dict[ParameterBucket, None] = {}
         self.note_storages()
 
     def move(self, mesh: DeviceMesh, prefix: str, everyone: str | None = None) -> None:
@@ -202,15 +159,24 @@ class GradientStore:
 
     # -- from a backward --------------------------------------------------------------------------------------------
 
-    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        """Takes the gradients of a bucket's parameters: for each, one for every use; None where none was reached."""
-        present = [
-            (chain, self.sum_uses(chain, values))
-            for chain, values in zip(chains, grads, strict=True)
-            if any(value is not None for value in values)
-        ]
+    def receive(
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Takes the gradients of a bucket's parameters.
+
+        Args:
+            accumulated: which of them have ``.grad`` added to (see ``_torch.accumulated``).
+
+        Returns:
+            What autograd is handed for each: nothing, because the store itself adds to ``.grad``.
+
+        Raises:
+            RuntimeError: under ``torch.autograd.grad()``, to which gradients would have to be handed.
+        """
+        present = [(chain, self.sum_uses(chain, row)) for chain, row in reached(chains, grads, accumulated)]
         if present:
             self.receive_sums([chain for chain, _ in present], [value for _, value in present])
+        return [None] * len(chains)
 
     def receive_sums(self, kept: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
         """Takes the gradients of some of a bucket's parameters in the layouts in which they are made; ``owned`` are

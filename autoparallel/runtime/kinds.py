@@ -130,8 +130,7 @@ class Kinds:
         Args:
             problem: why this rank cannot make the call, if it cannot.
         """
-        call, key = self._settled(call)
-        sized = (key, shapes_of(call))
+        call, key, sized = self._settled(call)
         whole = self.calls < CHECKED_CALLS or not self._kinds
         synchronise = self.store.synchronise
         require_same = self.exchange.of_call(
@@ -149,8 +148,7 @@ class Kinds:
 
     def of(self, call: Call) -> Kind:
         """The program of this kind of call, where the ranks are known to make the same call."""
-        call, key = self._settled(call)
-        sized = (key, shapes_of(call))
+        call, key, sized = self._settled(call)
         return self._ready.get(sized) or self._fitting(key, sized, call)
 
     def _agree_on_backward(self) -> None:
@@ -180,15 +178,16 @@ class Kinds:
 
     # -- which kind -------------------------------------------------------------------------------------------------
 
-    def _settled(self, call: Call) -> tuple[Call, Key]:
-        """A call with those lengths and numbers open of which calls of its form have had several, and its kind."""
+    def _settled(self, call: Call) -> tuple[Call, Key, object]:
+        """A call with those lengths and numbers open of which calls of its form have had several, its kind, and the
+        kind with the call's sizes."""
         key = self._key(call)
         form = self._form(call)
-        if key in self._kinds or form not in self._seen:
-            return call, key
-        specs = opened(call.specs, [*self._seen[form], changing_of(call.specs)])
-        call = replace(call, specs=without_numbers(specs) if form in self._fixing else specs)
-        return call, self._key(call)
+        if key not in self._kinds and form in self._seen:
+            specs = opened(call.specs, [*self._seen[form], changing_of(call.specs)])
+            call = replace(call, specs=without_numbers(specs) if form in self._fixing else specs)
+            key = self._key(call)
+        return call, key, (key, _shapes_of(call))
 
     def _form(self, call: Call) -> object:
         """The inputs of a call but for sizes and numbers: what is open in training is so in evaluation, too."""
@@ -221,7 +220,7 @@ class Kinds:
                 except UnevenSizeError as error:
                     trace, why = kind.trace, str(error).partition(". ")[0]
             if why:
-                key = replace(key, sizes=shapes_of(call))
+                key = replace(key, sizes=_shapes_of(call))
                 kind = self._kinds.get(key)
         if kind is None:
             kind = self._make(key, call, trace, why)
@@ -267,13 +266,13 @@ class Kinds:
             self._noted.add(why)
             _LOGGER.log(
                 level, "inputs of shapes %s were %s once more, in %.1f s, and so will others be: %s",
-                list(shapes_of(call)), what, time.perf_counter() - started, why,
+                list(_shapes_of(call)), what, time.perf_counter() - started, why,
             )  # fmt: skip
         self._kinds[key] = kind
         return kind
 
 
-def shapes_of(call: Call) -> tuple[tuple[int, ...], ...]:
+def _shapes_of(call: Call) -> tuple[tuple[int, ...], ...]:
     """The global shapes of a call's tensors."""
     return tuple([s.shape for s in call.specs if isinstance(s, InputSpec)])
 
@@ -293,6 +292,3 @@ def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> N
             "%s has had %d values by now, each with a trace of its own: make it a tensor, such as a registered "
             "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,
         )  # fmt: skip
-
-
-__all__ = ["Key", "KindMaker", "Kinds", "submodules"]

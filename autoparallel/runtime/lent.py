@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.runtime.buckets import Grads, reached
 from autoparallel.runtime.gradients import GradientStore, cast
 
 
@@ -37,15 +38,15 @@ class LentParameters(GradientStore):
         """Nothing: autograd itself looks at changes in place of the owner's tensors."""
         return ()
 
-    def give_back(
-        self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]
+    def receive(
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """The complete gradients of a bucket's parameters; None for those that the backward has not reached."""
-        reached = [i for i, row in enumerate(grads) if any(grad is not None for grad in row)]
-        if not reached:
+        """Hands autograd the complete gradients of a bucket's parameters; None for those that were not reached."""
+        rows = reached(chains, grads)
+        if not rows:
             return [None] * len(chains)
-        some = [chains[i] for i in reached]
-        sums = [cast(self.sum_uses(chains[i], grads[i]), chains[i].reduce_dtype) for i in reached]
+        some = [chain for chain, _ in rows]
+        sums = [cast(self.sum_uses(chain, row), chain.reduce_dtype) for chain, row in rows]
         whole = self.start(sums, [(*chain.each, *chain.sync) for chain in some])()
         complete = {c.name: cast(value, c.rest_dtype) for c, value in zip(some, whole, strict=True)}
         return [complete.get(chain.name) for chain in chains]

@@ -312,9 +312,3 @@ def _objects(state: Mapping[Any, Any]) -> list[Any]:
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-__all__ = [
-    "LocalStep", "Part", "as_parameter", "fill", "gradient_of", "lies_as", "part_of", "register_optimizer", "step_of",
-    "take_back", "twin_of",
-]  # fmt: skip

@@ -6,14 +6,13 @@ import contextlib
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.checkpoint.loading import Checkpoint, load
@@ -29,6 +28,7 @@ from autoparallel.runtime.call_reader import CallReader
 from autoparallel.runtime.calls import run_call
 from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.exchange import Exchange
+from autoparallel.runtime.face import Face
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.kinds import KindMaker, Kinds
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
@@ -36,11 +36,11 @@ from autoparallel.runtime.optimizers import watch_optimizers
 from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.replicas import Replicas
 from autoparallel.runtime.rows import Rows, RowSampler, batch_axes, count_samples, from_rows
-from autoparallel.runtime.state import copy_parameter, lay_like
+from autoparallel.runtime.state import copy_parameter
 from autoparallel.runtime.whole import WholeModel, full_parameters
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Face):
     """A model that trains on a whole mesh; made by :func:`autoparallel.compile`.
 
     It has the plain model's submodules, parameters and buffers, under their names; parameters are ``DTensor``s.
@@ -60,10 +60,7 @@ class ParallelModule(nn.Module):
         check_replicas: int | None = None,
         methods: Sequence[str] = (),
     ) -> None:
-        super().__init__()
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
-        self.training = plain.training
+        super().__init__(plain, frozenset(methods))
         self._store = store
         replicas = Replicas(plain, lambda: maker.mesh, check_replicas) if check_replicas else None
         name, device = type(plain).__name__, maker.mesh.device_type
@@ -73,7 +70,7 @@ class ParallelModule(nn.Module):
         self._entered = threading.RLock()
         self._clipper = Clipper(store, plain, clip_grad_norm)
         self._saving: Save | None = None
-        self._whole, self._methods = WholeModel(plain, store), frozenset(methods)
+        self._whole = WholeModel(plain, store)
         guard_direct_calls(plain)
         watch_optimizers(self._clipper)
         self.__dict__["_plain"] = plain  # from now on other attributes are set on the plain model
@@ -366,40 +363,6 @@ class ParallelModule(nn.Module):
         self._plain.training = mode
         return self
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
-        """What ``to()``, ``float()`` and the like call; the program is made for one dtype and device.
-
-        Raises:
-            RuntimeError: when a tensor would change.
-        """
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            probe = torch.empty(0, dtype=tensor.dtype, device=_torch.local_of(tensor).device)
-            changed = fn(probe)
-            if (changed.dtype, changed.device.type) != (probe.dtype, probe.device.type):
-                raise RuntimeError(
-                    f"{name} would become {changed.dtype} on {changed.device.type}: change the plain model "
-                    "(model.to(...)), then compile it"
-                )
-        return self
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads parameters and buffers; plain tensors are whole values, of which each rank takes its part."""
-        if assign:
-            raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
-        own = dict(self.named_parameters(remove_duplicate=False))
-        meta = [n for n, t in [*own.items(), *self.named_buffers()] if _torch.local_of(t).is_meta]
-        if meta:
-            raise RuntimeError(
-                f"{meta[0]} is on the meta device until the first call is planned, so there is nowhere to load it to: "
-                "pass example_inputs to compile(), or call model.prepare(*inputs), and load then"
-            )
-        converted = {}
-        for name, value in state_dict.items():
-            parameter = own.get(name)
-            known = isinstance(parameter, DTensor) and isinstance(value, torch.Tensor)
-            converted[name] = lay_like(value, parameter) if known else value  # type: ignore[arg-type]
-        return super().load_state_dict(converted, strict=strict)
-
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(
@@ -488,20 +451,6 @@ class ParallelModule(nn.Module):
     def _world(self) -> World:
         return World(self, self._kinds.maker.mesh, self._kinds.exchange.agreement)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the plain model, but for those that are this object's."""
-        plain = self.__dict__.get("_plain")
-        if plain is None or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(plain, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(self._plain, name)
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Adds the place in the stream of random numbers, where the model may draw."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -515,22 +464,6 @@ class ParallelModule(nn.Module):
         super()._load_from_state_dict(rest, prefix, *others)
         if saved is not None:
             STREAM.move(from_tensor(saved))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            found = getattr(self.__dict__["_plain"], name)
-        return self._under_whole(name) if name in self.__dict__.get("_methods", ()) else found
-
-    def _under_whole(self, name: str) -> Callable[..., Any]:
-        """A method of the plain model that gathers the parameters while it runs."""
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            with self.whole() as plain:
-                return getattr(plain, name)(*args, **kwargs)
-
-        return method
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A model of its own on the same mesh, with the same values, whose parameters lie as this one's do; all ranks
@@ -554,23 +487,6 @@ class ParallelModule(nn.Module):
             methods=tuple(self._methods),
         )
         return made
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What ``DistributedDataParallel`` asks first of what it is to wrap, in ``Accelerator.prepare`` also."""
-        raise TypeError(
-            "a model compiled by autoparallel cannot be wrapped in DistributedDataParallel (as Accelerate's prepare "
-            "does): it reduces its gradients itself. What to change: use the compiled model as it is, and prepare "
-            "only the data loader"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses pickle, and with it ``torch.save`` of the whole model."""
-        raise TypeError(
-            "a model compiled by autoparallel cannot be pickled: it belongs to the processes of its mesh. What to "
-            "change: model.save(path), which loads on any mesh, or whole "
-            "tensors with torch.save({n: t.cpu() for n, t in model.full_parameters()}, path)"
-        )
 
     def extra_repr(self) -> str:
         mesh = self._kinds.maker.mesh

@@ -336,6 +336,3 @@ def _put(item: _Item, name: Any, kind: str, of: Any, value: torch.Tensor) -> Non
         item.state[name] = as_parameter(value.clone(), item.parameter)
     else:
         item.state[name] = value.to(of[1], copy=True)
-
-
-__all__ = ["OwnedStep"]

@@ -466,6 +466,3 @@ def attach_stages(
         gradients = StageGradients(store, mine, alone=plan.count == 1)
         stages[index] = Stage(index, graph, program, gradients, plain, make_body, made)
     return PipelineRunner(staged, stages, store, tied, plain)
-
-
-__all__ = ["PipelineError", "PipelineRunner", "attach_stages"]

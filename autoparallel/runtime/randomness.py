@@ -138,6 +138,3 @@ def _draws(module: torch.nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return module.dropout > 0
     return isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
-
-
-__all__ = ["STREAM", "Place", "Stream", "from_tensor", "may_draw", "pack", "to_tensor", "unpack"]

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.runtime.agreement import Agreement, RankMismatchError, digest
+from autoparallel.comm.waiting import RankMismatchError
+from autoparallel.runtime.agreement import Agreement, digest
 
 SETS = 8
 """The sets of tensors that a rank shares with others: one for each set of a mesh's three axes; the first, of none, is
@@ -166,6 +167,3 @@ def _difference(values: dict[int, int]) -> str:
     odd = [str(rank) for rank, value in values.items() if value != counts[0][0]]
     rest = [str(rank) for rank, value in values.items() if value == counts[0][0]]
     return f"rank{'s' * (len(odd) > 1)} {', '.join(odd)} differ{'s' * (len(odd) < 2)} from {', '.join(rest)}"
-
-
-__all__ = ["SIZE", "Replicas"]

@@ -17,8 +17,8 @@ from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram, require_divides
 from autoparallel.runtime.accumulation import Weight
-from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks, gather_ahead
-from autoparallel.runtime.gradients import GradientReceiver, GradientStore
+from autoparallel.runtime.buckets import GradientReceiver, ParameterBucket, RegatherHooks, gather_ahead
+from autoparallel.runtime.gradients import GradientStore
 
 
 class Runner:

@@ -29,8 +29,8 @@ from autoparallel.passes.split_weight_gradients import Deferred, collect_deferre
 from autoparallel.placements import largest_piece
 from autoparallel.program import LocalProgram
 from autoparallel.runtime.backwards import BackwardPasses, Tensors
-from autoparallel.runtime.buckets import ParameterBucket
-from autoparallel.runtime.gradients import Gather, GradientStore, KeptCopy, cast
+from autoparallel.runtime.buckets import Gather, Grads, ParameterBucket, reached
+from autoparallel.runtime.gradients import GradientStore, cast
 from autoparallel.runtime.runner import Runner
 
 
@@ -87,7 +87,7 @@ class StageGradients:
         return self.store.passes
 
     @property
-    def kept(self) -> dict[KeptCopy, None]:
+    def kept(self) -> dict[ParameterBucket, None]:
         """The model's kept copies of gathered parameters."""
         return self.store.kept
 
@@ -95,14 +95,16 @@ class StageGradients:
         """Starts to take parameters to their uses, as the store does."""
         return self.store.gather(chains, values)
 
-    def receive(self, chains: Sequence[ParameterChain], grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
-        """Adds one microbatch's gradients to the sums."""
+    def receive(
+        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Adds one microbatch's gradients to the sums; autograd is handed nothing."""
         sums: Tensors = []
         addends: Tensors = []
-        reached = [i for i, values in enumerate(grads) if any(value is not None for value in values)]
-        chains = [chains[i] for i in reached]
-        made = [self.store.sum_uses(chain, grads[i]) for chain, i in zip(chains, reached, strict=True)]
-        for chain, value in zip(chains, self._reduced(chains, made), strict=True):
+        rows = reached(chains, grads, accumulated)
+        some = [chain for chain, _ in rows]
+        made = [self.store.sum_uses(chain, row) for chain, row in rows]
+        for chain, value in zip(some, self._reduced(some, made), strict=True):
             known = self.sums.get(chain.name)
             if known is None:
                 copied = value.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
@@ -112,6 +114,7 @@ class StageGradients:
                 addends.append(value if value.dtype == known.dtype else value.to(known.dtype))
         if sums:
             torch._foreach_add_(sums, addends)
+        return [None] * len(chains)
 
     def _reduced(self, chains: Sequence[ParameterChain], values: Tensors) -> Tensors:
         """One microbatch's gradients, or the sums of all, in the layouts in which the plan adds them up."""
@@ -311,6 +314,3 @@ def form_of(crossing: Crossing, program: LocalProgram, axis_sizes: Sequence[int]
     node = next(n for n in program.body.graph.nodes if n.op == "placeholder" and n.name == crossing.name)
     shape = [s if isinstance(s, int) else int(s.node.expr.subs(actual)) for s in node.meta["val"].shape]
     return Form(largest_piece(shape, node.meta["placements"], axis_sizes), node.meta["val"].dtype)
-
-
-__all__ = ["Form", "Made", "Stage", "StageGradients", "form_of"]

@@ -31,31 +31,25 @@ ROUNDS = 20
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def calibrate(mesh: DeviceMesh, name: str = "measured", told: Callable[[str], None] = lambda what: None) -> Profile:
+def calibrate(mesh: DeviceMesh, name: str = "measured") -> Profile:
     """Measures what this mesh's devices and links reach; every rank must call it, and gets the same profile.
 
     Args:
         name: of the profile.
-        told: is told what is measured.
     """
     prefix = bind(mesh)
     group = whole_group(prefix)
     device = torch.device(mesh.device_type)
     large = device.type != "cpu"
     watch = _Stopwatch(device, f"{prefix}/{'+'.join(mesh.mesh_dim_names or ())}")
-    told("matrix products")
     flops = {dtype: _matmul_rate(watch, dtype, 8192 if large else 384) for dtype in _dtypes(device)}
-    told("attention")
     used = torch.bfloat16 if large else torch.float32
     attention = _attention(watch, flops[used], used, (2, 32, 4096, 128) if large else (2, 8, 256, 64))
-    told("memory and launches")
     bandwidth = _memory_bandwidth(watch, 1 << 27 if large else 1 << 20)
     launch = _launch(watch)
     links: list[Link] = []
     for axes in _groups(mesh):
-        told(f"collectives over {axes}")
         links += _links(watch, f"{prefix}/{axes}", 1 << 26 if large else 1 << 21)
-    told("overlap")
     overlap = _overlap(watch, 1 << 24 if large else 1 << 18)
     known = profile_for(device.type)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -177,8 +171,10 @@ def _memory_bandwidth(watch: _Stopwatch, elements: int) -> float:
     return statistics.geometric_mean(rates)
 
 
-def _launch(watch: _Stopwatch, count: int = 100) -> float:
+def _launch(watch: _Stopwatch) -> float:
     """Seconds of an operator that does next to nothing, in a chain that is differentiated."""
+
+    count = 100
 
     def chain() -> None:
         x = start = torch.zeros(8, device=watch.device, requires_grad=True)

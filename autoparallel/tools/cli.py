@@ -251,6 +251,3 @@ def _busy(text: str) -> contextlib.AbstractContextManager[Any]:
     """A spinner on a terminal."""
     console = Console()
     return console.status(f"{text} ...") if console.is_terminal else contextlib.nullcontext()
-
-
-__all__ = ["UsageError", "main"]

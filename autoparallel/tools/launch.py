@@ -52,6 +52,3 @@ def _call(process: Process, task: tuple[Callable[..., Any], tuple[Any, ...], dic
                 "nothing outside of the ranks: return its .full_tensor()"
             )
     return (result,)
-
-
-__all__ = ["launch"]

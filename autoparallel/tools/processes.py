@@ -482,9 +482,3 @@ def _leave_groups() -> list[Any]:
     forget_groups()
     dist.destroy_process_group()
     return kept
-
-
-__all__ = [
-    "Failure", "Job", "Place", "PlainModelError", "Pool", "Process", "ProcessError", "Start", "require_plain_process",
-    "run_processes",
-]  # fmt: skip

@@ -23,12 +23,12 @@ from autoparallel import operators
 from autoparallel.comm.world import MeshShape
 from autoparallel.plan import Plan
 from autoparallel.planner.presets import Preset
-from autoparallel.tools.parity.comparison import compare, compare_ranks, difference, seen_of
+from autoparallel.tools.parity.comparison import compare, compare_ranks, seen_of
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import measure, narrowing_casts
 from autoparallel.tools.parity.task import MakeOptimizer, Task, compile_task, make_task
 from autoparallel.tools.parity.training import LimitOf, observe
-from autoparallel.tools.parity.verification import Deviation, Difference, VerifyReport
+from autoparallel.tools.parity.verification import Deviation, VerifyReport
 from autoparallel.tools.processes import Job, PlainModelError, Process, require_plain_process, run_processes
 
 if TYPE_CHECKING:
@@ -230,6 +230,3 @@ def verify_here(task: Task, tolerance: float | str = "auto", localize: bool = Fa
             deviation = localized(task, report)
             report = report.with_deviation(deviation, time.perf_counter() - started)
     return report
-
-
-__all__ = ["Difference", "VerifyReport", "difference", "verify", "verify_here"]

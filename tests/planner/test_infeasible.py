@@ -13,6 +13,7 @@ from autoparallel.hardware import CPU
 from autoparallel.planner.draft import call_of, draft
 from autoparallel.planner.infeasible import explain_conflict
 from autoparallel.planner.layouts import cheapest
+from autoparallel.planner.permits import Permits
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import NoOption, SearchSpace
@@ -57,7 +58,7 @@ def test_a_function_reads_a_parameter_whole_where_a_preset_cuts_the_batch() -> N
 
 
 def test_an_operator_that_goes_with_nothing_beside_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SearchSpace, "_is_read_whole", lambda *_: False)
+    monkeypatch.setattr(Permits, "_is_read_whole", lambda *_: False)
     message = r"on the mesh \(dp=2\): it leaves /tests.Scaled#0 \(.*Scaled.apply.*\) to run as I, .*use plan='auto'"
     with pytest.raises(PlanError, match=message) as error:
         cheapest(_space(4, 2, "data_parallel"), "data_parallel")
@@ -66,7 +67,7 @@ def test_an_operator_that_goes_with_nothing_beside_it_is_named(monkeypatch: pyte
 
 def test_an_operator_without_a_way_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     space = _space(4, 1, "data_parallel")
-    monkeypatch.setattr(space, "_allowed", lambda *_: False)
+    monkeypatch.setattr(space.permits, "allows", lambda *_: False)
     with pytest.raises(NoOption, match=r"no way to run a/aten.linear#0"):
         space.build()
     message = r"none of the ways to run a/aten.linear#0 \(.*line \d+.*\): I or R .*plan='auto'"

@@ -223,7 +223,7 @@ class Order:
 
 
 def elimination_order(
-    sizes: Sequence[int], scopes: Iterable[Scope], max_table: int, kept: Collection[int] = ()
+    sizes: Sequence[int], scopes: Iterable[Scope], max_table: int, kept: Collection[int]
 ) -> Order:
     """Smallest next table first; where that is costly, also three others, and the best of them.
 

@@ -65,7 +65,7 @@ class Kind:
     tables: list[tuple[int, Scope]]
 
 
-def find_kinds(sizes: Sequence[int], terms: Terms, layers: Layers, kept: int | None = None) -> list[Kind]:
+def find_kinds(sizes: Sequence[int], terms: Terms, layers: Layers, kept: int | None) -> list[Kind]:
     """The layers that are alike; of those that are not, the layers inside.
 
     Args:

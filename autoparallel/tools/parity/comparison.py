@@ -129,6 +129,3 @@ def compare_ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:
         wrong = next((number for number, rank in enumerate(ranks) if rank["seen"].get((step, name)) != value), None)
         text = "equal on all ranks" if wrong is None else f"rank {wrong} has another value than rank 0"
         yield Difference("replicas", name, 0.0 if wrong is None else math.inf, step, (), text)
-
-
-__all__ = ["Record", "Spread", "compare", "compare_ranks", "difference", "seen_of"]

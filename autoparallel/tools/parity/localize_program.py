@@ -252,6 +252,3 @@ class _Comparison:
         while node.target is redistribute and isinstance(node.args[0], fx.Node):
             node = node.args[0]
         return self.whole.whole.get(str(node.meta.get("key")), node)
-
-
-__all__ = ["call_of_task", "planner_of", "program_deviation"]

@@ -141,6 +141,3 @@ def line_of_node(node: fx.Node) -> Line | None:
     frames = _FRAME.finditer(str(node.meta.get("stack_trace") or ""))
     lines = [Line(f["file"], int(f["number"]), f["function"]) for f in frames if "/torch/" not in f["file"]]
     return lines[-1] if lines else None
-
-
-__all__ = ["Line", "Recorder", "Recording", "arguments_of", "line_of_node", "record", "run_recorded"]

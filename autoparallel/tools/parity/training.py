@@ -267,6 +267,3 @@ def _whole(x: Tensor) -> Tensor:
     x = x.detach()
     whole = x.full_tensor() if isinstance(x, DTensor) else x
     return whole.to("cpu", copy=True)  # a replicated one would be the tensor itself
-
-
-__all__ = ["Draws", "LimitOf", "call", "loss_of", "module_stack", "observe", "parameters_here", "tensors_of", "train"]

@@ -1,0 +1,138 @@
+"""What a preset and the user's pins permit: ways to run an operator, and to bring a parameter to its readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+from torch import fx
+
+from autoparallel.graph.captured import Captured
+from autoparallel.placements import Invariant, Layout, Shard
+from autoparallel.planner.experts import Experts
+from autoparallel.planner.options import Option
+from autoparallel.planner.pins import ResolvedPins
+from autoparallel.planner.presets import Constraints
+from autoparallel.planner.signatures import Signatures
+from autoparallel.rules import Rule, rule_for
+from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.rules.typing import Typed
+from autoparallel.rules.ways import call_modes, operand_fits
+
+
+class Permits:
+    """What is permitted on one mesh.
+
+    Args:
+        sequence: the factors of operators that run over the sequence.
+        pinned: the names of parameters whose layouts are given.
+        options: the options of a node, among those that are permitted.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        constraints: Constraints,
+        experts: Experts,
+        sequence: Mapping[fx.Node, Collection[str]],
+        pins: ResolvedPins,
+        pinned: Collection[str],
+        size: Signatures,
+        axis_sizes: Sequence[int],
+        options: Callable[[fx.Node], Sequence[Option] | None],
+    ) -> None:
+        self.captured, self.constraints, self.experts, self.sequence = captured, constraints, experts, sequence
+        self.pins, self.pinned, self.size, self.axis_sizes = pins, pinned, size, axis_sizes
+        self.options = options
+
+    def allows(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:
+        """Whether a preset permits this mode: data axes cut the batch wherever there is one, tensor axes never do."""
+        if axis in self.constraints.tensor and self.cuts_batch(node, rule, way):
+            return False
+        if axis in self.constraints.sequence:
+            along = self.sequence.get(node, ())
+            return way.mode.factor in along or not any(other.mode.factor in along for other in ways)
+        if node in self.experts.factors and axis in self.constraints.expert:
+            exchanged = rule is not None and rule.exchange
+            wanted = rule.exchanged() if rule is not None and exchanged else self.experts.factors[node]
+            return way.mode.kind == "shard" and way.mode.factor == wanted
+        batched = axis in self.constraints.data and node.meta["differentiable"]
+        if not batched or self.cuts_batch(node, rule, way):
+            return True
+        return not any(self.cuts_batch(node, rule, other) for other in ways)
+
+    def cuts_batch(self, node: fx.Node, rule: Rule | None, way: Typed) -> bool:
+        """Whether an operator that runs in this way has a part of the batch."""
+        factor = way.mode.factor
+        open_size = rule is not None and self.captured.is_batch(rule.sizes.get(factor, 1))
+        return way.mode.kind == "shard" and (open_size or factor in node.meta.get("batch_factors", ()))
+
+    def can_read(self, node: fx.Node, shape: tuple[int, ...], layout: Layout) -> bool:
+        """Whether an operator can read an operand of this shape that lies so."""
+        return operand_fits(node, shape, self.size.shape(node), layout, self.axis_sizes)
+
+    def forbidden(self, node: fx.Node, options: Sequence[Option], columns: Sequence[Layout]) -> np.ndarray:
+        """What a preset forbids between a parameter at rest and its use, as infinite prices."""
+        out = np.zeros((len(options), len(columns)))
+        large = len(node.meta["val"].shape) >= 2
+        whole = {"R" if node.meta["differentiable"] else "I"}
+        if any(not user.meta["differentiable"] for user in node.users if user.op == "call_function"):
+            whole.add("I")  # what reads it without a gradient has no summands to keep apart
+        whole_in_use = self.constraints.data | self.constraints.sequence
+        alone = {axis for axis in whole_in_use if self._is_read_whole(node, axis)}
+        stacked = self.experts.parameters.get(node)
+        pinned = self.captured.parameters[node.name] in self.pinned
+        tensor = self.constraints.tensor - self.pins.axes(node)  # its user knows better than the preset
+        sharded = {axis for axis in tensor if large and self._can_shard(node, axis)}
+        for j, column in enumerate(columns):
+            for axis in whole_in_use:
+                if stacked is not None and axis in self.constraints.expert:
+                    wrong = column[axis] != Shard(stacked)
+                else:
+                    wrong = column[axis].kind not in (whole | {"I"} if axis in alone else whole)
+                if wrong:
+                    out[:, j] = np.inf
+            for i, option in enumerate(options):
+                for axis in tensor:
+                    at_rest, used = option.result[axis], column[axis]
+                    if at_rest.kind == "S" and used != at_rest:
+                        out[i, j] = np.inf
+                    kept = used if pinned else at_rest
+                    if axis in sharded and kept.kind != "S":
+                        out[i, j] = np.inf
+        return out
+
+    def _is_read_whole(self, node: fx.Node, axis: int) -> bool:
+        """Whether some consumer can read a parameter Invariant only, such as a ``Function`` with its own backward."""
+        for user in node.users:
+            options = self.options(user) if user.op == "call_function" else None
+            for position, x in enumerate(self.size.operands(user)) if options else ():
+                if x is node and all(o.needs[position][axis].kind == "I" for o in options or ()):
+                    return True
+        return False
+
+    def _can_shard(self, node: fx.Node, axis: int) -> bool:
+        """Whether some consumer can use a parameter sharded over a tensor axis."""
+        shape = self.size.shape(node)
+        for user in node.users:
+            if user.op != "call_function" or not is_tensor(user):
+                continue
+            operands = tensor_operands(user)
+            for typed in call_modes(user):
+                for x, p in zip(operands, typed.operands, strict=True):
+                    alone = tuple(p if a == axis else Invariant for a in range(len(self.axis_sizes)))
+                    whole = not self.cuts_batch(user, rule_for(user), typed)
+                    if x is node and p.kind == "S" and whole and self.can_read(user, shape, alone):
+                        return len(node.users) == 1 or self._all_can_shard(node, p.dim)
+        return False
+
+    def _all_can_shard(self, node: fx.Node, dim: int) -> bool:
+        return all(
+            any(
+                x is node and p == Shard(dim)
+                for typed in call_modes(user)
+                for x, p in zip(tensor_operands(user), typed.operands, strict=True)
+            )
+            for user in node.users
+            if user.op == "call_function" and is_tensor(user)
+        )

@@ -1,0 +1,115 @@
+"""The face of a plain model: its tables and its attributes, under their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoparallel import _torch
+from autoparallel.runtime.state import lay_like
+
+
+class Face(nn.Module):
+    """A module that has a plain model's submodules, parameters, buffers and attributes; parameters are ``DTensor``s.
+
+    What is set on it before ``_plain`` is there belongs to this object, what is set afterwards to the plain model.
+
+    Args:
+        plain: the model.
+        methods: those of its methods that need whole parameters.
+    """
+
+    whole: Callable[[], AbstractContextManager[nn.Module]]
+
+    def __init__(self, plain: nn.Module, methods: Collection[str]) -> None:
+        super().__init__()
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
+        self._methods = methods
+        self.training = plain.training
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the plain model, but for those that are this object's."""
+        plain = self.__dict__.get("_plain")
+        if plain is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(plain, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self._plain, name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(self.__dict__["_plain"], name)
+        return self._under_whole(name) if name in self.__dict__["_methods"] else found
+
+    def _under_whole(self, name: str) -> Callable[..., Any]:
+        """A method of the plain model that gathers the parameters while it runs."""
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with self.whole() as plain:
+                return getattr(plain, name)(*args, **kwargs)
+
+        return method
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What ``to()``, ``float()`` and the like call; the program is made for one dtype and device.
+
+        Raises:
+            RuntimeError: when a tensor would change.
+        """
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            probe = torch.empty(0, dtype=tensor.dtype, device=_torch.local_of(tensor).device)
+            changed = fn(probe)
+            if (changed.dtype, changed.device.type) != (probe.dtype, probe.device.type):
+                raise RuntimeError(
+                    f"{name} would become {changed.dtype} on {changed.device.type}: change the plain model "
+                    "(model.to(...)), then compile it"
+                )
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads parameters and buffers; plain tensors are whole values, of which each rank takes its part."""
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
+        own = dict(self.named_parameters(remove_duplicate=False))
+        meta = [n for n, t in [*own.items(), *self.named_buffers()] if _torch.local_of(t).is_meta]
+        if meta:
+            raise RuntimeError(
+                f"{meta[0]} is on the meta device until the first call is planned, so there is nowhere to load it to: "
+                "pass example_inputs to compile(), or call model.prepare(*inputs), and load then"
+            )
+        converted = {}
+        for name, value in state_dict.items():
+            parameter = own.get(name)
+            known = isinstance(parameter, DTensor) and isinstance(value, torch.Tensor)
+            converted[name] = lay_like(value, parameter) if known else value  # type: ignore[arg-type]
+        return super().load_state_dict(converted, strict=strict)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What ``DistributedDataParallel`` asks first of what it is to wrap, in ``Accelerator.prepare`` also."""
+        raise TypeError(
+            "a model compiled by autoparallel cannot be wrapped in DistributedDataParallel (as Accelerate's prepare "
+            "does): it reduces its gradients itself. What to change: use the compiled model as it is, and prepare "
+            "only the data loader"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses pickle, and with it ``torch.save`` of the whole model."""
+        raise TypeError(
+            "a model compiled by autoparallel cannot be pickled: it belongs to the processes of its mesh. What to "
+            "change: model.save(path), which loads on any mesh, or whole "
+            "tensors with torch.save({n: t.cpu() for n, t in model.full_parameters()}, path)"
+        )
