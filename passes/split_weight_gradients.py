@@ -9,7 +9,7 @@ of its parameters with them.
 Before:
     linear = aten.linear(x, w)
 After:
-    linear = deferring(aten.linear, x, w)        backward: the gradient of x; that of w when its ``Deferred`` is run
+    deferring_linear = Deferring(aten.linear, [1])(x, w)   backward: the gradient of x; that of w by ``Deferred.run``
 """
 
 from __future__ import annotations
@@ -106,27 +106,42 @@ class _Deferring(torch.autograd.Function):
         return None, None, *deferred.give(grads[0])
 
 
-def deferring(target: Any, weights: Sequence[int], args: Any, kwargs: Any) -> torch.Tensor:
-    """``target(*args, **kwargs)``, whose backward leaves the gradients of its tensors number ``weights`` for later."""
-    collected = _CURRENT.collected
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
-    trained = [tensors[n] for n in weights if leaves[tensors[n]].requires_grad]
-    if collected is None or not torch.is_grad_enabled() or not trained:
-        return target(*args, **kwargs)
-    inner = list(leaves)
-    for i in tensors:
-        inner[i] = leaves[i].detach().requires_grad_(leaves[i].requires_grad)
-    inner_args, inner_kwargs = pytree.tree_unflatten(inner, spec)
-    output = target(*inner_args, **inner_kwargs)
-    others = [i for i in tensors if i not in trained]
-    deferred = Deferred(output, [inner[i] for i in others], [(leaves[i], inner[i]) for i in trained])
-    collected.append(deferred)
-    activations = [leaves[i] for i in others]
-    anchor = None
-    if not any(x.requires_grad for x in activations):  # the first layer: nothing but parameters is differentiated
-        anchor = torch.zeros((), device=output.device, requires_grad=True)
-    return _Deferring.apply(deferred, anchor, *activations)
+class Deferring:
+    """Calls a function, and leaves the gradients of some of what it reads for later.
+
+    It is the target of a node, whose arguments are the function's: a function among arguments is no Python when a graph
+    is written as such.
+
+    Attributes:
+        target: the function.
+        weights: the numbers of those tensors, among the tensors that it reads.
+    """
+
+    def __init__(self, target: Any, weights: Sequence[int]) -> None:
+        self.target, self.weights = target, tuple(weights)
+        name = getattr(target, "__name__", "call").replace(".", "_")
+        self.__name__ = "_".join(["deferring", name, *map(str, weights)])  # what a program's text shows of it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        collected = _CURRENT.collected
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        trained = [tensors[n] for n in self.weights if leaves[tensors[n]].requires_grad]
+        if collected is None or not torch.is_grad_enabled() or not trained:
+            return self.target(*args, **kwargs)
+        inner = list(leaves)
+        for i in tensors:
+            inner[i] = leaves[i].detach().requires_grad_(leaves[i].requires_grad)
+        inner_args, inner_kwargs = pytree.tree_unflatten(inner, spec)
+        output = self.target(*inner_args, **inner_kwargs)
+        others = [i for i in tensors if i not in trained]
+        deferred = Deferred(output, [inner[i] for i in others], [(leaves[i], inner[i]) for i in trained])
+        collected.append(deferred)
+        activations = [leaves[i] for i in others]
+        anchor = None
+        if not any(x.requires_grad for x in activations):  # the first layer: nothing but parameters is differentiated
+            anchor = torch.zeros((), device=output.device, requires_grad=True)
+        return _Deferring.apply(deferred, anchor, *activations)
 
 
 def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) -> None:
@@ -162,7 +177,7 @@ def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) ->
             continue
         weights = [i for i, x in enumerate(tensor_operands(node)) if x in alone]
         with graph.inserting_before(node):
-            new = graph.call_function(deferring, (node.target, weights, node.args, dict(node.kwargs)))
+            new = graph.call_function(Deferring(node.target, weights), node.args, node.kwargs)
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -225,6 +225,12 @@ def test_an_asynchronous_save_holds_the_state_of_its_begin(two: Any, tmp_path: P
 
 def test_a_disk_that_cannot_be_written(two: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, (_, second) = two(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("autoparallel.checkpoint.saving.write_rank", lambda *args: (tmp_path / "no" / "folder").touch())
+        saving = run.model.save(tmp_path, asynchronous=True, **run.states)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="No such file"):
+                saving.wait()
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="nothing can be saved to"):
         run.model.save(tmp_path / "file", **run.states)

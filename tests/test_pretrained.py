@@ -34,6 +34,8 @@ def _model(name: str, mesh: str, seed: int) -> Any:
     shape, axes, plan = MESHES[mesh]
     case = make(lambda: _Holder(MODELS[name](torch.float32)), torch.float32, seed).case
     args, kwargs = case.make_batch(0, 8)
+    if mesh in ("pipeline", "hybrid"):
+        kwargs.pop("output_router_logits", None)  # the balance of experts is no mean over microbatches
     options: Any = {"plan": plan}
     model = autoparallel.compile(case.model, init_device_mesh("cpu", shape, mesh_dim_names=axes), **options)
     model.prepare(*args, **kwargs)
@@ -69,11 +71,8 @@ def _out_and_in(name: str, mesh: str, path: str, other: str) -> dict[str, Tensor
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [(n, m) for n in MODELS for m in MESHES if n != "mixtral" or len(MESHES[m][0]) == 1 or m == "tensor_parallel"],
-    ids=str,
-)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
 def test_round_trips_with_a_plain_process(name: str, mesh: str, tmp_path: Path) -> None:
     plain: Any = make(lambda: _Holder(MODELS[name](torch.float32)), torch.float32, 2).case.model
     plain.save_pretrained(tmp_path / "plain", max_shard_size="30KB")

@@ -76,6 +76,7 @@ class Save:
 
     Attributes:
         path: the folder.
+        is_done: whether somebody has waited for it, and been told what went wrong.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class Save:
         self.path = path
         self._world, self._step, self._keep, self._given_up = world, step, keep, False
         self._error: BaseException | None = None
-        self._written, self._is_done = threading.Event(), False
+        self._failure: BaseException | None = None
+        self._written, self.is_done = threading.Event(), False
         self._thread = threading.Thread(target=self._run, args=(parts, tree), name="autoparallel save")
         self._thread.start()
 
@@ -114,18 +116,20 @@ class Save:
 
         Raises:
             CheckpointError: on every rank, where a rank could not write. The checkpoints before are as they were, and
-                nothing of this one is left.
+                nothing of this one is left. Later calls raise it again.
         """
-        if self._is_done:
+        if self.is_done:
+            if self._failure is not None:
+                raise CheckpointError(f"{self.path} was not saved: {self._failure}") from self._failure
             return self.path
-        self._is_done = True
+        self.is_done = True
         self._written.wait()
         try:
             self._world.ranks.together(self._require_written)
             self._thread.join()
             self._world.ranks.together(self._require_written)
-        except BaseException:
-            self._given_up = True
+        except BaseException as error:
+            self._failure, self._given_up = error, True
             self._thread.join()
             if self._world.number == 0 and not (self.path / MARKER).exists():
                 shutil.rmtree(self.path, ignore_errors=True)  # what may have filled the disk

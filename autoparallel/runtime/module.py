@@ -385,7 +385,7 @@ class ParallelModule(Face):
                 it cannot be written.
             TypeError, ValueError: for a state that a checkpoint cannot hold.
         """
-        if self._saving is not None:
+        if self._saving is not None and not self._saving.is_done:
             self._saving.wait()
         self._saving = save(self._world(), path, step, keep, asynchronous, states)
         if not asynchronous:
@@ -408,7 +408,7 @@ class ParallelModule(Face):
             RuntimeError: a ``CheckpointError``, or ``RankMismatchError`` on the ranks that are told of another's: when
                 there is no checkpoint, when it is damaged, or of another model. Nothing is changed then.
         """
-        if self._saving is not None:
+        if self._saving is not None and not self._saving.is_done:
             self._saving.wait()
         return load(self._world(), path, states)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.recompute_layers import recompute_layers
-from autoparallel.passes.split_weight_gradients import collect_deferred, deferring, split_weight_gradients
+from autoparallel.passes.split_weight_gradients import Deferring, collect_deferred, split_weight_gradients
 from tests.passes.support import Masked, captured, show
 
 
@@ -16,7 +16,11 @@ def split(graph: Captured) -> int:
     """Splits a graph, and counts the calls that leave gradients for later."""
     split_weight_gradients(graph.module, list(graph.parameters))
     graph.module.recompile()
-    return sum(node.target is deferring for node in graph.graph.nodes)
+    return sum(isinstance(node.target, Deferring) for node in graph.graph.nodes)
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.T
 
 
 class Biased(nn.Module):
@@ -50,20 +54,25 @@ class TestTheExample:
         graph = captured(nn.Linear(4, 4, bias=False), torch.randn(8, 4))
         assert show(graph.module)[2] == "linear = aten.linear(args_0, p_model_weight)"
         assert split(graph) == 1
-        (call,) = (node for node in graph.graph.nodes if node.target is deferring)
-        target, weights, args, kwargs = call.args
-        assert target is torch.ops.aten.linear.default and weights == [1] and not kwargs
-        assert [x.name for x in args] == ["args_0", "p_model_weight"]
+        (call,) = (node for node in graph.graph.nodes if isinstance(node.target, Deferring))
+        assert call.target.target is torch.ops.aten.linear.default and call.target.weights == (1,) and not call.kwargs
+        assert [x.name for x in call.args] == ["args_0", "p_model_weight"]
 
 
 class TestWhatIsLeftForLater:
+    def test_of_functions_that_are_no_operators(self) -> None:
+        graph = captured(nn.Linear(4, 4, bias=False), torch.randn(8, 4))
+        (node,) = (node for node in graph.graph.nodes if node.target is torch.ops.aten.linear.default)
+        node.target = _linear
+        assert split(graph) == 1, "and the graph is valid Python"
+
     def test_nothing_of_a_frozen_parameter(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         model[1].requires_grad_(False)
         graph = captured(model, torch.randn(8, 4))
         assert split(graph) == 1
-        (call,) = (node for node in graph.graph.nodes if node.target is deferring)
-        assert call.args[2][1].name == "p_model_0_weight"  # type: ignore[index, union-attr]
+        (call,) = (node for node in graph.graph.nodes if isinstance(node.target, Deferring))
+        assert call.args[1].name == "p_model_0_weight"  # type: ignore[index, union-attr]
 
     def test_nothing_of_an_operator_whose_backward_is_the_users(self) -> None:
         class Twice(torch.autograd.Function):
