@@ -62,7 +62,7 @@ def _mesh_of(name: str) -> tuple[Any, dict[str, Any]]:
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
     named: Any = model.full_parameters() if hasattr(model, "full_parameters") else model.named_parameters()
-    return {name: x.detach().clone() for name, x in named}
+    return {name.removeprefix("module."): x.detach().clone() for name, x in named}  # the plain one is wrapped in DDP
 
 
 def _off(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

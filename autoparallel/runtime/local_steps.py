@@ -9,6 +9,7 @@ that come after one.  The optimizer itself always holds ``DTensor``s, also where
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,8 +28,11 @@ from autoparallel.runtime.state import lay_like
 O = TypeVar("O", bound=type[Optimizer])  # noqa: E741
 Part = Literal["element", "parameter"]
 
-SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
-"""The states of torch's optimizers that have no dims whatever their parameter has."""
+Numbers = frozenset[tuple[Any, int]]
+"""The names and dims of states that are one number whatever their parameter is."""
+
+NUMBERS: Numbers = frozenset({("step", 0), ("eta", 0), ("mu", 0), ("mu_product", 0)})
+"""Those of torch's optimizers."""
 
 _KNOWN: dict[Any, Part] = {}
 
@@ -40,7 +44,8 @@ def register_optimizer(kind: O, *, per: Part) -> O:
         kind: the class.  Its ``step`` reads ``self.param_groups``, ``.grad`` and ``self.state[parameter]``, and changes
             parameters in place.
         per: ``"element"`` where an element's update depends on that element's value, gradient and states alone, and
-            states are as large as the parameter or one number: each rank updates what it has, in plain tensors.
+            states are as large as the parameter or one number: each rank updates what it has, in plain tensors.  It
+            is tried once for each optimizer, on small tensors as a whole and in parts.
             ``"parameter"`` where it depends on the whole parameter's, but on no other parameter: each parameter is
             updated by one rank, which is sent what it needs.  Its states are tensors and numbers, all of them made by
             its first step on a gradient.
@@ -132,9 +137,64 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return settled(_torch.local_of(grad))
 
 
-def lies_as(value: Any, name: Any, shape: Sequence[int]) -> bool:
+def lies_as(value: Any, name: Any, shape: Sequence[int], numbers: Numbers = NUMBERS) -> bool:
     """Whether a state is one of elements that belong to those of a parameter (or of its part) of a shape."""
-    return isinstance(value, torch.Tensor) and value.shape == shape and (value.ndim > 0 or name not in SCALARS)
+    return isinstance(value, torch.Tensor) and value.shape == shape and (name, value.ndim) not in numbers
+
+
+def try_elements(optimizer: Optimizer) -> Numbers:
+    """Steps on small tensors, as a whole and in two parts, to see that elements are updated by themselves.
+
+    Returns:
+        The states that are one number.
+
+    Raises:
+        RuntimeError: where a part is not updated as in the whole.
+    """
+    numbers: set[tuple[Any, int]] = set()
+    for group in optimizer.param_groups:
+        if group["params"]:
+            like = _torch.local_of(group["params"][0])
+            value = torch.arange(1, 9, dtype=like.dtype, device=like.device).reshape(4, 2)
+            size = torch.tensor([[1.0], [-1.0], [50.0], [100.0]], dtype=like.dtype, device=like.device)
+            runs = [(value / 4)[i:j].clone() for i, j in ((0, 4), (0, 2), (2, 4))]
+            grads = [(value.flip(0) * size)[i:j] for i, j in ((0, 4), (0, 2), (2, 4))]
+            states = [_try(optimizer, group, *run) for run in zip(runs, grads, strict=True)]
+            seen: list[tuple[Any, list[Any]]] = [("parameter", list(runs))]
+            for name, (whole, *parts) in [*seen, *((n, [s.get(n) for s in states]) for n in states[0])]:
+                if lies_as(whole, name, (4, 2)) and all(lies_as(x, name, (2, 2)) for x in parts):
+                    parts = [torch.cat(parts)]
+                elif isinstance(whole, torch.Tensor):
+                    numbers.add((name, whole.ndim))
+                if not all(_are_close(whole, part) for part in parts):
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} is registered per='element', but has updated elements otherwise "
+                        f"together than apart (its {name!r}): register it per='parameter', or not at all, where it "
+                        "depends on several parameters or on random numbers"
+                    )
+    return frozenset(numbers)
+
+
+def _try(optimizer: Optimizer, group: dict[str, Any], value: torch.Tensor, grad: torch.Tensor) -> dict[Any, Any]:
+    """The states of a small tensor after two steps that change it."""
+    twin = twin_of(optimizer)
+    own = copy.deepcopy({name: x for name, x in group.items() if name != "params"})
+    if isinstance(own.get("lr"), float):
+        own["lr"] = 0.1  # it may start at 0
+    twin.param_groups = [{**own, "params": [value]}]
+    for _ in range(2):
+        value.grad = grad.clone()
+        step_of(type(optimizer))(twin)
+    states: dict[Any, Any] = twin.state[value]
+    return states
+
+
+def _are_close(a: Any, b: Any) -> bool:
+    try:
+        torch.testing.assert_close(a, b)
+    except AssertionError:
+        return False
+    return True
 
 
 def as_parameter(local: torch.Tensor, parameter: DTensor) -> DTensor:
@@ -166,6 +226,8 @@ class LocalStep:
         self._shards = [x for _, x in sharded]
         self._by_parameter = {id(p): x for p, x in zip(self._parameters, self._locals, strict=True)}
         self._specs: list[Any] = [None] * len(sharded)  # of gradients that have been found to lie as they should
+        known = step_of(type(optimizer)).__module__.startswith("torch.optim.")
+        self._numbers = NUMBERS if known else try_elements(optimizer)
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._seen: list[Any] = []
         self._made: list[Any] = []
@@ -205,7 +267,7 @@ class LocalStep:
                 self._state[parameter] = values
                 continue
             for name, value in values.items():
-                if lies_as(value, name, parameter.shape):
+                if lies_as(value, name, parameter.shape, self._numbers):
                     values[name] = value = lay_like(value, parameter)
                 self._state[local][name] = _torch.local_of(value) if isinstance(value, torch.Tensor) else value
         self._seen, self._made = _objects(optimizer.state), _objects(self._state)
@@ -230,7 +292,7 @@ class LocalStep:
                 del before[name]
             for name, value in values.items():
                 known = before.get(name)
-                if lies_as(value, name, local.shape):
+                if lies_as(value, name, local.shape, self._numbers):
                     if not (isinstance(known, DTensor) and _torch.local_of(known) is value):
                         before[name] = as_parameter(value, parameter)
                 elif known is not value:

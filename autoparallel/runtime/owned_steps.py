@@ -139,34 +139,35 @@ class _Mesh:
             load[item.owner] += item.work
         wholes = self._gather(items)
         mine = [item for item in items if item.owner == self.here]
-        error: str | None = None
+        error: Exception | None = None
         states: list[dict[Any, Any]] = []
+        found: list[tuple[Entry, ...]] = []
         try:
             states = _update(optimizer, mine, wholes)
             found = [_entries(s, i.parameter.shape) for s, i in zip(states, mine, strict=True)]
-        except Exception as caught:  # noqa: BLE001 - raised on every rank, where they speak with each other now
-            error, found = f"{type(caught).__name__}: {caught}", []
-            if all(item.entries for item in items):
-                raise
+            for item, entries in zip(mine, found, strict=True):
+                _require_same(optimizer, item, entries)
+        except Exception as caught:  # noqa: BLE001 - raised on every rank, where they speak with each other next
+            error = caught
         if not all(item.entries for item in items):  # a first step makes states; their owner says which
             self._agree(items, error, found)
-        for item, entries in zip(mine, found, strict=True):
-            if entries != item.entries:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}, which is registered per='parameter', has changed which states a "
-                    f"parameter of shape {list(item.parameter.shape)} has after its first step, from "
-                    f"{_names(item.entries)} to {_names(entries)}: make all of them in the first step"
-                )
-        self._scatter(items, wholes, states)
+        came = self._scatter(items, wholes, states, error is not None)
+        if came is None:
+            self._agree(items, error, found)
+        for item, values in zip(items, came or (), strict=True):
+            _torch.local_of(item.parameter).copy_(values[0])
+            for (name, kind, _, of), value in zip(item.entries, values[1:], strict=True):
+                _put(item, name, kind, of, value)
 
-    def _agree(self, items: Sequence[_Item], error: str | None, found: list[tuple[Entry, ...]]) -> None:
+    def _agree(self, items: Sequence[_Item], error: Exception | None, found: list[tuple[Entry, ...]]) -> None:
         """Tells all ranks which states each parameter has now; raises on all of them where one could not step."""
-        told: list[Any] = [(error, found)] * self.size
+        mine = error and f"{type(error).__name__}: {error}", found
+        told: list[Any] = [mine] * self.size
         if self.size > 1:
-            dist.all_gather_object(told, (error, found), group=whole_group(self.store.prefix))
+            dist.all_gather_object(told, mine, group=whole_group(self.store.prefix))
         failed = next((text for text, _ in told if text is not None), None)
         if failed is not None:
-            raise RuntimeError(f"optimizer.step() failed on the rank that updates a parameter: {failed}")
+            raise RuntimeError(f"optimizer.step() failed on the rank that updates a parameter: {failed}") from error
         rest = [iter(entries) for _, entries in told]
         for item in items:
             entries = next(rest[item.owner])
@@ -199,37 +200,39 @@ class _Mesh:
             wholes.append(whole)
         return wholes
 
-    def _scatter(self, items: Sequence[_Item], wholes: list[list[torch.Tensor]], states: list[dict[Any, Any]]) -> None:
-        """Sends what owners have made to where it lies."""
-        sent: list[list[torch.Tensor]] = [[] for _ in self.places]
-        wanted: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[] for _ in self.places]
-        dtypes: dict[torch.dtype, None] = {}
-        made = iter(zip(wholes, states, strict=True))
+    def _scatter(
+        self, items: Sequence[_Item], wholes: list[list[torch.Tensor]], states: list[dict[Any, Any]], failed: bool
+    ) -> list[list[torch.Tensor]] | None:
+        """Sends what owners have made to where it lies; returns each item's part and states, or None where a rank
+        says, in front of what it sends, that it has failed."""
+        flag = items[0].parameter.dtype
+        device = self.store.mesh.device_type
+        sent = [[torch.full((1,), failed, dtype=flag, device=device)] for _ in self.places]
+        wanted: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[((1,), flag)] for _ in self.places]
+        dtypes = {flag: None}
+        made = iter(zip(wholes, states or [{}] * len(wholes), strict=True))
         for item in items:
-            device, own = item.grad.device, item.regions[self.here].shape
-            expected = [(own, item.parameter.dtype)]
-            for _, kind, shape, of in item.entries:
-                expected.append(((own if kind == "lies" else shape), of[0] if kind != "number" else torch.float64))
-            dtypes |= dict.fromkeys(dtype for _, dtype in expected)
-            wanted[item.owner] += expected
+            forms: list[tuple[str, tuple[int, ...], torch.dtype]] = [("lies", (), item.parameter.dtype)]
+            forms += [(e[1], e[2], e[3][0] if e[1] != "number" else torch.float64) for e in item.entries]
+            dtypes |= dict.fromkeys(dtype for *_, dtype in forms)
+            shapes = [[r.shape if kind == "lies" else shape for kind, shape, _ in forms] for r in item.regions]
+            wanted[item.owner] += [(s, f[2]) for s, f in zip(shapes[self.here], forms, strict=True)]
             if item.owner != self.here:
                 continue
             whole, state = next(made)
-            values = [
-                torch.as_tensor(state[e[0]], dtype=None if e[1] != "number" else torch.float64).to(device)
-                for e in item.entries
-            ]
+            if failed:  # what is sent is not read
+                for i, some in enumerate(shapes):
+                    sent[i] += [torch.zeros(s, dtype=f[2], device=device) for s, f in zip(some, forms, strict=True)]
+                continue
+            values = [whole[0], *(torch.as_tensor(state[e[0]]) for e in item.entries)]
+            values = [v.to(item.grad.device, f[2]) for v, f in zip(values, forms, strict=True)]
             for i in range(self.size):
-                sent[i].append(whole[0][_slices(item, i)])
-                sent[i] += [
-                    v[_slices(item, i)] if e[1] == "lies" else v for v, e in zip(values, item.entries, strict=True)
-                ]
-        pieces = [iter(some) for some in self._exchange(sent, wanted, dtypes)]
-        for item in items:
-            came = pieces[item.owner]
-            _torch.local_of(item.parameter).copy_(next(came))
-            for name, kind, _, of in item.entries:
-                _put(item, name, kind, of, next(came))
+                sent[i] += [v[_slices(item, i)] if f[0] == "lies" else v for v, f in zip(values, forms, strict=True)]
+        came = self._exchange(sent, wanted, dtypes)
+        if torch.cat([some[0] for some in came]).any():
+            return None
+        rest = [iter(some[1:]) for some in came]
+        return [[next(rest[item.owner]) for _ in range(1 + len(item.entries))] for item in items]
 
     def _exchange(
         self,
@@ -269,7 +272,10 @@ def _update(optimizer: Optimizer, items: Sequence[_Item], wholes: list[list[torc
         whole.grad = grad
         lists[item.group].append(whole)
         rest = iter(lying)
-        state[whole] = {k: next(rest) if isinstance(v, DTensor) else v for k, v in item.state.items()}
+        state[whole] = {
+            k: next(rest) if isinstance(v, DTensor) else v.clone() if isinstance(v, torch.Tensor) else v
+            for k, v in item.state.items()
+        }
     if items:
         twin = twin_of(optimizer)
         fill(twin, optimizer, state, lists)
@@ -291,6 +297,16 @@ def _entries(state: dict[Any, Any], shape: Sequence[int]) -> tuple[Entry, ...]:
                 "per='parameter' keeps tensors and numbers"
             )
     return tuple(found)
+
+
+def _require_same(optimizer: Optimizer, item: _Item, entries: tuple[Entry, ...]) -> None:
+    """Raises RuntimeError where a step after the first makes other states."""
+    if item.entries and entries != item.entries:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}, which is registered per='parameter', has changed which states a "
+            f"parameter of shape {list(item.parameter.shape)} has after its first step, from "
+            f"{_names(item.entries)} to {_names(entries)}: make all of them in the first step"
+        )
 
 
 def _names(entries: Iterable[Entry]) -> str:

@@ -212,3 +212,93 @@ def test_what_is_registered_is_checked() -> None:
         autoparallel.register_optimizer(torch.optim.Optimizer([nn.Parameter(torch.ones(1))], {}), per="element")  # type: ignore[type-var]
     with pytest.raises(ValueError, match="per must be"):
         autoparallel.register_optimizer(Lion, per="row")  # type: ignore[arg-type]
+
+
+class Failing(Lamb):
+    """Fails at the parameter of a shape, or gives it another state, as it is told."""
+
+    fails: tuple[int, ...] | None = None
+    grows: tuple[int, ...] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and self.fails == tuple(p.shape):
+                    raise ValueError("no update")
+                if p.grad is not None and self.grows == tuple(p.shape):
+                    self.state[p]["late"] = 1
+        super().step()
+
+
+def _failing() -> dict[str, Any]:
+    autoparallel.register_optimizer(Failing, per="parameter")
+    model, plain = compiled_pair(Net, 2, plan="fsdp")
+    mine, theirs = (Failing(m.parameters()) for m in (model, plain))
+    seen: dict[str, Any] = {"raised": []}
+    for step, (fails, grows) in enumerate([((8, 8), None), (None, None), ((8, 8), None), (None, (4, 8)), (None, None)]):
+        backward(model, plain, step)
+        before = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+        mine.fails, mine.grows = fails, grows
+        if fails or grows:
+            seen["raised"].append(raised(mine.step))
+            seen[f"still {step}"] = all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
+        else:
+            mine.step(), theirs.step()
+    return {**seen, "far": parameters_off(model, plain)}
+
+
+def test_an_owner_that_fails_is_an_error_on_all_ranks_and_changes_nothing() -> None:
+    results = run_on_ranks(_failing, world_size=2)
+    assert results[0] == results[1]
+    for text, said in zip(results[0]["raised"], ("no update", "no update", "late"), strict=True):
+        assert "failed on the rank that updates a parameter" in text and said in text
+    assert results[0]["far"] < 1e-9 and all(results[0][f"still {i}"] for i in (0, 2, 3)), results[0]
+
+
+class Counted(torch.optim.Optimizer):
+    """Momentum over a count that is a tensor of one element."""
+
+    def __init__(self, params: Any, scaled: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1, "scaled": scaled})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state.setdefault("count", torch.zeros(1, dtype=p.dtype)).add_(1)
+                state.setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                update = state["momentum"] / state["count"]
+                p.sub_(group["lr"] * update * (p.norm() if group["scaled"] else 1))
+
+
+class Small(nn.Module):
+    """Vectors of two elements and of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.two, self.one = nn.Linear(8, 4), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(x) * self.two.sum() + self.one
+
+
+def _counted() -> dict[str, Any]:
+    autoparallel.register_optimizer(Counted, per="element")
+    model, plain = compiled_pair(Small, 2, plan="fsdp")
+    mine, theirs = (Counted(m.parameters()) for m in (model, plain))
+    for step in range(3):
+        backward(model, plain, step)
+        mine.step(), theirs.step()
+    lie = {name: {type(s[name]) for s in mine.state.values()} for name in ("count", "momentum")}
+    wrong = raised(Counted(model.parameters(), scaled=True).step)
+    return {"far": parameters_off(model, plain), "lie": lie, "wrong": wrong}
+
+
+def test_what_is_registered_of_elements_is_tried_once() -> None:
+    """It also says which states are one number, where a part has one element, too."""
+    for results in run_on_ranks(_counted, world_size=2):
+        assert results["far"] < 1e-9
+        assert results["lie"] == {"count": {Tensor}, "momentum": {DTensor}}
+        assert "Counted is registered per='element', but" in results["wrong"]
