@@ -102,9 +102,7 @@ def _failure(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _examine_plan(
-    task: Task, captured: Captured, random: RandomState, tolerance: float, row: Row
-) -> Deviation | None:
+def _examine_plan(task: Task, captured: Captured, random: RandomState, tolerance: float, row: Row) -> Deviation | None:
     batch, name = task.batch(1), str(task.plan)
     plan = planner_of(task, name).search(captured, call_of_task(task, batch))
     modes = [plan.modes(key) for key in plan.operators]
@@ -124,7 +122,7 @@ def words_of(text: str) -> str:
     """A failure in one line of a table."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kept = [lines[0], *(line for line in lines[1:] if line.startswith("What to change"))]
-    return re.sub(r'"[^"]*/([^"/]+)"', r'`\1`', " ".join(kept)).replace("|", "/")[:400]
+    return re.sub(r'"[^"]*/([^"/]+)"', r"`\1`", " ".join(kept)).replace("|", "/")[:400]
 
 
 def table(rows: Mapping[str, Row]) -> str:

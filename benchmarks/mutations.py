@@ -150,9 +150,7 @@ class Program:
             return _Rank(self, captured, chains, index).run()
 
         ranks = simulate(rank, self.sizes, self.names)
-        outputs = [
-            combine([r[0][i].detach() for r in ranks], layout, self.sizes) for i, layout in enumerate(layouts)
-        ]
+        outputs = [combine([r[0][i].detach() for r in ranks], layout, self.sizes) for i, layout in enumerate(layouts)]
         gradients = {}
         for chain in chains:
             parts = [r[1][chain.name] for r in ranks if chain.name in r[1]]

@@ -209,9 +209,7 @@ def main() -> None:
         seconds, memory = predict(run, profiles[run.how], _published_plan(run))
         rate = run.tokens / seconds
         off = rate / run.rate - 1
-        verdict = f"{off:+.0%}" + (
-            " (fitted)" if run in FITTED.values() else "" if abs(off) <= WANTED else " (missed)"
-        )
+        verdict = f"{off:+.0%}" + (" (fitted)" if run in FITTED.values() else "" if abs(off) <= WANTED else " (missed)")
         try:
             best = run.tokens / predict(run, profiles[run.how], "auto", 1.05 * memory)[0]
             auto = f"{best:,.0f}" + ("" if best >= 0.999 * rate else " (slower)")

@@ -90,9 +90,7 @@ def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _is_head(node: fx.Node, rows: int) -> bool:
     """Whether a cross-entropy reads the results of this linear layer, its classes kept whole on the way."""
-    return any(
-        _is_loss(user) or (_keeps_classes(user, rows) and _is_head(user, rows)) for user in node.users
-    )
+    return any(_is_loss(user) or (_keeps_classes(user, rows) and _is_head(user, rows)) for user in node.users)
 
 
 def _is_loss(node: fx.Node) -> bool:

@@ -134,9 +134,7 @@ def _insert_hooks(graph: fx.Graph, node: fx.Node, marks: list[fx.Node], hooks: M
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user in users)
 
 
-def _values_before(
-    graph: fx.Graph, node: fx.Node, values: list[fx.Node]
-) -> tuple[dict[fx.Node, fx.Node], fx.Node]:
+def _values_before(graph: fx.Graph, node: fx.Node, values: list[fx.Node]) -> tuple[dict[fx.Node, fx.Node], fx.Node]:
     """What hooks read, moved before all users of ``node``; what follows from it there is computed twice.
 
     Returns:

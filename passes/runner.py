@@ -114,9 +114,7 @@ class PassList:
             facts = facts.union(each.provides).difference(each.removes)
         self._require("what comes after the list", self.promised, facts, self.passes)
 
-    def _require(
-        self, name: str, required: Collection[Fact], facts: Collection[Fact], before: Sequence[Pass]
-    ) -> None:
+    def _require(self, name: str, required: Collection[Fact], facts: Collection[Fact], before: Sequence[Pass]) -> None:
         missing = [fact for fact in Fact if fact in required and fact not in facts]
         if missing:
             providers = [p.name for p in self.passes if missing[0] in p.provides]

@@ -26,9 +26,7 @@ from autoparallel.placements.modes import Mode
 from autoparallel.rules.ways import typed_call
 
 
-def settle_interleaving(
-    module: fx.GraphModule, modes: Mapping[str, Sequence[Mode]], axis_sizes: Sequence[int]
-) -> None:
+def settle_interleaving(module: fx.GraphModule, modes: Mapping[str, Sequence[Mode]], axis_sizes: Sequence[int]) -> None:
     """Rewrites the graph of ``module`` in place.
 
     Args:

@@ -11,7 +11,7 @@ import pytest
 
 import autoparallel
 
-SCRIPT = '''
+SCRIPT = """
 import torch
 from torch import nn
 import autoparallel
@@ -32,7 +32,7 @@ for name, tensor in model.full_parameters():
     tensor.upper()  # refused
 rows: list[torch.Tensor] = model.local_rows([torch.zeros(1)])
 count: int = model.local_rows([torch.zeros(1)])  # refused
-'''
+"""
 
 
 @pytest.mark.wide

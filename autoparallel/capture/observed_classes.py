@@ -54,7 +54,6 @@ def _observed_class(cls: type) -> type:
     if any(c.__module__.partition(".")[0] not in (*LIBRARIES, "transformers") for c in asks):
         raise TypeError(f"{cls.__name__} has an __init_subclass__")
     if cls not in _CLASSES:
-
         methods: Any = cls
         get, put, remove = methods.__getattribute__, methods.__setattr__, methods.__delattr__
 

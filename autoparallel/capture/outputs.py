@@ -63,9 +63,7 @@ def find_objective(
     return Objective(tuple(flowing), loss, alone, weight)
 
 
-def find_loss(
-    outputs: Sequence[Leaf], spec: pytree.TreeSpec, scalars: Collection[int], of_loss_fn: bool
-) -> int | None:
+def find_loss(outputs: Sequence[Leaf], spec: pytree.TreeSpec, scalars: Collection[int], of_loss_fn: bool) -> int | None:
     """The index (among the graph's outputs) of the loss, where it is known.
 
     Args:

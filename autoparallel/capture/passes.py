@@ -72,9 +72,7 @@ def resolving_passes(calls: Trace) -> PassList:
         lambda module, findings: resolve_opaque_calls(module, calls.calls, calls.hooks),
         requires={Fact.FLAT},
     )
-    control = Pass(
-        "resolve_control_flow", lambda module, findings: resolve_control_flow(module), requires={Fact.FLAT}
-    )
+    control = Pass("resolve_control_flow", lambda module, findings: resolve_control_flow(module), requires={Fact.FLAT})
     return PassList([resolve, control], given={Fact.FLAT})
 
 

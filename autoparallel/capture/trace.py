@@ -33,9 +33,7 @@ class Trace:
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
     """
 
-    def __init__(
-        self, originals: Mapping[int, Any], paths: Mapping[int, str], given: Collection[int] = ()
-    ) -> None:
+    def __init__(self, originals: Mapping[int, Any], paths: Mapping[int, str], given: Collection[int] = ()) -> None:
         self.originals, self.paths, self.given = originals, paths, given
         self.has_leaves = False
         self.calls: dict[str, OpaqueCall] = {}

@@ -42,6 +42,7 @@ class Together(Protocol):
 
     def together(self, action: Callable[[], T]) -> T:
         """Runs something that may raise; when it raises on any rank, every rank raises."""
+
     def from_first(self, make: Callable[[], str]) -> str:
         """The text that the first rank makes, on all ranks."""
 

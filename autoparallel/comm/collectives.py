@@ -266,9 +266,7 @@ def _start_all_to_all(
 
 
 def _local(function: Callable[[torch.Tensor, _Item, int, int], torch.Tensor]) -> Starter:
-    def start(
-        tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
-    ) -> Callable[[], list[torch.Tensor]]:
+    def start(tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
         index, n = axis_index(group), axis_size(group)
         results = [function(x, item, index, n) for x, item in zip(tensors, items, strict=True)]
         return lambda: results

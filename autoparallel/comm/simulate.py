@@ -160,9 +160,7 @@ class _ThreadCommunicator:
         out = torch.stack([value[index] for value in self._collect(x, axis, "all_to_all")])
         return lambda: out
 
-    def all_to_all_rows(
-        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str
-    ) -> torch.Tensor:
+    def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
         peers = self._peers(axis)
         brought = x.detach().clone(), list(sent)
         met = self.meeting.exchange(self.rank, peers, f"all_to_all_rows over {axis!r}", brought)

@@ -157,9 +157,7 @@ class CountingMode(TorchDispatchMode):
         names: process group name to axis, before what is known of bound meshes.
     """
 
-    def __init__(
-        self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, add: Callable[[str, str, int, int], None], names: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self._add = add
         self._names = names or {}

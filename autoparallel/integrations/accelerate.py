@@ -103,9 +103,7 @@ class Accelerator(accelerate.Accelerator):
 
     # -- gradients and metrics ----------------------------------------------------------------------------------------
 
-    def clip_grad_norm_(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
-    ) -> Tensor:
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clips the gradients of one model's parameters, all of them, by their true norm; see
         :meth:`ParallelModule.clip_grad_norm_`.
 

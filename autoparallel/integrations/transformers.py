@@ -1,4 +1,6 @@
-"""A ``Trainer`` for compiled models: the import and the mesh are the lines that change::
+"""The ``Trainer`` of transformers for compiled models.
+
+The import and the mesh are the lines that change::
 
     from autoparallel.integrations.transformers import Trainer
 

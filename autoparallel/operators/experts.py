@@ -203,9 +203,7 @@ def _grouped_linear_exchanged_backward(
 
 
 @_grouped_linear_exchanged_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, experts: Tensor, group: str, owners: str
-) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, experts: Tensor, group: str, owners: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), weight.new_empty(weight.shape)
 
 

@@ -92,9 +92,7 @@ def padded_embedding(weight: Tensor, indices: Tensor, padding_idx: int, rows: in
     return torch.ops.aten.embedding(weight.narrow(0, 0, rows), indices, padding_idx)
 
 
-def embedding_sharded(
-    weight: Tensor, indices: Tensor, padding_idx: int, group: str, rows: int | None = None
-) -> Tensor:
+def embedding_sharded(weight: Tensor, indices: Tensor, padding_idx: int, group: str, rows: int | None = None) -> Tensor:
     """A rank's summand of the embedding of ``indices`` in a table whose rows are sharded over ``group``.
 
     ``rows``: how many rows the whole table has without padding, where it is padded.

@@ -32,9 +32,7 @@ def _fills_up(whole: int, shape: Sequence[int], layout: Layout, axis_sizes: Sequ
     return fills_up(shape, (whole,), layout, axis_sizes)
 
 
-def require_fits(
-    plan: Decisions, graph: fx.Graph, mesh: Axes, parameters: Mapping[str, str] | None = None
-) -> None:
+def require_fits(plan: Decisions, graph: fx.Graph, mesh: Axes, parameters: Mapping[str, str] | None = None) -> None:
     """Refuses a mesh or a graph that a plan was not made for, and decisions that cannot be carried out.
 
     Args:
@@ -92,9 +90,7 @@ def _require_parameters(plan: Decisions, graph: fx.Graph, parameters: Mapping[st
         set(plan.parameters) - set(parameters.values()),
     )
     if missing or extra:
-        problem = (
-            f"has no parameter {min(missing)}" if missing else f"has {min(extra)}, which the model does not use"
-        )
+        problem = f"has no parameter {min(missing)}" if missing else f"has {min(extra)}, which the model does not use"
         raise PlanError(f"the plan {problem}: plan again")
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in parameters:

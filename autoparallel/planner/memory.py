@@ -148,9 +148,7 @@ def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
     return plan.cost - sum(plan.estimate.parameters.values()) >= max(gauge.seconds(best), other.cost)
 
 
-def _fitting(
-    free: Outcome, limit: float, gauge: Gauge, known: float | None, below: float = math.inf
-) -> Proposals:
+def _fitting(free: Outcome, limit: float, gauge: Gauge, known: float | None, below: float = math.inf) -> Proposals:
     """The fastest plan found of those that fit into a limit (see [Note: what fits]); where none does, the one that
     takes the least memory, and where none can be of use, any.
 

@@ -8,9 +8,7 @@ from typing import Literal, get_args
 
 from autoparallel.decisions.parameters import PlanError
 
-Preset = Literal[
-    "auto", "data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel", "context_parallel"
-]
+Preset = Literal["auto", "data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel", "context_parallel"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 EXPERT_AXIS = "ep"

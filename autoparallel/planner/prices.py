@@ -130,9 +130,7 @@ class Pricer:
             prices = prices + self.forbidden(node, producer.options, columns)
         elif deals_out(node):
             shape = self.size.shape(node)
-            prices = prices + dealing_seconds(
-                node, shape, producer.options, columns, self.axis_sizes, self.profile
-            )
+            prices = prices + dealing_seconds(node, shape, producer.options, columns, self.axis_sizes, self.profile)
         return prices
 
     def again(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:

@@ -102,7 +102,5 @@ def _exchanged(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
 
 def _partial(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
     for i, group in enumerate(rule.linear):
-        operands = tuple(
-            Partial if j in group or j in rule.additive else whole[j] for j in range(len(rule.operands))
-        )
+        operands = tuple(Partial if j in group or j in rule.additive else whole[j] for j in range(len(rule.operands)))
         yield Typed(Mode("partial", linear=i), operands, Partial)

@@ -254,9 +254,7 @@ class ParallelModule(Face):
     def grad_norm(self, norm_type: float = 2.0, *, groups: Groups) -> dict[str, torch.Tensor]: ...
     @overload
     def grad_norm(self, norm_type: float, groups: Groups) -> dict[str, torch.Tensor]: ...
-    def grad_norm(
-        self, norm_type: float = 2.0, groups: Groups | None = None
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+    def grad_norm(self, norm_type: float = 2.0, groups: Groups | None = None) -> torch.Tensor | dict[str, torch.Tensor]:
         """The global norm of all gradients, without clipping; one all-reduce, whatever the groups.
 
         Args:

@@ -8,7 +8,6 @@ and numbers of valid targets differ from row to row, so that a mean taken over t
     args, kwargs = case.make_batch(step=0, rows=8)
 """
 
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -35,6 +35,7 @@ class Case:
 def seeded(step: int, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
 
+
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy over all valid tokens of the batch."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)

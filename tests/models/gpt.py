@@ -77,6 +77,7 @@ class GPT(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
+
 def build_gpt(dtype: torch.dtype, config: GPTConfig | None = None) -> Case:
     config = config or GPTConfig()
     model = GPT(config).to(dtype)

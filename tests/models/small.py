@@ -118,7 +118,6 @@ def build_resnet(dtype: torch.dtype) -> Case:
     return Case("resnet", model, make_batch, F.cross_entropy, buffers=buffers)
 
 
-
 class UNet(nn.Module):
     """Two steps down, two up, each joined with what was there on the way down."""
 

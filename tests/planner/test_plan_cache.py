@@ -75,9 +75,7 @@ def test_what_the_search_depends_on_is_another_plan(tmp_path: Path, monkeypatch:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("damage", ["", "{}", "half", "other"])
-def test_what_does_not_fit_is_searched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_what_does_not_fit_is_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     plan, _ = plan_of(tmp_path, monkeypatch)
     (file,) = tmp_path.iterdir()
     text = file.read_text()

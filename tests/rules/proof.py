@@ -287,9 +287,7 @@ class Run:
             "sizes": Sizes({}),
         }
         specification = specify_program(self.module, axes=[*zip(names, self.mesh, strict=True)], **common)
-        insert_collectives(
-            self.module, shared={}, axis_names=names, redistributor=_redistributor(self.mesh), **common
-        )
+        insert_collectives(self.module, shared={}, axis_names=names, redistributor=_redistributor(self.mesh), **common)
         self.module.recompile()
         verify_placements(self.module, specification)
         generator = self.reference.generator

@@ -60,9 +60,7 @@ class TestDimwise:
 
 
 class TestProduct:
-    @pytest.mark.parametrize(
-        ("shape", "dims"), [((4, 2), "m n"), ((2,), "n"), ((), "")], ids=["whole", "last", "none"]
-    )
+    @pytest.mark.parametrize(("shape", "dims"), [((4, 2), "m n"), ((2,), "n"), ((), "")], ids=["whole", "last", "none"])
     def test_what_is_added_has_the_last_dims_of_the_result(self, shape: tuple[int, ...], dims: str) -> None:
         node = _node(aten.addmm.default, real(*shape), real(4, 6), real(6, 2))
         rule = product(node, "+, m k, k n -> m n")

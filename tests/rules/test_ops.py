@@ -31,9 +31,7 @@ def test_an_index_outside_of_a_sharded_table_is_an_error_as_in_torch(wrong: int)
     with pytest.raises(IndexError):
         F.embedding(indices, weight)
     with pytest.raises(IndexError):
-        simulate(
-            lambda rank: operators.embedding_sharded(weight.chunk(3)[rank], indices, -1, "mesh/tp"), (3,), ("tp",)
-        )
+        simulate(lambda rank: operators.embedding_sharded(weight.chunk(3)[rank], indices, -1, "mesh/tp"), (3,), ("tp",))
 
 
 @pytest.mark.parametrize("wrong", [-1, 12])

@@ -222,9 +222,7 @@ class Order:
     largest_scope: Scope
 
 
-def elimination_order(
-    sizes: Sequence[int], scopes: Iterable[Scope], max_table: int, kept: Collection[int]
-) -> Order:
+def elimination_order(sizes: Sequence[int], scopes: Iterable[Scope], max_table: int, kept: Collection[int]) -> Order:
     """Smallest next table first; where that is costly, also three others, and the best of them.
 
     They are least new adjacency first, and along the graph from either end: each variable once its furthest neighbour
@@ -379,9 +377,7 @@ def _groups(parts: list[tuple[Scope, Array]], dims: Sequence[int], most: int) ->
     return [group for _, group in groups]
 
 
-def _matched(
-    groups: list[list[tuple[Scope, Array]]], dims: Sequence[int], v: int
-) -> list[list[tuple[Scope, Array]]]:
+def _matched(groups: list[list[tuple[Scope, Array]]], dims: Sequence[int], v: int) -> list[list[tuple[Scope, Array]]]:
     """The same groups, with costs moved between them until each has the same least cost for every state of ``v``.
 
     Their sum stays what it was, and minimising each by itself loses less, because none prefers a state of its own.
