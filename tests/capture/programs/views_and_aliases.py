@@ -146,3 +146,15 @@ class Expanded(Two):
         h = self.a(x)[:, None].expand(-1, 3, -1) * torch.arange(3.0)[:, None]
         h = h.roll(1, dims=-1).flip(1).repeat(1, 1, 2).unfold(2, 4, 4)
         return self.b(h.reshape(x.shape[0], -1, 8))
+
+
+@program(ranks=True)
+class NoElements(nn.Module):
+    """A parameter without elements, as of a prompt of length 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.prompt = nn.Linear(8, 8), nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.inner(self.prompt)]) @ self.inner.weight
