@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.comm.waiting import RankMismatchError
+from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.runtime.agreement import Agreement, digest
 
 SETS = 8
@@ -135,7 +136,7 @@ def _axes(mask: int, mesh: DeviceMesh) -> tuple[int, ...]:
     """The axes of the mesh of all ranks along which a set is the same; a pipeline's holds other parameters."""
     if not mask:
         return tuple(range(mesh.ndim))
-    first = mesh.ndim - len([name for name in mesh.mesh_dim_names or () if name != "pp"])
+    first = mesh.ndim - len([name for name in mesh.mesh_dim_names or () if name != PIPELINE_AXIS])
     return tuple(first + axis for axis in range(mesh.ndim - first) if mask >> axis & 1)
 
 
