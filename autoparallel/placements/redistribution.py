@@ -205,7 +205,8 @@ class Redistributor:
                     what, axes = _KINDS[kind], steps.groups[group]
                     seconds = self.step_seconds(what, axes, size)
                     if bucketed and what in COLLECTIVES and size < BUCKET_BYTES:
-                        seconds -= (1 - size / BUCKET_BYTES) * self.step_seconds(what, axes, 0)
+                        share = max(size, 1) / BUCKET_BYTES  # also where there are no elements: no price is zero
+                        seconds -= (1 - share) * self.step_seconds(what, axes, 0)
                     known[kind, group, size] = seconds
             return np.array([known[key] for key in map(tuple, unique.tolist())])[inverse.reshape(-1)]
 

@@ -124,9 +124,7 @@ class Pricer:
             for i, option in enumerate(producer.options):
                 gather = forward[index[option.result], [index[c] for c in columns]]
                 if option.gather == "per_use":
-                    there = np.isfinite(gather)  # else there is no way, as for parts of a tensor without elements
-                    back = np.subtract(prices[i], gather, out=np.full_like(gather, np.inf), where=there)
-                    prices[i] = once * back + gather * (1 + bool(node.meta["backward"]))
+                    prices[i] = once * (prices[i] - gather) + gather * (1 + bool(node.meta["backward"]))
                 else:
                     prices[i] *= once
             prices = prices + self.forbidden(node, producer.options, columns)
