@@ -226,8 +226,6 @@ def _capture(
             program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
         finally:
             fixed.update(dict.fromkeys(calls.fixed.values()))
-        run_passes(resolving_passes(calls), program.graph_module)
-        _name_outputs(program)
         captured = _describe(
             program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
         )
@@ -354,7 +352,10 @@ def _export(
             with calls.silent():
                 findings = run_passes(tracing_passes(program.graph, calls), program.graph_module)
                 _name_outputs(program)
-                return program.run_decompositions({}), findings[Draws].count
+                decomposed = program.run_decompositions({})
+        run_passes(resolving_passes(calls), decomposed.graph_module)
+        _name_outputs(decomposed)
+        return decomposed, findings[Draws].count
     except CaptureError:
         raise
     except Refusal as error:
