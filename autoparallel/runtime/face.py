@@ -54,6 +54,9 @@ class Face(nn.Module):
             found = getattr(self.__dict__["_plain"], name)
         return self._under_whole(name) if name in self.__dict__["_methods"] else found
 
+    def __getitem__(self, key: Any) -> Any:
+        return self._plain[key]
+
     def _under_whole(self, name: str) -> Callable[..., Any]:
         """A method of the plain model that gathers the parameters while it runs."""
 
