@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from autoparallel.report.comparison import plan_report
 from autoparallel.report.diff import diff_plans
 from autoparallel.report.explain import explain_plan
 from autoparallel.report.reasons import explain_module
+from autoparallel.report.trace import trace_of
 
 FORMAT = 1
 
@@ -98,6 +100,19 @@ class Plan(Decisions):
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
         Path(path).write_text(self.to_json())
+
+    def save_trace(self, path: str | Path, beside: str | Path | None = None) -> None:
+        """Writes the predicted step as a trace, which Perfetto (https://ui.perfetto.dev) shows: phases, modules, what
+        is waited for, collectives and memory of a rank; of a pipeline, the schedule of its ranks.
+
+        Args:
+            beside: a trace that ``torch.profiler`` has exported, as JSON: the file shows both, from the same moment.
+
+        Raises:
+            PlanError: when the plan was read from a file and is not compiled yet.
+        """
+        measured = None if beside is None else json.loads(Path(beside).read_text())
+        Path(path).write_text(json.dumps(trace_of(self, measured)))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
