@@ -6,10 +6,11 @@ Tested with torch 2.11 to 2.13.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import traceback
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -176,6 +177,18 @@ def mesh_without_groups(
 def outside_of_dynamo() -> AbstractContextManager[Any]:
     """A context in which a backend of ``torch.compile`` may trace on its own, apart from the trace that called it."""
     return tracing(None)
+
+
+@contextmanager
+def without_fake_errors() -> Iterator[None]:
+    """Keeps torch from logging, with a traceback, each operator that a trace cannot run: it is raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def source_of(node: fx.Node) -> str:

@@ -137,7 +137,7 @@ class Compiler:
             trained = captured or self._capture(first, training=True)
             at_rest, captured = self._resting(self._plan(trained, first, None)), None
         captured = captured or self._capture(call)
-        trace = captured.copy() if captured.lengths else None
+        trace = captured.copy() if captured.lengths or captured.batches else None
         try:
             plan = self._plan(captured, call, at_rest)
         except PlanError:

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autoparallel.comm.world import mesh_text
 from autoparallel.data import from_json, to_json
 from autoparallel.decisions.decisions import Decisions, Reasons
 from autoparallel.decisions.parameters import PlanError
@@ -20,7 +21,7 @@ from autoparallel.report.trace import trace_of
 FORMAT = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Decisions):
     """Every decision about one model on one mesh (see :class:`Decisions`), to be read, saved and run again."""
 
@@ -55,6 +56,15 @@ class Plan(Decisions):
         if module is not None:
             return explain_module(self, module)
         return explain_plan(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {self.origin!r} on the mesh {mesh_text(self.whole_mesh)}: {len(self.parameters)} parameters, "
+            f"{len(self.operators)} operators>"
+        )
+
+    def __str__(self) -> str:
+        return self.explain()
 
     def _repr_html_(self) -> str:
         """The report as a notebook shows it: in a frame of its own, so that neither's style reaches the other."""

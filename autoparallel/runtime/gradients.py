@@ -179,7 +179,11 @@ class GradientStore:
         Raises:
             RuntimeError: under ``torch.autograd.grad()``, to which gradients would have to be handed.
         """
-        present = [(chain, self.sum_uses(chain, row)) for chain, row in reached(chains, grads, accumulated)]
+        present = [
+            (chain, self.sum_uses(chain, row))
+            for chain, row in reached(chains, grads, accumulated)
+            if self.parameters[chain.name].requires_grad  # not frozen since the forward
+        ]
         if present:
             self.receive_sums([chain for chain, _ in present], [value for _, value in present])
         return [None] * len(chains)

@@ -174,11 +174,12 @@ class Outputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor, own: bool) -> torch.Tensor:
         ctx.delivery = delivery
         ctx.set_materialize_grads(False)
-        # A loss may be divided in place. Views of other outputs keep the count of changes that autograd looks at.
-        return output.clone() if output.ndim == 0 else output.view_as(output)
+        # A loss, and what shares its memory with nothing else that the user has, may be changed in place: torch refuses
+        # that of the others, which are views. All but the loss keep the count of changes that autograd looks at.
+        return output.clone() if output.ndim == 0 else output.detach() if own else output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -187,7 +188,7 @@ class Outputs(torch.autograd.Function):
                 "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
                 "derivative would be taken of one rank's part only.\nWhat to change: compute it on the plain model."
             )
-        return None, ctx.delivery.weighted(grads[0])
+        return None, ctx.delivery.weighted(grads[0]), None
 
 
 class Refuse(torch.autograd.Function):
