@@ -318,7 +318,6 @@ def _fabric(strategy: str | None, path: str) -> tuple[list[float], dict[str, Ten
 
 @pytest.mark.wide
 def test_fabric(tmp_path: Path) -> None:
-    pytest.importorskip("lightning.fabric")
     expected, parameters = _fabric(None, str(tmp_path / "plain.ckpt"))
     assert len(expected) == 27 and max(expected) > 0.5
     for strategy in ("registered", "tensor_parallel"):
