@@ -58,6 +58,7 @@ def train(model: nn.Module, task: Task, notes: list[str], limit_of: LimitOf, dra
         notes.append("no parameter is trainable, so there are no gradients to compare")
     before = dict(_attributes(model))
     for step in range(1, task.steps + 1):
+        task.before_step(model, step)
         for number in range(1, task.accumulation + 1):
             last = number == task.accumulation
             with model.no_sync() if isinstance(model, ParallelModule) and not last else nullcontext():
