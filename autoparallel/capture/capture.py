@@ -21,6 +21,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel._torch import make_fake_mode, size_guards
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
@@ -90,7 +91,8 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
     fixed: dict[str, None] = {}
     for attempt in attempts:
         try:
-            captured = _capture(model, attempt, *others, fixed=fixed, **options)
+            with _torch.without_fake_errors():
+                captured = _capture(model, attempt, *others, fixed=fixed, **options)
         except CaptureError as error:
             if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open
                 raise

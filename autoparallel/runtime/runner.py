@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from autoparallel import _torch
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, NumberSpec
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, draw_from
+from autoparallel.passes.name_modules import name_modules
 from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram, require_divides
@@ -55,6 +57,7 @@ class Runner:
         self.saved_buffers = captured.saved_buffers  # copied, because the call changes them before the backward
         self.specs = [(to_dtensor_placements(layout), layout) for layout in program.output_layouts]
         self.regathered: list[int] = []
+        self._named: Callable[..., Any] | None = None  # the body that is profiled
 
     def _complete_graphs(self) -> None:
         """Gives the program the modules that it calls by name."""
@@ -98,13 +101,20 @@ class Runner:
             if bucket.placeholders[0] not in values:
                 values.update(zip(bucket.placeholders, bucket(), strict=True))
         arguments = [values[name] for name in self.order]
+        body = self._named_body() if _torch.is_profiling() else self.body
         if not self.per_use:
-            return self.body(*arguments)
+            return body(*arguments)
         hooks = RegatherHooks(self.per_use)
         with hooks:
-            outputs = self.body(*arguments)
+            outputs = body(*arguments)
         self.regathered = [b.number for b in hooks.regathered()]
         return outputs
+
+    def _named_body(self) -> Callable[..., Any]:
+        """The body, which names its modules in a profile; one that is compiled names its regions itself."""
+        if self._named is None:
+            self._named = name_modules(self.program.body) if self.body is self.program.body else self.body
+        return self._named
 
 
 class CallRunner(Protocol):

@@ -220,17 +220,3 @@ def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]
 
 def _run_localization(process: Process, work: tuple[Task, VerifyReport]) -> Deviation:
     return localized(*work)
-
-
-def verify_here(task: Task, tolerance: float | str = "auto", localize: bool = False) -> VerifyReport:
-    """What ``verify()`` does for a mesh of one rank, one after the other in this process."""
-    started = time.perf_counter()
-    limits: dict[int, float] = {}
-    with torch.random.fork_rng(devices=[]):
-        reference = run_reference(task.copy(), tolerance == "auto", limits.__setitem__)
-        rank = run_rank(task.copy(), lambda step, _: limits[step])
-        report = make_report(task, [rank], reference, tolerance, time.perf_counter() - started)
-        if localize and not report.ok:
-            deviation = localized(task, report)
-            report = report.with_deviation(deviation, time.perf_counter() - started)
-    return report
