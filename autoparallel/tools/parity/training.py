@@ -228,7 +228,7 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(output, (tuple, list)):
         children = list(zip(getattr(output, "_fields", range(len(output))), output, strict=True))
     else:
-        leaves = pytree.tree_leaves(output)
+        leaves, _ = _torch.flatten(output)
         children = [] if len(leaves) == 1 and leaves[0] is output else list(enumerate(leaves))
     for key, child in children:
         yield from tensors_of(child, f"{name}.{key}" if name else str(key))
