@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -158,9 +159,27 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def parts_of(tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The local tensors of ``DTensor``s, and their descriptions; None where something else stands."""
-    return [getattr(t, "_local_tensor", None) for t in tensors], [getattr(t, "_spec", None) for t in tensors]
+def locals_of(tensors: Sequence[Any]) -> list[Any]:
+    """The local tensors of many ``DTensor``s at once; None where something else stands."""
+    return _each(tensors, "_local_tensor")
+
+
+def specs_of(tensors: Sequence[Any]) -> list[Any]:
+    """The descriptions of many ``DTensor``s at once; None where something else stands."""
+    return _each(tensors, "_spec")
+
+
+def _each(tensors: Sequence[Any], name: str) -> list[Any]:
+    try:
+        return list(map(attrgetter(name), tensors))
+    except AttributeError:
+        return [getattr(t, name, None) for t in tensors]
+
+
+def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What ``.grad`` is of many tensors at once; looking for an override of it takes longer than reading it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [t.grad for t in tensors]
 
 
 def mesh_without_groups(
@@ -339,15 +358,20 @@ def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def call_innermost(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> Callable[[], None]:
     """Has hooks called right before and right after an optimizer's step, all others outside of them; returns what
     removes them, when no hook is being called."""
-    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    hooks: Any = optimizer._optimizer_step_post_hooks
-    hooks.move_to_end(handles[1].id, last=False)
+    first: Any = optimizer._optimizer_step_pre_hooks
+    last: Any = optimizer._optimizer_step_post_hooks
+    first[_INNERMOST], last[_INNERMOST] = before, after
+    last.move_to_end(_INNERMOST, last=False)
 
     def remove() -> None:
-        for handle in handles:
-            handle.remove()
+        first.pop(_INNERMOST, None)
+        last.pop(_INNERMOST, None)
 
     return remove
+
+
+_INNERMOST = -1
+"""Among an optimizer's hooks, which torch numbers from 0."""
 
 
 def backward_hook_of(module: nn.Module) -> BackwardHook:

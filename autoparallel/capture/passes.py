@@ -39,14 +39,8 @@ def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
     }
     return PassList([
         # Draws are numbered in the order of the plain model's calls, so nothing may be rewritten before.
-        Pass(
-            replace_random_operators,
-            provides={Fact.REPRODUCIBLE},
-        ),
-        Pass(
-            expand_row_losses,
-            requires={Fact.REPRODUCIBLE},
-        ),
+        Pass(replace_random_operators, provides={Fact.REPRODUCIBLE}),
+        Pass(expand_row_losses, requires={Fact.REPRODUCIBLE}),
         Pass(
             partial(
                 inline_gradient_modes,
@@ -87,15 +81,8 @@ def describing_passes(
     """
     return PassList(
         [
-            Pass(
-                canonicalize_operators,
-                requires={Fact.FLAT},
-                provides={Fact.CANONICAL},
-            ),
-            Pass(
-                raise_row_views,
-                requires={Fact.CANONICAL},
-            ),
+            Pass(canonicalize_operators, requires={Fact.FLAT}, provides={Fact.CANONICAL}),
+            Pass(raise_row_views, requires={Fact.CANONICAL}),
             Pass(
                 partial(interleave_projections, parameters=parameters, ranks=ranks),
                 requires={Fact.CANONICAL},
@@ -106,16 +93,10 @@ def describing_passes(
                 requires={Fact.CANONICAL, Fact.INTERLEAVED},
                 provides={Fact.DIFFERENTIABLE},
             ),
-            Pass(
-                objective,
-                requires={Fact.CANONICAL, Fact.DIFFERENTIABLE},
-                provides={Fact.OBJECTIVE},
-            ),
+            Pass(objective, requires={Fact.CANONICAL, Fact.DIFFERENTIABLE}, provides={Fact.OBJECTIVE}),
             # Keys count the operators of a module, so all of these must be there.
             Pass(
-                on_graph(name_nodes),
-                requires={Fact.CANONICAL, Fact.INTERLEAVED, Fact.OBJECTIVE},
-                provides={Fact.NAMED},
+                on_graph(name_nodes), requires={Fact.CANONICAL, Fact.INTERLEAVED, Fact.OBJECTIVE}, provides={Fact.NAMED}
             ),
             Pass(
                 partial(on_graph(detach_outputs), first=buffers),

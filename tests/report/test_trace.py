@@ -30,6 +30,7 @@ def _events(path: Path, kind: str = "X") -> list[dict[str, Any]]:
     return [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == kind]
 
 
+@pytest.mark.wide_where(lambda options: options != {"microbatches": 4})
 @pytest.mark.parametrize("options", [{}, {"plan": "fsdp"}, {"plan": "tensor_parallel"}, {"microbatches": 4}], ids=str)
 def test_what_a_rank_does_adds_up_to_the_step(options: dict[str, Any], tmp_path: Path) -> None:
     plan = _plan((("dp", 2), ("tp", 2)), **options)
@@ -52,6 +53,7 @@ def test_what_a_rank_does_adds_up_to_the_step(options: dict[str, Any], tmp_path:
     assert max(e["args"]["bytes"] for e in _events(tmp_path / "trace.json", "C")) <= plan.prediction.total_memory
 
 
+@pytest.mark.wide
 def test_a_pipeline_shows_the_schedule_of_its_ranks(tmp_path: Path) -> None:
     plan = _plan((("pp", 2), ("dp", 2)))
     assert plan.pipeline is not None

@@ -36,6 +36,7 @@ def _steps(path: str, over_ranks: bool) -> tuple[list[dict[str, Any]], int]:
     return records, sent.result().total_collectives
 
 
+@pytest.mark.wide_where(lambda over_ranks: not over_ranks)
 @pytest.mark.parametrize("over_ranks", [False, True])
 def test_a_dict_and_a_line_for_each_step(over_ranks: bool, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
