@@ -6,10 +6,11 @@ Tested with torch 2.11 to 2.13.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import traceback
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._guards import tracing
@@ -203,6 +205,18 @@ def outside_of_dynamo() -> AbstractContextManager[Any]:
     return tracing(None)
 
 
+@contextmanager
+def without_fake_errors() -> Iterator[None]:
+    """Keeps torch from logging, with a traceback, each operator that a trace cannot run: it is raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def source_of(node: fx.Node) -> str:
     """Where Dynamo found a graph input, such as ``L['self']._modules['up']._parameters['weight']``."""
     argument = node.meta.get("grapharg")
@@ -291,6 +305,28 @@ def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
 def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Numbers of the storages of tensors; a ``DTensor``'s own has no memory to compare."""
     return [t.untyped_storage()._cdata for t in tensors]
+
+
+MODULE = "autoparallel module"
+
+
+def mark_module(results: Any, module: str) -> None:
+    """Notes on what will differentiate results that a module has made them."""
+    for result in tensors_in(results):
+        if result.grad_fn is not None:
+            metadata: Any = result.grad_fn.metadata
+            metadata.setdefault(MODULE, module)
+
+
+def marked_module() -> str | None:
+    """The module that has made what is differentiated now; None where that is not known."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node.metadata.get(MODULE)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records what this thread runs."""
+    return bool(_profiler_enabled())
 
 
 def running_backward() -> int:
