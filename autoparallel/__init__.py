@@ -12,6 +12,7 @@ from autoparallel.plan import Plan
 from autoparallel.rules import RuleError, register_rule
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.local_steps import register_optimizer
+from autoparallel.runtime.meter import Meter
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.pipeline import PipelineError
 from autoparallel.tools.launch import launch
@@ -21,7 +22,7 @@ from autoparallel.tools.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "CaptureError", "Checkpoint", "CheckpointError", "ClipGradNorm", "ParallelModule", "Pipeline", "PipelineError",
-    "Plan", "PlanError", "ProcessError", "RankMismatchError", "RuleError", "Traffic", "VerifyError", "VerifyReport",
-    "compile", "count_traffic", "latest", "launch", "register_optimizer", "register_rule", "verify",
+    "CaptureError", "Checkpoint", "CheckpointError", "ClipGradNorm", "Meter", "ParallelModule", "Pipeline",
+    "PipelineError", "Plan", "PlanError", "ProcessError", "RankMismatchError", "RuleError", "Traffic", "VerifyError",
+    "VerifyReport", "compile", "count_traffic", "latest", "launch", "register_optimizer", "register_rule", "verify",
 ]  # fmt: skip

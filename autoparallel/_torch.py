@@ -6,17 +6,20 @@ Tested with torch 2.11 to 2.13.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import traceback
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._guards import tracing
@@ -156,9 +159,27 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def parts_of(tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The local tensors of ``DTensor``s, and their descriptions; None where something else stands."""
-    return [getattr(t, "_local_tensor", None) for t in tensors], [getattr(t, "_spec", None) for t in tensors]
+def locals_of(tensors: Sequence[Any]) -> list[Any]:
+    """The local tensors of many ``DTensor``s at once; None where something else stands."""
+    return _each(tensors, "_local_tensor")
+
+
+def specs_of(tensors: Sequence[Any]) -> list[Any]:
+    """The descriptions of many ``DTensor``s at once; None where something else stands."""
+    return _each(tensors, "_spec")
+
+
+def _each(tensors: Sequence[Any], name: str) -> list[Any]:
+    try:
+        return list(map(attrgetter(name), tensors))
+    except AttributeError:
+        return [getattr(t, name, None) for t in tensors]
+
+
+def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What ``.grad`` is of many tensors at once; looking for an override of it takes longer than reading it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [t.grad for t in tensors]
 
 
 def mesh_without_groups(
@@ -175,6 +196,18 @@ def mesh_without_groups(
 def outside_of_dynamo() -> AbstractContextManager[Any]:
     """A context in which a backend of ``torch.compile`` may trace on its own, apart from the trace that called it."""
     return tracing(None)
+
+
+@contextmanager
+def without_fake_errors() -> Iterator[None]:
+    """Keeps torch from logging, with a traceback, each operator that a trace cannot run: it is raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def source_of(node: fx.Node) -> str:
@@ -267,6 +300,28 @@ def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [t.untyped_storage()._cdata for t in tensors]
 
 
+MODULE = "autoparallel module"
+
+
+def mark_module(results: Any, module: str) -> None:
+    """Notes on what will differentiate results that a module has made them."""
+    for result in tensors_in(results):
+        if result.grad_fn is not None:
+            metadata: Any = result.grad_fn.metadata
+            metadata.setdefault(MODULE, module)
+
+
+def marked_module() -> str | None:
+    """The module that has made what is differentiated now; None where that is not known."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node.metadata.get(MODULE)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records what this thread runs."""
+    return bool(_profiler_enabled())
+
+
 def running_backward() -> int:
     """The engine's number of the backward pass that calls this; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
@@ -303,15 +358,20 @@ def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
 def call_innermost(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> Callable[[], None]:
     """Has hooks called right before and right after an optimizer's step, all others outside of them; returns what
     removes them, when no hook is being called."""
-    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    hooks: Any = optimizer._optimizer_step_post_hooks
-    hooks.move_to_end(handles[1].id, last=False)
+    first: Any = optimizer._optimizer_step_pre_hooks
+    last: Any = optimizer._optimizer_step_post_hooks
+    first[_INNERMOST], last[_INNERMOST] = before, after
+    last.move_to_end(_INNERMOST, last=False)
 
     def remove() -> None:
-        for handle in handles:
-            handle.remove()
+        first.pop(_INNERMOST, None)
+        last.pop(_INNERMOST, None)
 
     return remove
+
+
+_INNERMOST = -1
+"""Among an optimizer's hooks, which torch numbers from 0."""
 
 
 def backward_hook_of(module: nn.Module) -> BackwardHook:

@@ -158,6 +158,7 @@ def compile(
         loss_chunks, microbatches = plan.loss_chunks, plan.microbatches
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
+    _require_capturable(model)
     _require_methods(model, methods)
     saved = plan if isinstance(plan, Plan) else pins if isinstance(pins, Plan) else None
     is_open = plan == "auto" and pins is None and forbid is None and _is_open(mesh)
@@ -249,6 +250,16 @@ def require_options(
         raise TypeError(f"check_inputs must be a number of calls, not a {type(check_inputs).__name__}")
     if check_inputs is not None and check_inputs < 0:
         raise ValueError(f"check_inputs must not be negative, got {check_inputs}")
+
+
+def _require_capturable(model: nn.Module) -> None:
+    """Refuses modules that no trace of the model can follow, or whose parameters have no shape yet."""
+    for path, module in model.named_modules():
+        name = f"{path or 'the model'}, a {type(module).__name__},"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"{name} is TorchScript\nWhat to change: give its class itself, without torch.jit.script.")
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
+            raise ValueError(f"{name} is lazy\nWhat to change: call the plain model once, then compile it.")
 
 
 def _require_methods(model: nn.Module, methods: Sequence[str]) -> None:

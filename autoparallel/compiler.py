@@ -28,6 +28,7 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, Settled
+from autoparallel.predict.cost import workload_of
 from autoparallel.program import LocalProgram, StagedProgram, find_owners
 from autoparallel.report.explain import headline
 from autoparallel.report.progress import UNSHOWN, Progress
@@ -136,7 +137,7 @@ class Compiler:
             trained = captured or self._capture(first, training=True)
             at_rest, captured = self._resting(self._plan(trained, first, None)), None
         captured = captured or self._capture(call)
-        trace = captured.copy() if captured.lengths else None
+        trace = captured.copy() if captured.lengths or captured.batches else None
         try:
             plan = self._plan(captured, call, at_rest)
         except PlanError:
@@ -232,6 +233,7 @@ class Compiler:
         """Builds the program, or every stage's, and attaches this rank's to the parameters, which then lie as
         ``at_rest`` says."""
         settings, store, request = self.settings, self.settings.store, self.request
+        plan = replace(plan, work=workload_of(captured, call, request.profile))
         plan, built = self.planner.finish(captured, plan, call, store.prefix, self.owners)
         self._require_same_program(built, plan)
         if plan.pipeline is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -122,11 +122,7 @@ def _stored(kind: Any) -> dict[str, tuple[Any, bool]]:
     """The stored fields of a dataclass with their types, and whether each must be there."""
     types = get_type_hints(kind)
     return {
-        field.name: (types[field.name], _is_needed(field))
+        field.name: (types[field.name], field.default is MISSING and field.default_factory is MISSING)
         for field in fields(kind)
         if field.init and field.metadata.get("stored", True)
     }
-
-
-def _is_needed(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING

@@ -14,7 +14,6 @@ twice as many: where a measurement says so, a whole would be reduced for the sak
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -24,14 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autoparallel.data import from_json, to_json
 from autoparallel.placements import COLLECTIVES, sent_bytes
+from autoparallel.text import LOGGER
 
 FORMAT = 1
-
-_LOGGER = logging.getLogger("autoparallel")
 
 
 @dataclass(frozen=True)
@@ -308,12 +305,11 @@ def profile_of_device(device_type: str, name: str) -> Profile:
 
 @cache
 def _assumed(device: str) -> Profile:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
-        _LOGGER.warning(
-            "no hardware profile is known for %s: it is planned for as an h100. Pass hardware=..., with the file of a "
-            "profile that 'python -m autoparallel calibrate' measured",
-            device,
-        )
+    LOGGER.warning(
+        "no hardware profile is known for %s: it is planned for as an h100. Pass hardware=..., with the file of a "
+        "profile that 'python -m autoparallel calibrate' measured",
+        device,
+    )
     return replace(H100, name=f"{H100.name}, assumed for {device}")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autoparallel.comm.world import mesh_text
 from autoparallel.data import from_json, to_json
 from autoparallel.decisions.decisions import Decisions, Reasons
 from autoparallel.decisions.parameters import PlanError
@@ -14,11 +16,12 @@ from autoparallel.report.comparison import plan_report
 from autoparallel.report.diff import diff_plans
 from autoparallel.report.explain import explain_plan
 from autoparallel.report.reasons import explain_module
+from autoparallel.report.trace import trace_of
 
 FORMAT = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Decisions):
     """Every decision about one model on one mesh (see :class:`Decisions`), to be read, saved and run again."""
 
@@ -54,6 +57,15 @@ class Plan(Decisions):
             return explain_module(self, module)
         return explain_plan(self)
 
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {self.origin!r} on the mesh {mesh_text(self.whole_mesh)}: {len(self.parameters)} parameters, "
+            f"{len(self.operators)} operators>"
+        )
+
+    def __str__(self) -> str:
+        return self.explain()
+
     def _repr_html_(self) -> str:
         """The report as a notebook shows it: in a frame of its own, so that neither's style reaches the other."""
         return (
@@ -88,6 +100,19 @@ class Plan(Decisions):
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
         Path(path).write_text(self.to_json())
+
+    def save_trace(self, path: str | Path, beside: str | Path | None = None) -> None:
+        """Writes the predicted step as a trace, which Perfetto (https://ui.perfetto.dev) shows: phases, modules, what
+        is waited for, collectives and memory of a rank; of a pipeline, the schedule of its ranks.
+
+        Args:
+            beside: a trace that ``torch.profiler`` has exported, as JSON: the file shows both, from the same moment.
+
+        Raises:
+            PlanError: when the plan was read from a file and is not compiled yet.
+        """
+        measured = None if beside is None else json.loads(Path(beside).read_text())
+        Path(path).write_text(json.dumps(trace_of(self, measured)))
 
     @staticmethod
     def load(path: str | Path) -> Plan:

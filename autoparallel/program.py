@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,16 +157,14 @@ def placing_passes(
     return [
         # Counts the blocks of fused projections by how the plan shards them, so it comes before anything is cut.
         Pass(
-            "settle_interleaving",
-            lambda module, findings: settle_interleaving(module, modes, plan.axis_sizes),
+            partial(settle_interleaving, modes=modes, axis_sizes=plan.axis_sizes),
             requires={Fact.NAMED, Fact.GLOBAL},
             provides={Fact.SETTLED},
         ),
         # Rewrites nothing: keeps the global graph, from which the verifier derives what all that follows must make.
         Pass(
-            "specify_program",
-            lambda module, findings: specify_program(
-                module,
+            partial(
+                specify_program,
                 modes=modes,
                 placeholders=placeholders,
                 outputs=outputs,
@@ -178,9 +177,8 @@ def placing_passes(
             provides={Fact.SPECIFIED},
         ),
         Pass(
-            "insert_collectives",
-            lambda module, findings: insert_collectives(
-                module,
+            partial(
+                insert_collectives,
                 modes=modes,
                 placeholders=placeholders,
                 shared={key: parse_layout(text) for key, text in plan.shared.items()},
@@ -215,15 +213,14 @@ def program_passes(
     passes = [
         *placing_passes(captured, plan, target, at_rest, inputs, outputs),
         Pass(
-            "hoist_parameter_chains",
-            lambda module, findings: hoist_parameter_chains(
-                module,
-                captured.parameters,
-                target.redistributor,
-                sizes,
-                captured.rest_dtypes,
-                target.reduce_dtype,
-                reduce,
+            partial(
+                hoist_parameter_chains,
+                parameters=captured.parameters,
+                redistributor=target.redistributor,
+                sizes=sizes,
+                rest_dtypes=captured.rest_dtypes,
+                reduce_dtype=target.reduce_dtype,
+                reduce=reduce,
             ),
             requires={Fact.PLACED, Fact.FLAT},
             provides={Fact.HOISTED},
@@ -231,30 +228,24 @@ def program_passes(
         ),
         # Calls of buckets stand before the first use of what they gather, so all uses must be there to be seen.
         Pass(
-            "bucket_collectives",
-            lambda module, findings: bucket_collectives(module, findings[Chains].chains, gather, layers=plan.recompute),
+            partial(bucket_collectives, gather=gather, layers=plan.recompute),
             requires={Fact.HOISTED, Fact.FLAT},
             provides={Fact.BUCKETED},
             places=True,
+            reads=lambda findings: {"chains": findings[Chains].chains},
         ),
-        Pass("set_device", lambda module, findings: set_device(module, target.device), requires={Fact.FLAT}),
-        Pass(
-            "find_divisors",
-            lambda module, findings: find_divisors(module, plan.axis_sizes),
-            requires={Fact.PLACED, Fact.FLAT},
-        ),
+        Pass(partial(set_device, device=target.device), requires={Fact.FLAT}),
+        Pass(partial(find_divisors, axis_sizes=plan.axis_sizes), requires={Fact.PLACED, Fact.FLAT}),
         # Takes the gathers of what only one layer reads into the layer, so they must be calls of their own before.
         Pass(
-            "recompute_layers",
-            lambda module, findings: recompute_layers(module, plan.recompute),
+            partial(recompute_layers, layers=plan.recompute),
             requires={Fact.BUCKETED, Fact.FLAT},
             provides={Fact.REGIONS},
             removes={Fact.FLAT},
         ),
         # Goes through rows of what is gathered for all of them, so the gathers must be calls of their own before.
         Pass(
-            "chunk_loss",
-            lambda module, findings: chunk_loss(module, losses, plan.loss_chunks),
+            partial(chunk_loss, losses=losses, chunks=plan.loss_chunks),
             requires={Fact.BUCKETED, Fact.REGIONS},
             provides={Fact.CHUNKED},
         ),
@@ -263,11 +254,9 @@ def program_passes(
         # A layer that runs again and a loss in chunks are left whole, so they must be calls of their own before.
         passes.append(
             Pass(
-                "split_weight_gradients",
-                lambda module, findings: split_weight_gradients(
-                    module, [name for chain in findings[Chains].chains for name in chain.placeholders]
-                ),
+                split_weight_gradients,
                 requires={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED},
+                reads=lambda findings: {"parameters": [x for c in findings[Chains].chains for x in c.placeholders]},
             )
         )
     return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED}, verify=_verify)

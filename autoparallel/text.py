@@ -1,17 +1,23 @@
 """What a report is made of, as data, and as plain text: without colour codes, and as wide on every terminal.
 
-Reports are lists of blocks: what they say is written once, and printed here or, as a page, by ``report.html``.
+Reports are lists of blocks: what they say is written once, and printed here or, as a page, by ``report.html``.  What is
+said while we work goes to ``LOGGER``.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
+
+LOGGER = logging.getLogger("autoparallel")
+"""A warning is one on rank 0 alone, and INFO on the others, which would only repeat it."""
 
 WIDTH = 80
 """Characters in a line of a report, whatever the terminal."""
@@ -201,3 +207,15 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+# ---------------------------------------------------------------------------------------------------------------- log
+
+
+def _warn_once(record: logging.LogRecord) -> bool:
+    if record.levelno == logging.WARNING and dist.is_available() and dist.is_initialized() and dist.get_rank():
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    return record.levelno >= LOGGER.getEffectiveLevel()
+
+
+LOGGER.addFilter(_warn_once)

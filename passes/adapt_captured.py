@@ -6,6 +6,7 @@ A plan may use a vocabulary with padding or cut its loss into chunks, and a pipe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from autoparallel.graph.captured import Captured
@@ -13,15 +14,10 @@ from autoparallel.passes.mark_gradients import Detached, detach_outputs, mark_ba
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.passes.pad_vocabulary import pad_vocabulary
 from autoparallel.passes.raise_row_views import LOSSES, find_heads, raise_row_views
-from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, Watch, ignore, run_passes
+from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, Watch, ignore, on_graph, run_passes
 from autoparallel.rules.calls import is_tensor
 
-MARK_BACKWARD = Pass(
-    "mark_backward",
-    lambda module, findings: mark_backward(module.graph),
-    requires={Fact.DIFFERENTIABLE, Fact.DETACHED},
-    provides={Fact.BACKWARD},
-)
+MARK_BACKWARD = Pass(on_graph(mark_backward), requires={Fact.DIFFERENTIABLE, Fact.DETACHED}, provides={Fact.BACKWARD})
 """Says which calls the backward reaches, once it is known which outputs are differentiated."""
 
 
@@ -33,8 +29,7 @@ def padding_passes(parameters: Mapping[str, str], rows: Mapping[str, int]) -> Pa
         rows: parameter name to the rows that it is used with.
     """
     pad = Pass(
-        "pad_vocabulary",
-        lambda module, findings: pad_vocabulary(module, parameters, rows),
+        partial(pad_vocabulary, parameters=parameters, padded=rows),
         requires={Fact.CANONICAL, Fact.DIFFERENTIABLE, Fact.NAMED, Fact.BACKWARD, Fact.GLOBAL},
     )
     return PassList([pad], given=CAPTURED, promised=CAPTURED)
@@ -49,8 +44,7 @@ def leaving_passes(buffers: int, loss: int) -> PassList:
     """
     passes = [
         Pass(
-            "detach_outputs",
-            lambda module, findings: detach_outputs(module.graph, buffers, loss),
+            partial(on_graph(detach_outputs), first=buffers, loss=loss),
             requires={Fact.NAMED, Fact.DIFFERENTIABLE, Fact.GLOBAL},
             provides={Fact.DETACHED},
             removes={Fact.BACKWARD},

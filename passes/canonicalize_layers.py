@@ -12,7 +12,6 @@ After:
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.operators.recurrent import recurrent
-from autoparallel.passes.emitter import Emitter
+from autoparallel.passes.emitter import Emitter, Rewrite
 from autoparallel.rules.calls import arguments, shape_of
 
 aten = torch.ops.aten
@@ -30,15 +29,11 @@ Parts = Callable[[int], Any]
 """From a result's index to the value that takes its place."""
 
 
-def _only_parts(node: fx.Node) -> bool:
-    return all(user.target is operator.getitem for user in node.users)
-
-
 def _split_recurrent(emit: Emitter, node: fx.Node) -> Parts | None:
     """A recurrent layer, whose results are parts of one."""
     v = arguments(node)
     steps = shape_of(v["input"])[1 if v["batch_first"] else 0]
-    if v["dropout"] and v["train"] or not _only_parts(node) or not isinstance(steps, int):
+    if v["dropout"] and v["train"] or not isinstance(steps, int):
         return None
     kind, x = str(node.target).split(".")[1], v["input"]
     states = v["hx"] if kind == "lstm" else [v["hx"]]
@@ -134,7 +129,7 @@ def _split_found(emit: Emitter, node: fx.Node) -> Parts | None:
     """Where what is looked for stands, and a look-up there, which has the same gradient."""
     v = arguments(node)
     x, dim = v["self"], v["dim"]
-    if not shape_of(x) or not _only_parts(node):
+    if not shape_of(x):
         return None
     where = emit(operators.indices_along, x, dim, str(node.target).split(".")[1], v.get("k"))
 
@@ -154,7 +149,7 @@ def _split_pool(emit: Emitter, node: fx.Node) -> Parts | None:
         return lambda i: pooled
     lead = [emit(aten.sym_size.int, x, d) if not isinstance(s, int) else s for d, s in enumerate(shape_of(x)[:-dims])]
     inner, outer = shape_of(x)[-dims:], tuple(node.meta["val"][0].shape)[-dims:]
-    if not _only_parts(node) or not all(isinstance(s, int) for s in (*inner, *outer)):
+    if not all(isinstance(s, int) for s in (*inner, *outer)):
         return None
     where = emit(operators.pool_indices, x, str(node.target).split(".")[1], list(node.args[1:]))
 
@@ -172,12 +167,10 @@ def _split_extrema(emit: Emitter, node: fx.Node) -> Parts | None:
     """The smallest and the largest."""
     v = arguments(node)
     dims = [v["dim"]] if v["dim"] is not None else []
-    if not _only_parts(node):
-        return None
     return lambda i: emit((aten.amin.default, aten.amax.default)[i], v["self"], dims, v["keepdim"])
 
 
-SPLIT_LAYERS: dict[Any, Callable[[Emitter, fx.Node], Parts | None]] = {
+LAYER_REWRITES: dict[Any, Rewrite] = {
     aten.lstm.input: _split_recurrent,
     aten.gru.input: _split_recurrent,
     aten.rnn_tanh.input: _split_recurrent,
@@ -195,10 +188,6 @@ SPLIT_LAYERS: dict[Any, Callable[[Emitter, fx.Node], Parts | None]] = {
     aten.adaptive_max_pool3d.default: _split_pool,
     aten.max_pool2d_with_indices.default: _split_pool,
     aten.aminmax.default: _split_extrema,
-}
-"""What makes the parts of calls with several results; None leaves a call as it is, and it runs on whole tensors."""
-
-CELLS: dict[Any, Callable[[Emitter, fx.Node], fx.Node]] = {
     aten.gru_cell.default: _gru_cell,
     aten.rnn_tanh_cell.default: _rnn_cell,
     aten.rnn_relu_cell.default: _rnn_cell,

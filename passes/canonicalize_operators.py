@@ -17,7 +17,7 @@ After:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -25,8 +25,8 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.operators.draws import traced_dropout
-from autoparallel.passes.canonicalize_layers import CELLS, SPLIT_LAYERS
-from autoparallel.passes.emitter import Emitter, fake_tensors
+from autoparallel.passes.canonicalize_layers import LAYER_REWRITES
+from autoparallel.passes.emitter import Emitter, Rewrite, fake_tensors
 from autoparallel.passes.settle_memory import MEMORY_REWRITES
 from autoparallel.passes.ungroup_experts import ungroup_experts
 from autoparallel.rules.calls import arguments, shape_of
@@ -39,64 +39,37 @@ def canonicalize_operators(module: fx.GraphModule) -> None:
     graph = module.graph
     mode = next((v.fake_mode for n in graph.nodes for v in fake_tensors(n.meta.get("val"))), None)
     for node in list(graph.nodes):
-        if node.op != "call_function" or node._erased:
-            continue
-        node.meta["mode"] = mode
-        emit = Emitter(graph, node)
-        if node.target in _REWRITES:
-            _REWRITES[node.target](emit, node)
-        elif node.target in MEMORY_REWRITES:
-            value = MEMORY_REWRITES[node.target](emit, node)
-            if value is not None:
-                _replace(node, value)
-        elif node.target in CELLS:
-            _replace(node, CELLS[node.target](emit, node))
-        elif node.target in SPLIT_LAYERS:
-            part = SPLIT_LAYERS[node.target](emit, node)
-            if part is not None:
-                _replace_parts(node, part)
-        elif node.target in _SPLITS:
-            _replace_split(emit, node)
-    graph.eliminate_dead_code()
+        if node.op == "call_function" and not node._erased:
+            node.meta["mode"] = mode
+            if node.target in _REWRITES:
+                _rewrite(node)
     _drop_dead(graph)
     if ungroup_experts(module):
-        graph.eliminate_dead_code()
         _drop_dead(graph)
 
 
-def _drop_dead(graph: fx.Graph) -> None:
-    """Erases checks of the trace and what only they used; fx keeps them as side effects."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
-
-
-def _replace(node: fx.Node, new: fx.Node) -> None:
-    node.replace_all_uses_with(new)
-    node.graph.erase_node(node)
-
-
-def _replace_parts(node: fx.Node, part: Callable[[int], Any]) -> None:
-    """Replaces ``node[i]`` by ``part(i)`` and erases the node."""
+def _rewrite(node: fx.Node) -> None:
+    """Puts what a rewrite makes in the place of a call; one whose several results are read all at once stays."""
+    single = not isinstance(node.meta.get("val"), tuple | list)
+    if not single and any(user.target is not operator.getitem for user in node.users):
+        return
+    made = _REWRITES[node.target](Emitter(node.graph, node), node)
+    if made is None:
+        return
+    if single:
+        node.replace_all_uses_with(made)
     for user in list(node.users):
-        if user.target is not operator.getitem:
-            raise AssertionError(f"{user} uses all results of {node} at once")
-        new = part(cast(int, user.args[1]))
-        user.replace_all_uses_with(new)
+        user.replace_all_uses_with(made(user.args[1]))
         node.graph.erase_node(user)
     node.graph.erase_node(node)
 
 
-def _replace_dropout(emit: Emitter, node: fx.Node) -> None:
-    _replace(node, emit(operators.dropout, *node.args))
-
-
-def _drop_inactive(emit: Emitter, node: fx.Node) -> None:
-    """Dropout that drops nothing; what drops something was replaced before."""
-    if node.target is aten.dropout.default:
-        _replace(node, node.args[0])  # type: ignore[arg-type]
-    else:
-        _replace_parts(node, lambda i: node.args[0])
+def _drop_dead(graph: fx.Graph) -> None:
+    """Erases what is not used, and checks of the trace with what only they used; fx keeps them as side effects."""
+    graph.eliminate_dead_code()
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
 
 
 def _count(emit: Emitter, x: fx.Node, dims: list[int]) -> Any:
@@ -111,39 +84,37 @@ def _count(emit: Emitter, x: fx.Node, dims: list[int]) -> Any:
     return total
 
 
-def _replace_cross_entropy(emit: Emitter, node: fx.Node) -> None:
+def _cross_entropy(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     x, target, weight = v["self"], v["target"], v["weight"]
     if v["reduction"] == 0 or target.meta["val"].is_floating_point():
-        return
+        return None
     total = emit(operators.cross_entropy_sum, x, target, weight, v["ignore_index"], v["label_smoothing"])
     if v["reduction"] == 1:
         total = emit(aten.div.Tensor, total, _valid_weight(emit, total, target, weight, v["ignore_index"]))
-    if total.meta["val"].dtype != x.meta["val"].dtype:  # half precision is summed in float32
-        total = emit(aten._to_copy.default, total, dtype=x.meta["val"].dtype)
-    _replace(node, total)
+    return _as(emit, total, x)  # half precision is summed in float32
 
 
-def _replace_nll_loss(emit: Emitter, node: fx.Node) -> None:
+def _nll_loss(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     if v["reduction"] != 1:
-        return
+        return None
     total = emit(aten.nll_loss_nd.default, v["self"], v["target"], v["weight"], 2, v["ignore_index"])
-    _replace(
-        node,
-        emit(aten.div.Tensor, total, _valid_weight(emit, total, v["target"], v["weight"], v["ignore_index"])),
-    )
+    return emit(aten.div.Tensor, total, _valid_weight(emit, total, v["target"], v["weight"], v["ignore_index"]))
 
 
 def _valid_weight(emit: Emitter, total: fx.Node, target: fx.Node, weight: Any, ignore_index: int) -> fx.Node:
     return emit(operators.cross_entropy_weight, target, weight, ignore_index, total.meta["val"].dtype)
 
 
-def _normalize(emit: Emitter, x: fx.Node, mean: Any, inverse: Any, weight: Any, bias: Any) -> fx.Node:
-    y = emit(aten.mul.Tensor, emit(aten.sub.Tensor, x, mean), inverse)
+def _scaled(emit: Emitter, centred: fx.Node, inverse: fx.Node, weight: Any, bias: Any, given: fx.Node) -> fx.Node:
+    """The result of a batch norm, in the dtype of what it was given."""
+    y = emit(aten.mul.Tensor, centred, inverse)
     if weight is not None:
-        y = emit(aten.mul.Tensor, y, _channels(emit, weight, x))
-    return emit(aten.add.Tensor, y, _channels(emit, bias, x)) if bias is not None else y
+        y = emit(aten.mul.Tensor, y, _channels(emit, weight, given))
+    if bias is not None:
+        y = emit(aten.add.Tensor, y, _channels(emit, bias, given))
+    return _as(emit, y, given)
 
 
 def _channels(emit: Emitter, x: fx.Node, like: fx.Node) -> fx.Node:
@@ -154,28 +125,27 @@ def _channels(emit: Emitter, x: fx.Node, like: fx.Node) -> fx.Node:
     return out
 
 
-def _replace_batch_norm(emit: Emitter, node: fx.Node) -> None:
+def _functional_batch_norm(emit: Emitter, node: fx.Node) -> Any:
     x, weight, bias, running_mean, running_var, training, momentum, eps = node.args
     assert isinstance(x, fx.Node)
     if not training:
         frozen = _frozen_norm(emit, x, weight, bias, running_mean, running_var, eps)
-        _replace_parts(node, lambda i: {0: frozen, 3: running_mean, 4: running_var}[i])
-        return
+        return {0: frozen, 3: running_mean, 4: running_var}.__getitem__
     y, mean, variance, dims = _batch_statistics_norm(emit, x, weight, bias, eps)
-    cache: dict[int, fx.Node] = {0: y}
+    parts: dict[int, fx.Node] = {0: y}
 
     def part(i: int) -> fx.Node:
-        if i not in cache:
+        if i not in parts:
             statistic, running = (mean, running_mean) if i == 3 else (variance, running_var)
             value = emit(aten.squeeze.dims, emit(aten.detach.default, statistic), dims)
             if i == 4:
                 count = _count(emit, x, dims)
                 value = emit(aten.mul.Tensor, value, _ratio(emit, count))
             kept = emit(aten.mul.Tensor, running, 1 - momentum)  # type: ignore[operator]
-            cache[i] = emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, value, momentum))
-        return cache[i]
+            parts[i] = emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, value, momentum))
+        return parts[i]
 
-    _replace_parts(node, part)
+    return part
 
 
 def _batch_statistics_norm(
@@ -188,12 +158,8 @@ def _batch_statistics_norm(
     mean = emit(aten.mean.dim, x, dims, True)
     centred = emit(aten.sub.Tensor, x, mean)
     variance = emit(aten.mean.dim, emit(aten.mul.Tensor, centred, centred), dims, True)
-    y = emit(aten.mul.Tensor, centred, emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, eps)))
-    if weight is not None:
-        y = emit(aten.mul.Tensor, y, _channels(emit, weight, x))
-    if bias is not None:
-        y = emit(aten.add.Tensor, y, _channels(emit, bias, x))
-    return _as(emit, y, given), mean, variance, dims
+    inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, eps))
+    return _scaled(emit, centred, inverse, weight, bias, given), mean, variance, dims
 
 
 def _in_float32(emit: Emitter, x: fx.Node) -> fx.Node:
@@ -207,10 +173,10 @@ def _as(emit: Emitter, y: fx.Node, x: fx.Node) -> fx.Node:
     return y if y.meta["val"].dtype == dtype else emit(aten._to_copy.default, y, dtype=dtype)
 
 
-def _replace_batch_norm_without_statistics(emit: Emitter, node: fx.Node) -> None:
+def _batch_norm_without_statistics(emit: Emitter, node: fx.Node) -> Any:
     x, weight, bias, _, _, eps = node.args
     y = _batch_statistics_norm(emit, x, weight, bias, eps)[0]  # type: ignore[arg-type]
-    _replace_parts(node, lambda i: y)
+    return lambda i: y
 
 
 def _ratio(emit: Emitter, count: Any) -> Any:
@@ -226,49 +192,38 @@ def _frozen_norm(
     given, x = x, _in_float32(emit, x)
     mean = _channels(emit, running_mean, x)
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, _channels(emit, running_var, x), eps))
-    return _as(emit, _normalize(emit, x, mean, inverse, weight, bias), given)
+    return _scaled(emit, emit(aten.sub.Tensor, x, mean), inverse, weight, bias, given)
 
 
-def _replace_frozen_batch_norm(emit: Emitter, node: fx.Node) -> None:
+def _frozen_batch_norm(emit: Emitter, node: fx.Node) -> Any:
     x, weight, bias, running_mean, running_var, _, eps = node.args
     y = _frozen_norm(emit, x, weight, bias, running_mean, running_var, eps)  # type: ignore[arg-type]
-    _replace_parts(node, lambda i: y)
+    return lambda i: y
 
 
-def _replace_whole_batch_norm(emit: Emitter, node: fx.Node) -> None:
+def _batch_norm(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     x, weight, bias, eps = v["input"], v["weight"], v["bias"], v["eps"]
     if not v["training"]:
-        _replace(node, _frozen_norm(emit, x, weight, bias, v["running_mean"], v["running_var"], eps))
-    elif v["running_mean"] is None:
-        _replace(node, _batch_statistics_norm(emit, x, weight, bias, eps)[0])
+        return _frozen_norm(emit, x, weight, bias, v["running_mean"], v["running_var"], eps)
+    return _batch_statistics_norm(emit, x, weight, bias, eps)[0] if v["running_mean"] is None else None
 
 
-def _replace_view(emit: Emitter, node: fx.Node) -> None:
-    _replace(node, emit(aten.reshape.default, node.args[0], node.args[1]))
-
-
-def _drop_full_slice(emit: Emitter, node: fx.Node) -> None:
+def _full_slice(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     size = shape_of(v["self"])[v["dim"]]
     whole = v["end"] is None or (isinstance(v["end"], int) and v["end"] >= (size if isinstance(size, int) else 2**62))
-    if v["start"] in (None, 0) and v["step"] == 1 and whole:
-        _replace(node, v["self"])
+    return v["self"] if v["start"] in (None, 0) and v["step"] == 1 and whole else None
 
 
-def _replace_broadcast(emit: Emitter, node: fx.Node) -> None:
+def _broadcast(emit: Emitter, node: fx.Node) -> Any:
     tensors = cast(list[fx.Node], node.args[0])
-    if any(user.target is not operator.getitem for user in node.users):
-        return
 
     def part(i: int) -> Any:
-        x = tensors[i]
-        shape = node.meta["val"][i].shape
-        if tuple(shape) == shape_of(x):
-            return x
-        return emit(aten.expand.default, x, _sizes_like(emit, shape, tensors))
+        x, shape = tensors[i], node.meta["val"][i].shape
+        return x if tuple(shape) == shape_of(x) else emit(aten.expand.default, x, _sizes_like(emit, shape, tensors))
 
-    _replace_parts(node, part)
+    return part
 
 
 def _sizes_like(emit: Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node]) -> list[Any]:
@@ -284,49 +239,44 @@ def _sizes_like(emit: Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node])
     return sizes
 
 
-def _replace_extremum(emit: Emitter, node: fx.Node) -> None:
+def _extremum(emit: Emitter, node: fx.Node) -> Any:
     """``max(x, dim)`` as the position of the maximum and a look-up there, which has the same gradient."""
     v = arguments(node)
     x, dim, keepdim = v["self"], v["dim"], v["keepdim"]
-    if not shape_of(x) or any(user.target is not operator.getitem for user in node.users):
-        return
+    if not shape_of(x):
+        return None
     where = emit(aten.argmax.default if node.target is aten.max.dim else aten.argmin.default, x, dim, True)
 
     def part(i: int) -> fx.Node:
         value = where if i == 1 else emit(aten.gather.default, x, dim, where)
         return value if keepdim else emit(aten.squeeze.dim, value, dim)
 
-    _replace_parts(node, part)
+    return part
 
 
-def _replace_complex_scatter(emit: Emitter, node: fx.Node) -> None:
+def _complex_scatter(emit: Emitter, node: fx.Node) -> Any:
     """What is written into complex numbers, which torch does not differentiate, is written into their pairs."""
     v = arguments(node)
     if not node.meta["val"].is_complex():
-        return
+        return None
     x, source = (emit(aten.view_as_real.default, v[name]) for name in ("self", "src"))
-    dim = v["dim"] % len(shape_of(node))
-    pairs = emit(node.target, x, source, dim, *node.args[3:], **node.kwargs)
-    _replace(node, emit(aten.view_as_complex.default, pairs))
+    pairs = emit(node.target, x, source, v["dim"] % len(shape_of(node)), *node.args[3:], **node.kwargs)
+    return emit(aten.view_as_complex.default, pairs)
 
 
-def _replace_topk(emit: Emitter, node: fx.Node) -> None:
+def _topk(emit: Emitter, node: fx.Node) -> Any:
     """``topk`` and ``sort`` as positions, which carry no gradient, and a look-up there, which has the same gradient."""
     v = arguments(node)
     x = v["self"]
-    if not shape_of(x) or any(user.target is not operator.getitem for user in node.users):
-        return
+    if not shape_of(x):
+        return None
     if node.target is aten.topk.default:
         where = emit(operators.topk_indices, x, v["k"], v["dim"], v["largest"], v["sorted"])
     elif node.target is aten.sort.default:
         where = emit(aten.argsort.default, x, v["dim"], v["descending"])
     else:
         where = emit(aten.argsort.stable, x, stable=bool(v["stable"]), dim=v["dim"], descending=v["descending"])
-    _replace_parts(node, lambda i: where if i == 1 else emit(aten.gather.default, x, v["dim"], where))
-
-
-def _replace_empty_like(emit: Emitter, node: fx.Node) -> None:
-    _replace(node, emit(aten.zeros_like.default, node.args[0], dtype=node.meta["val"].dtype))
+    return lambda i: where if i == 1 else emit(aten.gather.default, x, v["dim"], where)
 
 
 def _repeated(emit: Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) -> fx.Node:
@@ -354,18 +304,13 @@ def _times(emit: Emitter, a: Any, b: Any) -> Any:
     return a * b if isinstance(a, int) and isinstance(b, int) else emit(operator.mul, a, b)
 
 
-def _replace_repeat(emit: Emitter, node: fx.Node) -> None:
-    x, repeats = node.args
-    _replace(node, _repeated(emit, x, repeats, inner=False))  # type: ignore[arg-type]
-
-
-def _replace_repeat_interleave(emit: Emitter, node: fx.Node) -> None:
+def _repeat_interleave(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     rank = len(shape_of(v["self"]))
     if v["dim"] is None or not rank:
-        return
+        return None
     repeats = [v["repeats"] if d == v["dim"] % rank else 1 for d in range(rank)]
-    _replace(node, _repeated(emit, v["self"], repeats, inner=True))
+    return _repeated(emit, v["self"], repeats, inner=True)
 
 
 _FILLS: dict[Any, float | None] = {
@@ -373,31 +318,23 @@ _FILLS: dict[Any, float | None] = {
 }  # fmt: skip
 
 
-def _replace_new(emit: Emitter, node: fx.Node) -> None:
+def _new(emit: Emitter, node: fx.Node) -> Any:
     """A new constant needs nothing of the tensor that it is made after."""
     v = arguments(node)
     value = _FILLS[node.target] if _FILLS[node.target] is not None else v["fill_value"]
     dtype = node.meta["val"].dtype
-    _replace(node, emit(aten.full.default, v["size"], value, dtype=dtype, device=node.meta["val"].device))
+    return emit(aten.full.default, v["size"], value, dtype=dtype, device=node.meta["val"].device)
 
 
-def _replace_type_as(emit: Emitter, node: fx.Node) -> None:
-    x = node.args[0]
-    _replace(node, emit(aten._to_copy.default, x, dtype=node.meta["val"].dtype))
-
-
-def _replace_sparse_embedding(emit: Emitter, node: fx.Node) -> None:
+def _sparse_embedding(emit: Emitter, node: fx.Node) -> Any:
     """Gradients of parameters are dense: they are sharded, and have the same numbers."""
     v = arguments(node)
-    if v["sparse"]:
-        args = (v["weight"], v["indices"], v["padding_idx"], v["scale_grad_by_freq"])
-        _replace(node, emit(aten.embedding.default, *args))
+    args = (v["weight"], v["indices"], v["padding_idx"], v["scale_grad_by_freq"])
+    return emit(aten.embedding.default, *args) if v["sparse"] else None
 
 
-def _replace_variance_and_mean(emit: Emitter, node: fx.Node) -> None:
+def _variance_and_mean(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
-    if any(user.target is not operator.getitem for user in node.users):
-        return
     dims, keepdim = v["dim"], v["keepdim"]
     dims = dims or list(range(len(shape_of(v["self"]))))
     correction = v["correction"] if "correction" in v else int(v["unbiased"])
@@ -409,58 +346,55 @@ def _replace_variance_and_mean(emit: Emitter, node: fx.Node) -> None:
         spread = aten.std.correction if "std" in str(node.target) else aten.var.correction
         return emit(spread, v["self"], dims, correction=correction, keepdim=keepdim)
 
-    _replace_parts(node, part)
+    return part
 
 
-_SPLITS = (
-    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.split.sizes
-)  # fmt: skip
-
-
-def _replace_split(emit: Emitter, node: fx.Node) -> None:
+def _split(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     x, dim = v["self"], v["dim"]
-    if any(user.target is not operator.getitem for user in node.users):
-        return
     if node.target is aten.unbind.int:
-        _replace_parts(node, lambda i: emit(aten.select.int, x, dim, i))
-        return
+        return lambda i: emit(aten.select.int, x, dim, i)
     sizes = [part.shape[dim] for part in node.meta["val"]]
     if not all(isinstance(s, int) for s in sizes):
-        return
+        return None
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    _replace_parts(node, lambda i: emit(aten.slice.Tensor, x, dim, starts[i], starts[i] + sizes[i]))
+    return lambda i: emit(aten.slice.Tensor, x, dim, starts[i], starts[i] + sizes[i])
 
 
-_REWRITES: dict[Any, Callable[[Emitter, fx.Node], None]] = {
-    aten._native_batch_norm_legit.no_stats: _replace_batch_norm_without_statistics,
-    aten._native_batch_norm_legit_functional.default: _replace_batch_norm,
-    aten._native_batch_norm_legit_no_training.default: _replace_frozen_batch_norm,
-    aten._unsafe_view.default: _replace_view,
-    aten.batch_norm.default: _replace_whole_batch_norm,
-    aten.broadcast_tensors.default: _replace_broadcast,
-    aten.cross_entropy_loss.default: _replace_cross_entropy,
-    aten.dropout.default: _drop_inactive,
-    aten.embedding.default: _replace_sparse_embedding,
-    aten.empty_like.default: _replace_empty_like,
-    aten.max.dim: _replace_extremum,
-    aten.min.dim: _replace_extremum,
-    aten.native_dropout.default: _drop_inactive,
-    aten.nll_loss_nd.default: _replace_nll_loss,
-    aten.repeat.default: _replace_repeat,
-    aten.repeat_interleave.self_int: _replace_repeat_interleave,
-    aten.select_scatter.default: _replace_complex_scatter,
-    aten.slice.Tensor: _drop_full_slice,
-    aten.slice_scatter.default: _replace_complex_scatter,
-    aten.sort.default: _replace_topk,
-    aten.sort.stable: _replace_topk,
-    aten.std_mean.correction: _replace_variance_and_mean,
-    aten.std_mean.dim: _replace_variance_and_mean,
-    aten.topk.default: _replace_topk,
-    aten.type_as.default: _replace_type_as,
-    aten.var_mean.correction: _replace_variance_and_mean,
-    aten.var_mean.dim: _replace_variance_and_mean,
-    aten.view.default: _replace_view,
-    traced_dropout: _replace_dropout,
-    **{target: _replace_new for target in _FILLS},
+_REWRITES: dict[Any, Rewrite] = {
+    **MEMORY_REWRITES,
+    **LAYER_REWRITES,
+    **dict.fromkeys(_FILLS, _new),
+    **dict.fromkeys(
+        (aten._unsafe_view.default, aten.view.default), lambda emit, node: emit(aten.reshape.default, *node.args)
+    ),
+    **dict.fromkeys((aten.max.dim, aten.min.dim), _extremum),
+    **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default), _complex_scatter),
+    **dict.fromkeys((aten.sort.default, aten.sort.stable, aten.topk.default), _topk),
+    **dict.fromkeys(
+        (aten.std_mean.correction, aten.std_mean.dim, aten.var_mean.correction, aten.var_mean.dim), _variance_and_mean
+    ),
+    **dict.fromkeys(
+        (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int),
+        _split,
+    ),
+    aten._native_batch_norm_legit.no_stats: _batch_norm_without_statistics,
+    aten._native_batch_norm_legit_functional.default: _functional_batch_norm,
+    aten._native_batch_norm_legit_no_training.default: _frozen_batch_norm,
+    aten.batch_norm.default: _batch_norm,
+    aten.broadcast_tensors.default: _broadcast,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    # Dropout that drops nothing; what drops something was replaced before.
+    aten.dropout.default: lambda emit, node: node.args[0],
+    aten.native_dropout.default: lambda emit, node: lambda i: node.args[0],
+    aten.embedding.default: _sparse_embedding,
+    aten.empty_like.default: lambda emit, node: emit(
+        aten.zeros_like.default, node.args[0], dtype=node.meta["val"].dtype
+    ),
+    aten.nll_loss_nd.default: _nll_loss,
+    aten.repeat.default: lambda emit, node: _repeated(emit, node.args[0], node.args[1], inner=False),  # type: ignore[arg-type]
+    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.slice.Tensor: _full_slice,
+    aten.type_as.default: lambda emit, node: emit(aten._to_copy.default, node.args[0], dtype=node.meta["val"].dtype),
+    traced_dropout: lambda emit, node: emit(operators.dropout, *node.args),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ class Emitter:
         """A global size: a number, or the node that asks for it where it is symbolic."""
         size = shape_of(x)[dim]
         return size if isinstance(size, int) else self(torch.ops.aten.sym_size.int, x, dim)
+
+
+Rewrite = Callable[[Emitter, fx.Node], Any]
+"""What makes that which takes the place of a call: a node, or of a call with several results a function from a result's
+index to its node; None where the call may stay."""
 
 
 def fake_tensors(values: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel import operators
+from autoparallel.comm import ranges
 from autoparallel.graph.layers import layer_of, stretches_of_layers
 
 
@@ -54,7 +55,7 @@ class Region(nn.Module):
 
         @contextmanager
         def again() -> Iterator[None]:
-            with operators.draw_from(state), self.around():
+            with ranges.named(lambda: f"{self.layer}, computed again"), operators.draw_from(state), self.around():
                 yield
 
         return checkpoint(
@@ -62,7 +63,7 @@ class Region(nn.Module):
             *arguments,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), again()),
+            context_fn=lambda: (ranges.named(lambda: self.layer), again()),
         )
 
 

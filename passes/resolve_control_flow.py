@@ -27,6 +27,12 @@ def resolve_control_flow(module: fx.GraphModule) -> None:
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
         name = node.target.name()
+        if name.startswith("auto_functionalized"):
+            raise Refusal(
+                node,
+                f"the operator {node.args[0]} changes what it is given in place",
+                "let it return new tensors (mutates_args=()), and write them with copy_()",
+            )
         if name not in RUNS:
             raise Refusal(
                 node,

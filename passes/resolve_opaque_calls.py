@@ -100,7 +100,7 @@ def _insert_boundary(graph: fx.Graph, node: fx.Node, call: Any) -> None:
     row: list[Any] = [None] * call.count
     for place, x in zip(call.tensors, tensors, strict=True):
         row[place] = x
-    entering = hasattr(call, "module")
+    entering = call.module is not None
     with graph.inserting_before(node):
         if entering:
             new = graph.call_function(enter_operator(call.module), (call.path, *row))

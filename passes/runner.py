@@ -9,8 +9,9 @@ recompiling and timing are no business of a pass: :func:`run_passes` does all of
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar, cast
@@ -73,19 +74,34 @@ class Pass:
     """One rewrite of a graph.
 
     Attributes:
-        name: the function's.
-        run: rewrites a module in place, its options bound; it may read what earlier passes have found.
+        rewrite: the function, which rewrites a module in place; its options are bound.
         requires: the facts that must be true before.
         provides, removes: the facts that it makes true, and those that are not true any more.
         places: whether it makes or moves layouts, so that they are verified after it.
+        reads: the arguments that are what earlier passes have found.
     """
 
-    name: str
-    run: Callable[[fx.GraphModule, Findings], object]
+    rewrite: Callable[..., object]
     requires: Collection[Fact] = ()
     provides: Collection[Fact] = ()
     removes: Collection[Fact] = ()
     places: bool = False
+    reads: Callable[[Findings], Mapping[str, object]] = lambda findings: {}
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return str(getattr(self.rewrite, "func", self.rewrite).__name__)
+
+
+def on_graph(rewrite: Callable[..., T]) -> Callable[..., T]:
+    """A rewrite of a graph as one of its module."""
+
+    @functools.wraps(rewrite)
+    def run(module: fx.GraphModule, *args: Any, **options: Any) -> T:
+        return rewrite(module.graph, *args, **options)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -154,7 +170,7 @@ def run_passes(
     findings = Findings()
     for each in passes.passes:
         begin = time.perf_counter()
-        finding = each.run(module, findings)
+        finding = each.rewrite(module, **each.reads(findings))
         seconds = time.perf_counter() - begin
         if finding is not None:
             findings.add(finding)

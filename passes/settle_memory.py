@@ -14,14 +14,14 @@ After:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from autoparallel.passes.emitter import Emitter
+from autoparallel.passes.emitter import Emitter, Rewrite
 from autoparallel.passes.mark_gradients import stops_gradient
 from autoparallel.rules.calls import arguments, is_tensor, may_have_gradient, shape_of
 
@@ -128,9 +128,8 @@ def _hint(size: Any) -> int:
     return value if isinstance(value, int) else int(value.node.hint)
 
 
-MEMORY_REWRITES: dict[Any, Callable[[Emitter, fx.Node], Any]] = {
+MEMORY_REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys((aten._conj.default, aten.conj.default, aten._neg_view.default, *_SETTLING), _lazy),
     **dict.fromkeys(STRIDED, _strided),
     aten.copy.default: _copy,
 }
-"""For each operator what makes the value that takes its place, or None where it may stay."""

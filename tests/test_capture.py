@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import warnings
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import autoparallel
 from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
 from tests.models import build
@@ -361,3 +363,9 @@ def test_a_warning_that_the_user_has_made_an_error_is_one() -> None:
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="the scale is a guess"):
             captured(_Warns(), torch.rand(8, 4))
+
+
+def test_what_cannot_be_captured_is_said_once_and_not_in_torchs_log(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(autoparallel.CaptureError, match=r"same reduction dim, but got \[4, 7\] X \[8, 2\]"):
+        autoparallel.compile(nn.Linear(8, 2))(torch.randn(4, 7))
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

@@ -60,6 +60,8 @@ def _explain(cases: list[tuple[str, tuple[int, ...], str]]) -> list[tuple[str, s
             model, loss_fn, (inputs, _) = case.model, case.loss_fn, case.make_batch(0, 8)
         compiled = autoparallel.compile(model, mesh, loss_fn=loss_fn, plan=plan, example_inputs=inputs)
         text = compiled.plan.explain()
+        assert str(compiled.plan) == text, "what a plan is printed as"
+        assert re.fullmatch(r"<Plan '\w+' on the mesh \(dp=.*\): \d+ parameters, \d+ operators>", repr(compiled.plan))
         found.append((text, Plan.from_json(compiled.plan.to_json()).explain()))
     return found
 

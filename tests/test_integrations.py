@@ -25,13 +25,26 @@ MESHES = {
 }
 
 
+CONFIGS = {
+    "dp_replicate": {"dp_replicate_size": 2},
+    "dp_shard": {"dp_shard_size": 2},
+    "tp": {"tp_size": 2},
+    "cp": {"cp_size": 2},
+    "dp_shard+tp": {"dp_shard_size": 2, "tp_size": 2},
+}
+"""Accelerate's names of axes."""
+
+
 @contextlib.contextmanager
 def launched() -> Iterator[None]:
     """The environment of a launcher, which the frameworks ask for the ranks."""
     from accelerate.state import AcceleratorState
 
     world = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()} if dist.is_initialized() else {}
-    names = {**world, "LOCAL_RANK": world["RANK"], "MASTER_ADDR": "localhost", "MASTER_PORT": 1} if world else {}
+    names: dict[str, Any] = {}
+    if world:
+        names = {**world, "LOCAL_RANK": world["RANK"], "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+        names |= {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": world["WORLD_SIZE"]}
     before = dict(os.environ)
     os.environ.update({name: str(value) for name, value in names.items()})
     AcceleratorState._reset_state(True)
@@ -76,6 +89,7 @@ def _off(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def _accelerate(mesh: str | None, path: str) -> tuple[list[float], dict[str, Tensor]]:
     """A loop of Accelerate's users: 5 batches, accumulated by 2, clipped; saved and loaded in the middle."""
     import accelerate
+    from accelerate.parallelism_config import ParallelismConfig
 
     from autoparallel.integrations.accelerate import Accelerator
 
@@ -84,6 +98,9 @@ def _accelerate(mesh: str | None, path: str) -> tuple[list[float], dict[str, Ten
         accelerator: Any
         if mesh is None:
             accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        elif mesh in CONFIGS:
+            config = ParallelismConfig(**CONFIGS[mesh])
+            accelerator = Accelerator(parallelism_config=config, cpu=True, gradient_accumulation_steps=2)
         else:
             device_mesh, options = _mesh_of(mesh)
             options["outputs"] = "gather"
@@ -120,15 +137,25 @@ def _accelerate(mesh: str | None, path: str) -> tuple[list[float], dict[str, Ten
         if mesh is not None:
             with pytest.raises(ValueError, match="not those of one prepared model"):
                 accelerator.clip_grad_norm_([next(iter(model.parameters()))], 1.0)
+        if mesh in CONFIGS:
+            assert {*model.plan.axis_names} >= {*mesh.split("+")}
+            assert all(("S" in p.at_rest) == (mesh != "dp_replicate" and mesh != "cp") for p in _weights(model))
         return numbers, kept
 
 
+def _weights(model: Any) -> list[Any]:
+    """The plans of the parameters of two dims that are used in products."""
+    return [p for name, p in model.plan.parameters.items() if name.endswith("c_fc.weight")]
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.slow_where(lambda mesh: mesh in ("dp_replicate", "tp", "cp"))
+@pytest.mark.parametrize("mesh", [*MESHES, *CONFIGS])
 def test_accelerate(mesh: str, tmp_path: Path) -> None:
     expected, parameters = _accelerate(None, str(tmp_path / "plain"))
     assert len(expected) == 17 and max(expected[:-1]) > 0.5
-    for numbers, actual in run_on_ranks(_accelerate, mesh, str(tmp_path / "ours"), world_size=2):
+    ranks = 4 if "+" in mesh else 2
+    for numbers, actual in run_on_ranks(_accelerate, mesh, str(tmp_path / "ours"), world_size=ranks):
         assert numbers == pytest.approx(expected, rel=1e-6)  # the loss is a float32, whatever the model's dtype
         assert _off(actual, parameters) < 1e-6
 
@@ -200,5 +227,175 @@ def test_what_a_compiled_model_does_not_follow_is_refused(tmp_path: Path) -> Non
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        with pytest.raises(ValueError, match="has stepped before prepare"):
+        with pytest.raises(ValueError, match="has stepped before its model was compiled"):
             accelerator.prepare(model, optimizer)
+
+
+def test_axes_of_accelerate_that_are_not_all_ranks_are_refused() -> None:
+    from accelerate.parallelism_config import ParallelismConfig
+
+    from autoparallel.integrations.accelerate import Accelerator
+
+    with launched():
+        with pytest.raises(ValueError, match=r"\(dp_shard=2, tp=2\), 4 ranks, and there are 1"):
+            Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2), cpu=True)
+        with pytest.raises(ValueError, match="give one of them"):
+            Accelerator(parallelism_config=ParallelismConfig(), mesh=object(), cpu=True)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------- fabric and colossal-ai
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4)).double()
+
+
+def _samples() -> list[tuple[Tensor, Tensor]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return list(zip(torch.randn(22, 6, dtype=torch.float64), torch.randint(0, 4, (22,)), strict=True))
+
+
+def _fabric(strategy: str | None, path: str) -> tuple[list[float], dict[str, Tensor]]:
+    """A loop of Fabric's users: 6 batches, accumulated by 2, clipped by norm and by value; saved, and gone on from."""
+    from lightning.fabric import Fabric
+
+    from autoparallel.integrations.lightning import AutoparallelStrategy
+
+    numbers: list[float] = []
+    with launched():
+        options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true"}
+        if strategy is None:
+            fabric = Fabric(devices=1, **options)
+        elif strategy == "registered":
+            fabric = Fabric(strategy="autoparallel", devices=2, **options)
+        else:
+            ours = AutoparallelStrategy({"dp": 1, "tp": 2}, {"plan": strategy})
+            fabric = Fabric(strategy=ours, devices=2, **options)
+        fabric.launch()
+        model = _net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        model, optimizer = fabric.setup(model, optimizer)
+        loader = fabric.setup_dataloaders(DataLoader(_samples(), batch_size=4))  # type: ignore[arg-type]
+        state = {"model": model, "optimizer": optimizer, "step": 0, "seen": [1]}
+
+        def epoch() -> None:
+            for i, (x, y) in enumerate(loader):
+                accumulates = i % 2 == 0
+                with fabric.no_backward_sync(model, enabled=accumulates):
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    fabric.backward(loss / 2)
+                numbers.append(fabric.all_reduce(loss.detach()).item())
+                if not accumulates:
+                    norm = fabric.clip_gradients(model, optimizer, max_norm=0.2)
+                    assert norm is not None
+                    numbers.append(norm.item())
+                    fabric.clip_gradients(model, optimizer, clip_val=0.05)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        epoch()
+        state["step"] = 3
+        fabric.save(path, state)
+        kept = _whole(model._forward_module)
+        epoch()
+        state |= {"step": 0, "seen": []}
+        assert fabric.load(path, state) == {} or strategy is None
+        assert (state["step"], state["seen"]) == (3, [1])
+        assert _off(_whole(model._forward_module), kept) == 0
+        epoch()
+        if strategy is not None:
+            with pytest.raises(ValueError, match="one compiled model"):
+                fabric.save(path, {"optimizer": optimizer})
+            with pytest.raises(ValueError, match="MixedPrecisionPolicy"):
+                Fabric(strategy="autoparallel", devices=2, accelerator="cpu", precision="bf16-mixed").launch()
+        return numbers, _whole(model._forward_module)
+
+
+@pytest.mark.wide
+def test_fabric(tmp_path: Path) -> None:
+    pytest.importorskip("lightning.fabric")
+    expected, parameters = _fabric(None, str(tmp_path / "plain.ckpt"))
+    assert len(expected) == 27 and max(expected) > 0.5
+    for strategy in ("registered", "tensor_parallel"):
+        for numbers, actual in run_on_ranks(_fabric, strategy, str(tmp_path / strategy), world_size=2):
+            assert numbers == pytest.approx(expected, rel=1e-9)
+            assert _off(actual, parameters) < 1e-9
+
+
+def _booster(name: str, path: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The loops of the two tutorials, one after the other: clipped by norm and value, then accumulated."""
+    from autoparallel.integrations import booster as colossal
+
+    plugins = {
+        "ddp": colossal.TorchDDPPlugin, "fsdp": colossal.TorchFSDPPlugin,
+        "hybrid": lambda: colossal.HybridParallelPlugin(tp_size=2), "searched": lambda: colossal.Plugin({"dp": 2}),
+    }  # fmt: skip
+    model = _net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1], gamma=0.3)
+    criterion = nn.CrossEntropyLoss()
+    plugin = plugins[name]()
+    booster = colossal.Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(_samples(), batch_size=4, shuffle=True, drop_last=True)
+    boosted = booster.boost(model, optimizer, criterion, loader, scheduler)
+    compiled, optimizer, criterion, loader, scheduler = boosted
+    numbers = []
+    for _ in range(2):
+        for x, y in loader:
+            loss = criterion(compiled(x), y)
+            booster.backward(loss, optimizer)
+            numbers += [loss.item(), optimizer.clip_grad_by_norm(max_norm=0.5).item()]
+            optimizer.clip_grad_by_value(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    for i, (x, y) in enumerate(loader):
+        with contextlib.nullcontext() if i == 4 else booster.no_sync(compiled, optimizer):
+            loss = criterion(compiled(x), y) / 5
+            booster.backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    kept = _whole(compiled)
+    booster.save_model(compiled, path)
+    booster.load_model(compiled, path)
+    assert _off(_whole(compiled), kept) == 0
+    with pytest.raises(ValueError, match="'bf16'"):
+        colossal.Booster(mixed_precision="fp16")
+    with pytest.raises(ValueError, match="tp_size=3 does not divide the 2 ranks"):
+        colossal.Booster(colossal.HybridParallelPlugin(tp_size=3)).boost(_net())
+    return [*numbers, optimizer.param_groups[0]["lr"]], kept
+
+
+def _booster_plain() -> tuple[list[float], dict[str, Tensor]]:
+    """The same without a booster."""
+    model, numbers = _net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1], gamma=0.3)
+    order = torch.Generator().manual_seed(1024)
+    loader: Any = DataLoader(_samples(), 4, True, drop_last=True, generator=order)  # type: ignore[arg-type]
+    for _ in range(2):
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            numbers += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()]
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    for x, y in loader:
+        (nn.functional.cross_entropy(model(x), y) / 5).backward()
+    optimizer.step()
+    return [*numbers, optimizer.param_groups[0]["lr"]], _whole(model)
+
+
+@pytest.mark.wide
+@pytest.mark.slow_where(lambda plugin: plugin in ("ddp", "searched"))
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "hybrid", "searched"])
+def test_booster(plugin: str, tmp_path: Path) -> None:
+    expected, parameters = _booster_plain()
+    assert len(expected) == 21 and max(expected) > 0.5
+    for numbers, actual in run_on_ranks(_booster, plugin, str(tmp_path / "model"), world_size=2):
+        assert numbers == pytest.approx(expected, rel=1e-9)
+        assert _off(actual, parameters) < 1e-9

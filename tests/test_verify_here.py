@@ -19,20 +19,28 @@ from autoparallel.passes.replace_random_operators import _Numbering
 from autoparallel.runtime.clipping import Clipper
 from autoparallel.runtime.randomness import Stream
 from autoparallel.tools.parity.comparison import Record, compare
+from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import measure
 from autoparallel.tools.parity.task import make_task
 from autoparallel.tools.parity.training import observe
 from autoparallel.tools.parity.verification import VerifyReport
-from autoparallel.tools.verify import verify_here
+from autoparallel.tools.verify import make_report, run_rank, run_reference
 from tests.faults import FAULTS, LINES, Net, dropping
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 4
 
 
 def check(model: nn.Module, inputs: Any = (X, Y), loss_fn: Any = F.cross_entropy, **options: Any) -> VerifyReport:
+    """What ``verify()`` does for a mesh of one rank, one after the other in this process."""
     localize, tolerance = options.pop("localize", False), options.pop("tolerance", "auto")
     options = {"dtype": torch.float64, "plan": "data_parallel", **options}
-    return verify_here(make_task(model, 1, inputs, loss_fn, **options), tolerance, localize)
+    task = make_task(model, 1, inputs, loss_fn, **options)
+    limits: dict[int, float] = {}
+    with torch.random.fork_rng(devices=[]):
+        reference = run_reference(task.copy(), tolerance == "auto", limits.__setitem__)
+        rank = run_rank(task.copy(), lambda step, _: limits[step])
+        report = make_report(task, [rank], reference, tolerance, 0.0)
+        return report.with_deviation(localized(task, report), 0.0) if localize and not report.ok else report
 
 
 def names(report: VerifyReport, kind: str) -> set[str]:
@@ -67,8 +75,8 @@ def test_what_the_trace_drops_is_found_and_named(fault: str, dropout: float) -> 
 
 
 def test_an_operator_that_is_rewritten_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(emit: Any, node: Any) -> None:
-        canonicalize_operators._replace(node, emit(torch.ops.aten.sigmoid.default, node.args[0]))
+    def wrong(emit: Any, node: Any) -> Any:
+        return emit(torch.ops.aten.sigmoid.default, node.args[0])
 
     monkeypatch.setitem(canonicalize_operators._REWRITES, torch.ops.aten.tanh.default, wrong)
     report = check(Net(0.3), localize=True)

@@ -1,4 +1,6 @@
-"""From a model to its forward graph.  May import ``graph``, ``passes``, ``rules``, ``operators`` and ``_torch``.
+"""From a model to its forward graph.
+
+May import ``graph``, ``passes``, ``rules``, ``operators``, ``text`` and ``_torch``.
 
 - ``capture``: traces a model, and describes what it traced; ``training`` is what is traced, ``outputs`` says which is
   the loss.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel import _torch
-from autoparallel.capture.trace import Trace, fresh, listening, refuse, register
+from autoparallel.capture.trace import Trace, fresh, listening, refuse, register, with_made
 from autoparallel.graph.hooks import make_template
 from autoparallel.operators.opaque import Unsupported
 
@@ -143,36 +143,24 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True)
-class ModuleEntry:
-    """Where a module with backward hooks is entered.
+class ModuleBoundary:
+    """Where a module with backward hooks is entered or left; its last operand is the ticket from one to the other.
 
     Attributes:
-        module: the user's, not the traced copy.
-        path: of the module in the model.
-        count: how many inputs it has.
+        count: how many values pass.
         tensors: the places of those through which gradients flow.
+        module: the user's, not the traced copy, where it is entered; None where it is left.
+        path: of the module in the model.
     """
 
-    module: nn.Module
-    path: str
     count: int
     tensors: tuple[int, ...]
+    module: nn.Module | None = None
+    path: str = ""
     aliases: bool = True
 
     def fake(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
-        return [fresh(x) for x in tensors]
-
-
-@dataclass(frozen=True)
-class ModuleExit:
-    """Where a module with backward hooks is left; its last operand is what its entry has given."""
-
-    count: int
-    tensors: tuple[int, ...]
-    aliases: bool = True
-
-    def fake(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
-        return [fresh(x) for x in tensors[:-1]]
+        return [fresh(x) for x in (tensors[:-1] if self.module is None else tensors)]
 
 
 class _ModuleHooks:
@@ -186,20 +174,21 @@ class _ModuleHooks:
         args = tuple(args)
         places = _flowing(args)
         module = self.trace.original(self.module)
-        entry = ModuleEntry(module, self.trace.paths.get(id(self.module), type(module).__name__), len(args), places)
+        path = self.trace.paths.get(id(self.module), type(module).__name__)
         # The ticket stands for what goes from a module's entry to its exit.
         ticket = torch.empty(0)
-        name = register(self.trace, f"{type(module).__name__} {entry.path!r} {len(args)} {places}", entry)
+        entry = ModuleBoundary(len(args), places, module, path)
+        name = register(self.trace, f"{type(module).__name__} {path!r} {len(args)} {places}", entry)
         *made, self.ticket = torch.ops.autoparallel.call([*(args[i] for i in places), ticket], [], name)
-        return _with(args, places, made)
+        return with_made(args, places, made)
 
     def setup_output_hook(self, result: Any) -> Any:
         row = result if isinstance(result, tuple) else (result,)
         places = _flowing(row)
         assert self.ticket is not None
-        name = register(self.trace, f"exit {len(row)} {places}", ModuleExit(len(row), places))
+        name = register(self.trace, f"exit {len(row)} {places}", ModuleBoundary(len(row), places))
         made = torch.ops.autoparallel.call([*(row[i] for i in places), self.ticket.detach()], [], name)
-        out = _with(row, places, made)
+        out = with_made(row, places, made)
         return out if isinstance(result, tuple) else out[0]
 
 
@@ -207,13 +196,6 @@ def _flowing(values: Sequence[Any]) -> tuple[int, ...]:
     """The places of all tensors, where a gradient flows through one of them; else nothing happens to them."""
     places = tuple(i for i, x in enumerate(values) if isinstance(x, Tensor))
     return places if torch.is_grad_enabled() and any(values[i].requires_grad for i in places) else ()
-
-
-def _with(values: tuple[Any, ...], places: Sequence[int], made: Sequence[Tensor]) -> tuple[Any, ...]:
-    out = list(values)
-    for i, value in zip(places, made, strict=True):
-        out[i] = value if values[i].requires_grad or not value.requires_grad else value.detach()
-    return tuple(out) if type(values) is tuple else type(values)(*out)
 
 
 def backward_hook(module: nn.Module, hooks: Any, pre_hooks: Any) -> Any:

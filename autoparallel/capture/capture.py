@@ -21,6 +21,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel._torch import make_fake_mode, size_guards
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
@@ -90,7 +91,8 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
     fixed: dict[str, None] = {}
     for attempt in attempts:
         try:
-            captured = _capture(model, attempt, *others, fixed=fixed, **options)
+            with _torch.without_fake_errors():
+                captured = _capture(model, attempt, *others, fixed=fixed, **options)
         except CaptureError as error:
             if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open
                 raise
@@ -224,8 +226,6 @@ def _capture(
             program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
         finally:
             fixed.update(dict.fromkeys(calls.fixed.values()))
-        run_passes(resolving_passes(calls), program.graph_module)
-        _name_outputs(program)
         captured = _describe(
             program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
         )
@@ -352,7 +352,10 @@ def _export(
             with calls.silent():
                 findings = run_passes(tracing_passes(program.graph, calls), program.graph_module)
                 _name_outputs(program)
-                return program.run_decompositions({}), findings[Draws].count
+                decomposed = program.run_decompositions({})
+        run_passes(resolving_passes(calls), decomposed.graph_module)
+        _name_outputs(decomposed)
+        return decomposed, findings[Draws].count
     except CaptureError:
         raise
     except Refusal as error:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
-from autoparallel.capture.trace import CURRENT, Trace, fresh, listening, refuse, register
+from autoparallel.capture.trace import CURRENT, Trace, fresh, listening, refuse, register, with_made
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
 from autoparallel.operators.torch_random import arguments_of, silent
 
@@ -146,10 +146,8 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
     call = FunctionCall(cls, template, len(row), places, single, aliases)
     key = register(trace, f"{name}{template[0]}{template[1] or ''} -> {places}{' alias' if aliases else ''}", call)
     made = torch.ops.autoparallel.call(tensors, taken.numbers, key)
-    out = list(row)
-    for i, value in zip(places, made, strict=True):
-        out[i] = value if row[i].requires_grad or not value.requires_grad else value.detach()
-    return out[0] if single else tuple(out)
+    out = with_made(tuple(row), places, made)
+    return out[0] if single else out
 
 
 def _holds_values(value: Any) -> bool:

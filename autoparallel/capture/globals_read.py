@@ -64,7 +64,7 @@ class _Root:
         self.now = ""
         self.value = read()
         self.frozen: Hashable = freeze(self.value, deep=True)
-        self.content = _content(self.value)
+        self.content = self.value.copy() if isinstance(self.value, list | dict | set | deque) else None
 
     def changed(self) -> bool:
         return freeze(self.read(), deep=True) != self.frozen
@@ -76,10 +76,6 @@ class _Root:
         if self.content is not None:
             self.value.clear()
             (self.value.update if isinstance(self.value, dict | set) else self.value.extend)(self.content)
-
-
-def _content(value: Any) -> Any:
-    return value.copy() if isinstance(value, list | dict | set | deque) else None
 
 
 class _Suspended(TorchDispatchMode):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -30,7 +29,7 @@ from autoparallel.passes.raise_row_views import raise_row_views
 from autoparallel.passes.replace_random_operators import replace_random_operators
 from autoparallel.passes.resolve_control_flow import resolve_control_flow
 from autoparallel.passes.resolve_opaque_calls import resolve_opaque_calls
-from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList
+from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, on_graph
 
 
 def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
@@ -40,21 +39,12 @@ def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
     }
     return PassList([
         # Draws are numbered in the order of the plain model's calls, so nothing may be rewritten before.
+        Pass(replace_random_operators, provides={Fact.REPRODUCIBLE}),
+        Pass(expand_row_losses, requires={Fact.REPRODUCIBLE}),
         Pass(
-            "replace_random_operators",
-            lambda module, findings: replace_random_operators(module),
-            provides={Fact.REPRODUCIBLE},
-        ),
-        Pass(
-            "expand_row_losses",
-            lambda module, findings: expand_row_losses(module),
-            requires={Fact.REPRODUCIBLE},
-        ),
-        Pass(
-            "inline_gradient_modes",
-            lambda module, findings: inline_gradient_modes(
-                module,
-                differentiable,
+            partial(
+                inline_gradient_modes,
+                differentiable=differentiable,
                 enabled=torch.is_grad_enabled(),
                 transparent=lambda node: node.target is HOOK,
                 aliases=lambda node: node.target is CALL and calls.calls[node.args[2]].aliases,  # type: ignore[index]
@@ -67,12 +57,8 @@ def tracing_passes(graph: fx.Graph, calls: Trace) -> PassList:
 
 def resolving_passes(calls: Trace) -> PassList:
     """The user's own Python takes the place of what stood for it in the trace, and plain Python that of loops."""
-    resolve = Pass(
-        "resolve_opaque_calls",
-        lambda module, findings: resolve_opaque_calls(module, calls.calls, calls.hooks),
-        requires={Fact.FLAT},
-    )
-    control = Pass("resolve_control_flow", lambda module, findings: resolve_control_flow(module), requires={Fact.FLAT})
+    resolve = Pass(partial(resolve_opaque_calls, calls=calls.calls, hooks=calls.hooks), requires={Fact.FLAT})
+    control = Pass(resolve_control_flow, requires={Fact.FLAT})
     return PassList([resolve, control], given={Fact.FLAT})
 
 
@@ -95,47 +81,28 @@ def describing_passes(
     """
     return PassList(
         [
+            Pass(canonicalize_operators, requires={Fact.FLAT}, provides={Fact.CANONICAL}),
+            Pass(raise_row_views, requires={Fact.CANONICAL}),
             Pass(
-                "canonicalize_operators",
-                lambda module, findings: canonicalize_operators(module),
-                requires={Fact.FLAT},
-                provides={Fact.CANONICAL},
-            ),
-            Pass(
-                "raise_row_views",
-                lambda module, findings: raise_row_views(module),
-                requires={Fact.CANONICAL},
-            ),
-            Pass(
-                "interleave_projections",
-                lambda module, findings: interleave_projections(module, parameters, ranks),
+                partial(interleave_projections, parameters=parameters, ranks=ranks),
                 requires={Fact.CANONICAL},
                 provides={Fact.INTERLEAVED},
             ),
             Pass(
-                "mark_differentiable",
-                lambda module, findings: mark_differentiable(module.graph, differentiable),
+                partial(on_graph(mark_differentiable), placeholders=differentiable),
                 requires={Fact.CANONICAL, Fact.INTERLEAVED},
                 provides={Fact.DIFFERENTIABLE},
             ),
-            Pass(
-                "find_objective",
-                lambda module, findings: objective(module),
-                requires={Fact.CANONICAL, Fact.DIFFERENTIABLE},
-                provides={Fact.OBJECTIVE},
-            ),
+            Pass(objective, requires={Fact.CANONICAL, Fact.DIFFERENTIABLE}, provides={Fact.OBJECTIVE}),
             # Keys count the operators of a module, so all of these must be there.
             Pass(
-                "name_nodes",
-                lambda module, findings: name_nodes(module.graph),
-                requires={Fact.CANONICAL, Fact.INTERLEAVED, Fact.OBJECTIVE},
-                provides={Fact.NAMED},
+                on_graph(name_nodes), requires={Fact.CANONICAL, Fact.INTERLEAVED, Fact.OBJECTIVE}, provides={Fact.NAMED}
             ),
             Pass(
-                "detach_outputs",
-                lambda module, findings: detach_outputs(module.graph, buffers, findings[Objective].alone),
+                partial(on_graph(detach_outputs), first=buffers),
                 requires={Fact.NAMED, Fact.DIFFERENTIABLE, Fact.OBJECTIVE},
                 provides={Fact.DETACHED},
+                reads=lambda findings: {"loss": findings[Objective].alone},
             ),
             MARK_BACKWARD,
         ],
@@ -146,10 +113,7 @@ def describing_passes(
 
 def filling_passes(stacks: Sequence[Stack], captured: Captured) -> PassList:
     """The layers that were not traced take their places; ``captured`` learns their parameters and buffers."""
-
-    def fill(stack: Stack, module: fx.GraphModule, findings: Any) -> None:
-        fill_up(module.graph, stack, captured.parameters, captured.buffers)
-
     inner = [replace(stack, path=stack.path.removeprefix("model.")) for stack in stacks]
-    passes = [Pass("fill_up", partial(fill, stack), requires=CAPTURED) for stack in inner]
+    names = {"parameters": captured.parameters, "buffers": captured.buffers}
+    passes = [Pass(partial(on_graph(fill_up), stack=stack, **names), requires=CAPTURED) for stack in inner]
     return PassList(passes, given=CAPTURED, promised=CAPTURED)

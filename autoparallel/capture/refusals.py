@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 import traceback
 from collections.abc import Collection, Iterator
@@ -20,6 +19,7 @@ from autoparallel.graph.lines import line_of
 from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.text import LOGGER
 
 
 def require_static(graph: fx.Graph, numbers: Collection[str]) -> None:
@@ -36,7 +36,7 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> None:
                 given |= free_unbacked_symbols(value)
             elif _is_only_checked(node):
                 given |= free_unbacked_symbols(value)
-                _LOGGER.warning(
+                LOGGER.warning(
                     "the program leaves out a check of values, which eager makes at every call, at %s", line_of(node)
                 )
         unknown = [free_unbacked_symbols(v) for v in pytree.tree_leaves(value)]
@@ -64,7 +64,6 @@ def _is_only_checked(node: fx.Node) -> bool:
 
 
 _READ = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_LOGGER = logging.getLogger("autoparallel")
 _CHECKS = (torch.ops.aten._assert_scalar.default,)
 
 

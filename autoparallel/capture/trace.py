@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,3 +80,11 @@ def register(trace: Trace, name: str, call: Any) -> str:
 
 def fresh(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def with_made(values: tuple[Any, ...], places: Sequence[int], made: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Values with what a call has made in the places of tensors, which carries a gradient where they did."""
+    out = list(values)
+    for i, value in zip(places, made, strict=True):
+        out[i] = value if values[i].requires_grad or not value.requires_grad else value.detach()
+    return tuple(out) if type(values) is tuple else type(values)(*out)

@@ -7,5 +7,6 @@ May import ``placements``, ``text`` and ``_torch``.
 - ``collectives``: every redistribution as an operator with its backward; packed transfers.
 - ``simulate``: all ranks of a mesh as threads of one process.
 - ``traffic``: counts what a program sends.
+- ``ranges``: names in a profile.
 - ``waiting``: waits for other ranks, and names the one that is missing.
 """

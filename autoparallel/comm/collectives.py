@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
+from autoparallel.comm import ranges
 from autoparallel.comm.groups import axis_index, axis_size, communicator_of
 from autoparallel.placements import (
     Invariant,
@@ -349,6 +350,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
         ctx.spec = (src, dst, group)
+        ctx.module = "" if torch.compiler.is_compiling() else ranges.place()
         ctx.set_materialize_grads(False)
         return _apply(x, src, dst, group)
 
@@ -357,7 +359,10 @@ class _Redistribute(torch.autograd.Function):
         if grads[0] is None:  # of an output that is not differentiated
             return None, None, None, None
         src, dst, group = ctx.spec
-        return redistribute(grads[0], _DUALS.get(dst, dst), _DUALS.get(src, src), group), None, None, None
+        if not ctx.module:
+            return redistribute(grads[0], _DUALS.get(dst, dst), _DUALS.get(src, src), group), None, None, None
+        with ranges.named(lambda: f"{ctx.module}, backward"):
+            return redistribute(grads[0], _DUALS.get(dst, dst), _DUALS.get(src, src), group), None, None, None
 
 
 # Dynamo traces what is below, and follows no cache: so it looks texts up instead of parsing them.

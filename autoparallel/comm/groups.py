@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel import _torch
-from autoparallel.comm import waiting
+from autoparallel.comm import ranges, waiting
 
 CONTROL = "autoparallel control"
 """The description of the groups over which ranks agree; what they say there is not training traffic."""
@@ -91,27 +91,42 @@ class MeshGroups:
         if first is not None:
             first()
 
-    def _group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of an axis, for a collective that begins now."""
+    def _start(
+        self, kind: str, axis: str, out: torch.Tensor, begin: Callable[[dist.ProcessGroup], Any], sliced: bool = True
+    ) -> Wait:
+        """Begins a collective over an axis.
+
+        Args:
+            out: what it leaves.
+            sliced: whether waiting for it may be interrupted, where the backend can do that.
+        """
         self.settle()
-        return self.groups[axis][0]
+        with ranges.named(lambda: f"{kind} {axis}"):
+            work = begin(self.groups[axis][0])
+
+        def wait() -> torch.Tensor:
+            with ranges.named(lambda: f"wait for {kind} {axis}"):
+                waiting.wait(work, sliced and self.sliced)
+            return out
+
+        return wait
 
     def send(self, x: torch.Tensor, axis: str, peer: int) -> Wait:
         """Sends a contiguous ``x``; what is returned waits until its memory may be written to again."""
-        work = dist.isend(x, self.ranks(axis)[peer], self._group(axis))
-        return lambda: _finish(work, x)
+        rank = self.ranks(axis)[peer]
+        return self._start("send", axis, x, lambda group: dist.isend(x, rank, group), False)
 
     def receive(self, out: torch.Tensor, axis: str, peer: int) -> Wait:
         """Receives what a rank sends into ``out``."""
-        work = dist.irecv(out, self.ranks(axis)[peer], self._group(axis))
-        return lambda: _finish(work, out)
+        rank = self.ranks(axis)[peer]
+        return self._start("receive", axis, out, lambda group: dist.irecv(out, rank, group), False)
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
         """Reduces the contiguous ``x`` in place."""
         if self.size(axis) == 1:
             return lambda: x
-        work = dist.all_reduce(as_real(x), _REDUCE[op], self._group(axis), async_op=True)
-        return lambda: _finish(work, x, self.sliced)
+        sent = as_real(x)
+        return self._start("all_reduce", axis, x, lambda group: dist.all_reduce(sent, _REDUCE[op], group, True))
 
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
         """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
@@ -119,8 +134,9 @@ class MeshGroups:
             return _copied(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
         sent, received = as_real(x).view(-1), as_real(out).view(-1)
-        work = _torch.all_gather_single(received, sent, group=self._group(axis), async_op=True)
-        return lambda: _finish(work, out, self.sliced)
+        return self._start(
+            "all_gather", axis, out, lambda group: _torch.all_gather_single(received, sent, group=group, async_op=True)
+        )
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
         """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
@@ -128,16 +144,20 @@ class MeshGroups:
             return _copied(x[0])
         out = x.new_empty(x.shape[1:])
         sent, received = as_real(x).view(-1), as_real(out).view(-1)
-        work = _torch.reduce_scatter_single(received, sent, group=self._group(axis), async_op=True)
-        return lambda: _finish(work, out, self.sliced)
+        return self._start(
+            "reduce_scatter", axis, out,
+            lambda group: _torch.reduce_scatter_single(received, sent, group=group, async_op=True),
+        )  # fmt: skip
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
         """Sends row i of a contiguous ``[n, ...]`` to rank i; row i of the result came from rank i."""
         if self.size(axis) == 1:
             return _copied(x)
         out = torch.empty_like(x)
-        work = dist.all_to_all_single(as_real(out), as_real(x), group=self._group(axis), async_op=True)
-        return lambda: _finish(work, out, self.sliced)
+        received, sent = as_real(out), as_real(x)
+        return self._start(
+            "all_to_all", axis, out, lambda group: dist.all_to_all_single(received, sent, group=group, async_op=True)
+        )
 
     def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
         """Sends the first ``sent[0]`` rows of ``x`` to rank 0, and so on; returns the rows received, by rank."""
@@ -145,8 +165,11 @@ class MeshGroups:
             return x.clone()
         out = x.new_empty((sum(received), *x.shape[1:]))
         rows, parts = as_real(x.contiguous()), as_real(out)
-        work = dist.all_to_all_single(parts, rows, list(received), list(sent), group=self._group(axis), async_op=True)
-        return _finish(work, out, self.sliced)
+        wait = self._start(
+            "all_to_all", axis, out,
+            lambda group: dist.all_to_all_single(parts, rows, list(received), list(sent), group, True),
+        )  # fmt: skip
+        return wait()
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:
@@ -157,11 +180,6 @@ def as_real(x: torch.Tensor) -> torch.Tensor:
 def _copied(x: torch.Tensor) -> Wait:
     out = x.clone()
     return lambda: out
-
-
-def _finish(work: Any, out: torch.Tensor, sliced: bool = False) -> torch.Tensor:
-    waiting.wait(work, sliced)
-    return out
 
 
 _BOUND: dict[str, Communicator] = {}

@@ -97,7 +97,7 @@ class _Released(BaseException):
 class _ThreadCommunicator:
     def __init__(self, rank: int, names: Sequence[str], shape: Sequence[int], meeting: _Meeting) -> None:
         self.rank, self.names, self.shape, self.meeting = rank, list(names), list(shape), meeting
-        self.coordinates = list(torch.cartesian_prod(*[torch.arange(n) for n in shape]).view(-1, len(shape)).tolist())
+        self.coordinates = coordinates(shape)
 
     def _axes(self, axis: str) -> list[int]:
         return [self.names.index(name) for name in axis.split("+")]
@@ -114,7 +114,7 @@ class _ThreadCommunicator:
             position = position * self.shape[i] + self.coordinates[rank][i]
         return position
 
-    def _peers(self, axis: str) -> list[int]:
+    def ranks(self, axis: str) -> list[int]:
         axes = self._axes(axis)
         mine = self.coordinates[self.rank]
         same = [
@@ -124,23 +124,20 @@ class _ThreadCommunicator:
         ]
         return sorted(same, key=lambda rank: self._position(rank, axis))
 
-    def ranks(self, axis: str) -> list[int]:
-        return self._peers(axis)
-
     def settle(self) -> None:
         pass
 
     def send(self, x: torch.Tensor, axis: str, peer: int) -> Wait:
-        self.meeting.send(self.rank, self._peers(axis)[peer], axis, x)
+        self.meeting.send(self.rank, self.ranks(axis)[peer], axis, x)
         return lambda: x
 
     def receive(self, out: torch.Tensor, axis: str, peer: int) -> Wait:
-        wait = self.meeting.receive(self._peers(axis)[peer], self.rank, axis)
+        wait = self.meeting.receive(self.ranks(axis)[peer], self.rank, axis)
         return lambda: out.copy_(wait())
 
     def _collect(self, x: torch.Tensor, axis: str, kind: str) -> list[torch.Tensor]:
         call = f"{kind} of {x.dtype} {tuple(x.shape)} over {axis!r}"
-        return self.meeting.exchange(self.rank, self._peers(axis), call, x.detach().clone())
+        return self.meeting.exchange(self.rank, self.ranks(axis), call, x.detach().clone())
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
         stacked = torch.stack(self._collect(x, axis, f"all_reduce({op})"))
@@ -161,7 +158,7 @@ class _ThreadCommunicator:
         return lambda: out
 
     def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
-        peers = self._peers(axis)
+        peers = self.ranks(axis)
         brought = x.detach().clone(), list(sent)
         met = self.meeting.exchange(self.rank, peers, f"all_to_all_rows over {axis!r}", brought)
         index = self.index(axis)

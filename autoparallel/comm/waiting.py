@@ -59,9 +59,10 @@ class Place:
 
 @dataclass
 class _State:
-    """This process: where it is, and which groups of ranks cannot go on, and why."""
+    """This process: where it is, how long it has waited, and which groups of ranks cannot go on, and why."""
 
     place: Place | None = None
+    waited: float = 0.0
     broken: dict[tuple[int, ...], str] = field(default_factory=dict)
 
 
@@ -94,6 +95,19 @@ def wait(work: Any, sliced: bool) -> None:
     """
     if work is None:
         return
+    begun = time.perf_counter()
+    try:
+        _wait(work, sliced)
+    finally:
+        _HERE.waited += time.perf_counter() - begun
+
+
+def waited_seconds() -> float:
+    """How long this process has stood still for collectives so far; next to nothing where a device waits itself."""
+    return _HERE.waited
+
+
+def _wait(work: Any, sliced: bool) -> None:
     place = _HERE.place
     if not sliced or place is None:
         work.wait()

@@ -13,7 +13,7 @@ from autoparallel.decisions.frontier import Frontier
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, padded_rows
 from autoparallel.decisions.pipeline import PipelinePlan
-from autoparallel.decisions.prediction import Prediction
+from autoparallel.decisions.prediction import Prediction, Workload
 from autoparallel.placements import Layout, parse_layout
 from autoparallel.placements.modes import Mode, parse_mode
 
@@ -69,6 +69,7 @@ class Decisions:
         pipeline: how the model is cut into stages over one more mesh axis, which is not in ``mesh``.
         choice: how the mesh was chosen; None where it was given.
         frontier: what the plans take that the search compared; None where it compared none.
+        work: what a call in training has to do; only where it is compiled.
         estimate: what the search added up; only where it was searched just now.
     """
 
@@ -89,6 +90,7 @@ class Decisions:
     choice: MeshChoice | None = field(default=None, compare=False)
     frontier: Frontier | None = field(default=None, compare=False, repr=False)
     prediction: Prediction | None = field(default=None, compare=False, metadata=UNSTORED)
+    work: Workload | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
     estimate: Estimate | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
     reasons: Reasons | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
 

@@ -44,6 +44,7 @@ class StageCost:
         memory: bytes that it keeps, with the microbatches in flight.
         in_flight: the most microbatches whose activations it holds.
         inputs: the share of the backward that the gradients of inputs take, where a schedule parts them.
+        passing: seconds that what it gives to the next stage, or the gradient of that, is on its way.
         moment: bytes beside these while a backward of it runs, which of a rank's stages one does at a time.
     """
 
@@ -55,6 +56,7 @@ class StageCost:
     in_flight: int
     inputs: float = 0.5
     moment: float = 0.0
+    passing: float = 0.0
 
 
 @dataclass(frozen=True)

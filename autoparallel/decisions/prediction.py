@@ -49,6 +49,48 @@ class ModuleRow:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """What a call in training has to do, whatever the plan.
+
+    Attributes:
+        count: tokens, or rows of the batch where no input is made of tokens.
+        unit: "tokens" or "rows".
+        flops: of the model, forward and backward, on all devices together; nothing computed twice counts.
+        peak: the floating-point operations per second that a device's maker names, in the dtype of most of them.
+    """
+
+    count: int
+    unit: str
+    flops: float
+    peak: float
+
+    def mfu(self, seconds: float, devices: int) -> float:
+        """The part of the devices' peak that the model's own arithmetic is, in so many seconds."""
+        return self.flops / (seconds * devices * self.peak)
+
+
+PHASES, COMPUTE, NETWORK = "phases", "computes", "sends"
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedSpan:
+    """Something that a rank is predicted to spend time on.
+
+    Attributes:
+        line: ``PHASES``, ``COMPUTE`` (with what it waits for) or ``NETWORK``.
+        name: of the phase, the module or the collective.
+        begin, end: in seconds.
+        module: for which something is sent.
+    """
+
+    line: str
+    name: str
+    begin: float
+    end: float
+    module: str = ""
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What one optimizer step is predicted to cost each rank, for calls of the sizes that were planned for.
 
@@ -70,6 +112,7 @@ class Prediction:
         microbatches: how many forwards and backwards a call makes: what is said of one microbatch is of one of these.
         profile: the name of the hardware profile.
         timeline: over one step with one microbatch, seconds since its begin and the bytes that a device holds then.
+        spans: what these seconds are spent on, up to the update.
     """
 
     unshard: Traffic = field(default_factory=Traffic)
@@ -87,6 +130,7 @@ class Prediction:
     regathered: int = 0
     modules: tuple[ModuleRow, ...] = ()
     timeline: tuple[tuple[float, float], ...] = ()
+    spans: tuple[PredictedSpan, ...] = field(default=(), compare=False, repr=False)
     profile: str = ""
     microbatches: int = 1
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -112,6 +114,21 @@ class Captured:
             return self.loss
         node = self.graph.output_node().args[0][self.flowing[0]]  # type: ignore[index]
         return self.flowing[0] if is_loss(node) else None
+
+    @cached_property
+    def own_outputs(self) -> frozenset[int]:
+        """The indices of the outputs whose memory is no input's and no other output's, whatever the plan."""
+        roots: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.graph.nodes:
+            target = node.target
+            makes = isinstance(target, torch._ops.OpOverload) and target.namespace != "autoparallel"
+            makes = makes and not target.is_view and target is not torch.ops.aten.reshape.default
+            read = [roots[n] for n in node.all_input_nodes if not isinstance(n.meta.get("val"), torch.SymInt)]
+            roots[node] = {node} if makes or not read else set().union(*read)
+        memory = [roots[node] for node in self.graph.output_node().args[0]]  # type: ignore[union-attr,index]
+        users = Counter(node for nodes in memory for node in nodes)
+        own = {node for node, count in users.items() if count == 1 and node.op != "placeholder"}
+        return frozenset(i for i, nodes in enumerate(memory) if nodes <= own)
 
     @property
     def batches(self) -> frozenset[sympy.Symbol]:

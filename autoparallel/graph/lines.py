@@ -18,28 +18,36 @@ _OURS = f'File "{__file__.rpartition("/graph/")[0]}/'
 
 def line_of(node: fx.Node) -> str:
     """The line of the model that made a node, as the trace noted it."""
+    # Under torch.no_grad() the trace keeps modules, but no lines.
+    modules = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    return noted_line(node) or (f"forward of {modules[-1]}" if modules else "an unknown line")
+
+
+def noted_line(node: fx.Node) -> str:
+    """The same; empty where the trace noted none."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     files = [
         i
         for i, line in enumerate(lines)
         if line.lstrip().startswith('File "/') and "/torch/" not in line and not line.lstrip().startswith(_OURS)
     ]
-    if files:
-        return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2])
-    # Under torch.no_grad() the trace keeps modules, but no lines.
-    modules = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
-    return f"forward of {modules[-1]}" if modules else "an unknown line"
+    return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2]) if files else ""
 
 
 def line_of_frame(frame: FrameType | None) -> str:
     """The innermost line of the user's among a frame and its callers."""
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_library(name):
-            text = linecache.getline(name, frame.f_lineno).strip()
-            return f'"{name}", line {frame.f_lineno}, in {frame.f_code.co_name}: {text}'
+        if not is_library(frame.f_code.co_filename):
+            return line_in(frame)
         frame = frame.f_back
     return "an unknown line"
+
+
+def line_in(frame: FrameType) -> str:
+    """The line that a frame is at, written as a trace notes it."""
+    name = frame.f_code.co_filename
+    text = linecache.getline(name, frame.f_lineno).strip()
+    return f'"{name}", line {frame.f_lineno}, in {frame.f_code.co_name}: {text}'
 
 
 def first_line(run: Callable[[], Any], has_changed: Callable[[], bool]) -> str:

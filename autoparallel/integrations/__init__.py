@@ -3,8 +3,11 @@
 A compiled model is one model on one device to them, which happens to be a mesh: every rank is given the same batches,
 and losses and metrics are those of the whole batch.
 
-May import ``api``, ``comm``, ``graph`` and ``runtime``.
+May import ``api``, ``comm``, ``graph``, ``planner`` and ``runtime``.
 
 - ``accelerate``: an ``Accelerator``.
+- ``booster``: the ``Booster`` of Colossal-AI, which needs nothing.
+- ``lightning``: a strategy of Fabric.
+- ``optimizers``: those that were made before their model was compiled.
 - ``transformers``: a ``Trainer``.
 """

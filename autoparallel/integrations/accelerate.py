@@ -9,19 +9,23 @@ and the loop stays as it is.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.api import compile
-from autoparallel.graph.plain_tensors import REPLACED
+from autoparallel.comm.world import Axes, count_ranks, make_mesh, mesh_text
+from autoparallel.integrations.optimizers import hand_over
+from autoparallel.planner.presets import SEQUENCE_AXES, TENSOR_AXIS
 from autoparallel.runtime.microbatches import NotKept
 from autoparallel.runtime.module import ParallelModule
 
@@ -34,13 +38,33 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         mesh, compile_options: for :func:`autoparallel.compile`.
+        parallelism_config: Accelerate's, in place of a mesh: the axes of which more than one rank is asked for, and,
+            unless ``compile_options`` has a plan, ``context_parallel`` where one of them is "cp" or "sp",
+            ``tensor_parallel`` where one is "tp", else ``data_parallel``; over "dp_shard" parameters are sharded at
+            rest, as FSDP does. Its backends and handlers are not used. ``accelerate launch`` may have set it, too.
         options: Accelerate's own. ``mixed_precision`` is refused: give ``compile_options`` a ``precision``.
+
+    Raises:
+        ValueError: for options that do not go together, or axes that are not of all ranks.
     """
 
     def __init__(
-        self, *, mesh: DeviceMesh | None = None, compile_options: Mapping[str, Any] | None = None, **options: Any
+        self,
+        *,
+        mesh: DeviceMesh | None = None,
+        compile_options: Mapping[str, Any] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(**options)
+        if parallelism_config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+            parallelism_config = ParallelismConfig()
+        none = ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
+        super().__init__(parallelism_config=none, **options)
+        if parallelism_config is not None:
+            if mesh is not None:
+                raise ValueError("mesh and parallelism_config say the same: give one of them")
+            mesh, plan = _mesh_of(parallelism_config, self.device.type)
+            compile_options = {"plan": plan, **(compile_options or {})}
         self.adopt(mesh, compile_options)
 
     def adopt(self, mesh: DeviceMesh | None, compile_options: Mapping[str, Any] | None) -> None:
@@ -78,7 +102,7 @@ class Accelerator(accelerate.Accelerator):
         compiled = [self._compiled(x) if isinstance(x, nn.Module) else x for x in args]
         for x in compiled:
             if isinstance(x, torch.optim.Optimizer):
-                _hand_over(x)
+                hand_over(x)
         return super().prepare(*compiled, device_placement=device_placement)
 
     def prepare_model(
@@ -201,10 +225,13 @@ class Accelerator(accelerate.Accelerator):
         return {f"{kind}_{i}": x for kind, own in kinds.items() for i, x in enumerate(own)}
 
 
-def _hand_over(optimizer: torch.optim.Optimizer) -> None:
-    """Replaces the plain parameters that an optimizer holds, where models were compiled after it was made."""
-    for group in optimizer.param_groups:
-        plain = [p for p in group["params"] if p in REPLACED]
-        if plain and optimizer.state:
-            raise ValueError("an optimizer has stepped before prepare(): make it anew, or prepare it before it steps")
-        group["params"] = [REPLACED.get(p, p) for p in group["params"]]
+def _mesh_of(config: ParallelismConfig, device: str) -> tuple[DeviceMesh | None, str]:
+    """The mesh that Accelerate's configuration means, and the plan on it; no mesh for one rank."""
+    sizes = {name: getattr(config, f"{name}_size") for name in ("dp_replicate", "dp_shard", *SEQUENCE_AXES, "tp")}
+    axes: Axes = tuple((name, size) for name, size in sizes.items() if size > 1)
+    ranks = count_ranks()
+    if config.total_size != ranks:
+        raise ValueError(f"parallelism_config is {mesh_text(axes)}, {config.total_size} ranks, and there are {ranks}")
+    names = dict(axes).keys()
+    plan = "tensor_parallel" if TENSOR_AXIS in names else "data_parallel"
+    return make_mesh(device, axes) if axes else None, "context_parallel" if names & {*SEQUENCE_AXES} else plan

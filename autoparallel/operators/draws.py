@@ -18,30 +18,6 @@ from autoparallel.operators.random import Numbers
 _ATTEMPTS = 1000  # of a rejection sampler that accepts 95 of 100; it is left when all elements are accepted
 
 
-def _bernoulli(numbers: Numbers, dtype: torch.dtype, p: float) -> Tensor:
-    return numbers.below(p)
-
-
-def _uniform(numbers: Numbers, dtype: torch.dtype, low: float, high: float) -> Tensor:
-    return numbers.uniform(dtype) * (high - low) + low
-
-
-def _normal(numbers: Numbers, dtype: torch.dtype, mean: float, std: float) -> Tensor:
-    return numbers.normal() * std + mean
-
-
-def _log_normal(numbers: Numbers, dtype: torch.dtype, mean: float, std: float) -> Tensor:
-    return (numbers.normal() * std + mean).exp()
-
-
-def _exponential(numbers: Numbers, dtype: torch.dtype, rate: float) -> Tensor:
-    return numbers.exponential(dtype) / rate
-
-
-def _cauchy(numbers: Numbers, dtype: torch.dtype, median: float, sigma: float) -> Tensor:
-    return (numbers.inside() - 0.5).mul(math.pi).tan() * sigma + median
-
-
 def _geometric(numbers: Numbers, dtype: torch.dtype, p: float) -> Tensor:
     if p == 1:
         return torch.ones_like(numbers.bits())
@@ -49,9 +25,14 @@ def _geometric(numbers: Numbers, dtype: torch.dtype, p: float) -> Tensor:
 
 
 DISTRIBUTIONS: dict[str, Callable[..., Tensor]] = {
-    "bernoulli": _bernoulli, "uniform": _uniform, "normal": _normal, "log_normal": _log_normal,
-    "exponential": _exponential, "cauchy": _cauchy, "geometric": _geometric,
-}  # fmt: skip
+    "bernoulli": lambda numbers, dtype, p: numbers.below(p),
+    "uniform": lambda numbers, dtype, low, high: numbers.uniform(dtype) * (high - low) + low,
+    "normal": lambda numbers, dtype, mean, std: numbers.normal() * std + mean,
+    "log_normal": lambda numbers, dtype, mean, std: (numbers.normal() * std + mean).exp(),
+    "exponential": lambda numbers, dtype, rate: numbers.exponential(dtype) / rate,
+    "cauchy": lambda numbers, dtype, median, sigma: (numbers.inside() - 0.5).mul(math.pi).tan() * sigma + median,
+    "geometric": _geometric,
+}
 """What ``draw`` draws, by name; called with the numbers, the dtype of the result, and the parameters."""
 
 

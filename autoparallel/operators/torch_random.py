@@ -133,12 +133,9 @@ def _normal_of_tensors(draw: Draw) -> Any:
 
 
 def _integers(draw: Draw) -> Any:
-    low, high = draw.arguments.get("low", 0), draw["high"]
-    return draw.emit(draws.draw_integers, draw.sizes(), low, _less_one(draw.emit, high), draw.take(), **draw.form())
-
-
-def _less_one(emit: Emit, high: Any) -> Any:
-    return high - 1 if isinstance(high, int) else emit(operator.sub, high, 1)
+    sizes, low, high = draw.sizes(), draw.arguments.get("low", 0), draw["high"]
+    last = high - 1 if isinstance(high, int) else draw.emit(operator.sub, high, 1)
+    return draw.emit(draws.draw_integers, sizes, low, last, draw.take(), **draw.form())
 
 
 def _random(draw: Draw) -> Any:
@@ -173,17 +170,9 @@ def _classes(draw: Draw) -> Any:
     return draw.emit(draws.draw_classes, weights, draw["num_samples"], draw["replacement"], draw.take())
 
 
-def _permutation(draw: Draw) -> Any:
-    return draw.emit(draws.draw_permutation, draw["n"], draw.take(), **draw.form())
-
-
 def _poisson(draw: Draw) -> Any:
     rate = draw.emit(aten.detach.default, draw["self"])
     return draw.constant(draw.emit(draws.draw_poisson, rate, draw.take()), draw["self"])
-
-
-def _gamma(draw: Draw) -> Any:
-    return draw.emit(draws.draw_gamma, draw["self"], draw.take())
 
 
 BASIC: dict[Any, Callable[[Draw], Any]] = {
@@ -224,10 +213,10 @@ BASIC: dict[Any, Callable[[Draw], Any]] = {
     getattr(aten.random_, "from"): _random,
     aten.rrelu.default: _rrelu,
     aten.rrelu_.default: _rrelu,
-    aten.randperm.default: _permutation,
+    aten.randperm.default: lambda draw: draw.emit(draws.draw_permutation, draw["n"], draw.take(), **draw.form()),
     aten.multinomial.default: _classes,
     aten.poisson.default: _poisson,
-    aten._standard_gamma.default: _gamma,
+    aten._standard_gamma.default: lambda draw: draw.emit(draws.draw_gamma, draw["self"], draw.take()),
 }
 """What draws once, whatever it is given; an operator whose name ends in "_" fills its first argument."""
 

@@ -21,6 +21,14 @@ from autoparallel.pipeline.torch_schedules import torch_actions
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 SEND, RECEIVE = "send", "receive"
 
+KINDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT: "backward, gradients of inputs",
+    WEIGHT: "backward, gradients of parameters",
+}
+"""In words."""
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v")
 SPLIT = ("zero_bubble", "zero_bubble_v", "dualpipe_v")
 """The schedules that compute the gradients of inputs and of parameters apart."""

@@ -58,7 +58,7 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> dict[
         if node.target is operator.getitem or not node.meta.get("backward"):
             owners[node] = node
             continue
-        key = size.call(node), *[_strides(x) for x in operands]
+        key = size.call(node), *[tuple(map(str, x.meta["val"].stride())) for x in operands]
         if key not in known:
             known[key] = _run(node, operands, size)
         saved = known[key]
@@ -72,10 +72,6 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> dict[
     chunked = {node for head in heads for node in (head.product, *head.between)}
     kept = (found | beside.keys()) - chunked
     return {node: float(node in found) + beside.get(node, 0.0) for node in graph.nodes if node in kept}
-
-
-def _strides(x: fx.Node) -> Hashable:
-    return tuple(map(str, x.meta["val"].stride()))
 
 
 def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:

@@ -14,7 +14,7 @@ costs the rank that has most of that to do.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,11 +92,6 @@ def splits(shape: Shape, profile: Profile) -> list[Shape]:
         return not along, max(split), split
 
     return sorted((s for s in distinct(found, profile) if inside(s, profile)), key=order)
-
-
-def stage_counts(devices: int) -> Iterator[int]:
-    """The sizes that an axis for a pipeline may have, the smallest first."""
-    return (ranks for ranks in range(2, devices + 1) if devices % ranks == 0)
 
 
 def stage_meshes(devices: int, ranks: int, inner: int, profile: Profile) -> list[Axes]:
@@ -197,7 +192,7 @@ class MeshSearch:
         inner = pair.mesh[-1][1] if pair is not None else min(profile.node or self.devices, self.devices)
         before: Alternative | None = None
         searched = 0
-        for ranks in stage_counts(self.devices):
+        for ranks in (n for n in range(2, self.devices + 1) if self.devices % n == 0):
             meshes = stage_meshes(self.devices, ranks, inner, profile)
             if searched + len(meshes) > THRESHOLDS.pipelines or before is not None and before.seconds is None:
                 untried.extend(meshes)

@@ -15,6 +15,9 @@ EXPERT_AXIS = "ep"
 """The mesh axis over which every preset but "auto" shards stacks of experts; for all else it is a data axis."""
 
 TENSOR_AXIS = "tp"
+SHARDED_AXIS = "dp_shard"
+"""The data axis over which every preset but "auto" shards parameters at rest, as FSDP does."""
+
 SEQUENCE_AXES = ("cp", "sp")
 
 
@@ -49,6 +52,20 @@ class Constraints:
 
 
 def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
+    """The constraints of a preset on a mesh, of which an axis named "dp_shard" shards parameters at rest.
+
+    Raises:
+        ValueError: for a name that is not a preset.
+        PlanError: for a preset that the mesh has no axis for.
+    """
+    constraints = _constraints(preset, axis_names)
+    sharded = frozenset(i for i in constraints.data if axis_names[i] == SHARDED_AXIS)
+    if not sharded:
+        return constraints
+    return replace(constraints, sharded_at_rest=constraints.sharded_at_rest | sharded, gather_per_use=True)
+
+
+def _constraints(preset: str, axis_names: Sequence[str]) -> Constraints:
     """The constraints of a preset on a mesh.
 
     ``hybrid`` is ``fsdp`` over the last axis, whose ranks lie inside a node first, and data parallel across the others.

@@ -230,7 +230,10 @@ class StagePlanner:
             memory = self._memory(part, bounds[stage], kept[stage], held)
             forward, backward = sum(row.forward for row in part), sum(row.backward for row in part)
             inputs = sum(row.inputs for row in part) / backward if backward else 0.5
-            costs.append(StageCost(named[0], named[-1], forward, backward, memory, held, inputs, moment_of(part)))
+            end = bounds[stage] + len(part)
+            passing = float(self._crossing[end]) if stage + 1 < len(parts) else 0.0
+            ends = named[0], named[-1]
+            costs.append(StageCost(*ends, forward, backward, memory, held, inputs, moment_of(part), passing))
         return costs, timeline
 
     def _kept_bytes(self, parts: Sequence[Sequence[Row]], schedule: str) -> list[float]:

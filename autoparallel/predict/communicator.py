@@ -13,6 +13,8 @@ import torch
 
 from autoparallel.comm.groups import Wait, active_axes
 from autoparallel.comm.traffic import TrafficCounter
+from autoparallel.decisions.prediction import PHASES as PHASE_LINE
+from autoparallel.decisions.prediction import PredictedSpan
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
 from autoparallel.predict.meter import Clock
@@ -37,6 +39,7 @@ class MeteredCommunicator:
         self.phase = FORWARD
         self.counters = {phase: TrafficCounter() for phase in PHASES}
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._begun = 0.0
 
     # -- what the runtime asks --------------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ class MeteredCommunicator:
             return self.clock.now
         axes = [self.names.index(name) for name in axis.split("+")]
         begun = self.clock.now
-        done = self.clock.start(self.profile.step_seconds(self.sizes, kind, axes, full_bytes))
+        done = self.clock.start(self.profile.step_seconds(self.sizes, kind, axes, full_bytes), f"{kind} {axis}")
         if self.phase == GRADIENTS:  # what the backward cannot hide of it
             self.seconds[GRADIENTS] += self.clock.now - begun
         return done
@@ -124,4 +127,6 @@ class MeteredCommunicator:
     def begin_phase(self, phase: str) -> None:
         """Ends the phase that runs: the time since the one before was its."""
         self.seconds[self.phase] += self.clock.now - sum(self.seconds.values())
-        self.phase = phase
+        if self.clock.now > self._begun:
+            self.clock.spans.append(PredictedSpan(PHASE_LINE, self.phase, self._begun, self.clock.now))
+        self.phase, self._begun = phase, self.clock.now

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel.decisions.prediction import Workload
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.placements.modes import Mode
 from autoparallel.rules import Rule, rule_for
@@ -100,6 +104,15 @@ def model_flops(graph: fx.Graph, size: Callable[[Any], int]) -> dict[torch.dtype
             passes = 3 if node.meta["backward"] else 1
             found[dtype] = found.get(dtype, 0.0) + passes * rule_points(rule, size)
     return found
+
+
+def workload_of(captured: Captured, call: Call, profile: Profile) -> Workload:
+    """What a call of a captured model has to do."""
+    tokens = [s for s in call.specs if isinstance(s, InputSpec) and s.is_integer and len(s.shape) > 1]
+    count = max((torch.Size(s.shape).numel() for s in tokens), default=0)
+    flops = model_flops(captured.graph, Sizes(captured.actual))
+    peak = profile.peak_flops(max(flops, key=lambda d: flops[d], default=torch.float32))
+    return Workload(count or call.batch, "tokens" if count else "rows", sum(flops.values()), peak)
 
 
 def rule_points(rule: Rule, size: Callable[[Any], int]) -> float:

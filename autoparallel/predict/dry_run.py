@@ -19,6 +19,7 @@ from torch import fx, nn
 from autoparallel import _torch
 from autoparallel.comm.groups import use_communicator
 from autoparallel.comm.traffic import CountingMode, Traffic
+from autoparallel.decisions.prediction import PredictedSpan
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
@@ -53,6 +54,7 @@ class DryRun:
         history: seconds since the begin and these bytes, whenever they changed.
         regathered: the numbers of the buckets that the backward gathers again.
         reached: the parameters that a gradient comes back to.
+        spans: what the time is spent on.
     """
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class DryRun:
     history: list[tuple[float, int]] = field(default_factory=list)
     regathered: list[int] = field(default_factory=list)
     reached: list[str] = field(default_factory=list)
+    spans: list[PredictedSpan] = field(default_factory=list)
 
 
 def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collection[int] | None = None) -> DryRun:
@@ -90,6 +93,7 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
         ledger.history,
         rank.runner.regathered,
         rank.store.reached,
+        clock.spans,
     )
 
 
@@ -105,7 +109,7 @@ class _DryRank:
         roots: Collection[int] | None,
     ) -> None:
         self.program, self.plan, self.roots = program, plan, roots
-        self.communicator, self.ledger = communicator, meter.ledger
+        self.communicator, self.ledger, self.clock = communicator, meter.ledger, meter.clock
         self.sizes = Sizes(program.captured.actual)
         self.inputs = 0
         self.values = self.placeholders()
@@ -268,7 +272,11 @@ class _Body(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if is_unseen(n):
             return stand_in(n, *self.fetch_args_kwargs_from_env(n), partial(self.shape_of, n))
-        return super().run_node(n)
+        module = self.rank.clock.module = n.meta.get("module", self.rank.clock.module)
+        result = super().run_node(n)
+        if n.op == "call_function":
+            _torch.mark_module(result, module)
+        return result
 
     def shape_of(self, node: fx.Node, traced: torch.Tensor) -> tuple[int, ...]:
         """A rank's shape of one of the results of a node."""

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of
 from autoparallel.comm.traffic import CountingMode
+from autoparallel.decisions.prediction import COMPUTE, NETWORK, PredictedSpan
 from autoparallel.hardware import Profile
 from autoparallel.placements import COLLECTIVES, action, parse_placement
 from autoparallel.predict.results import call_on_meta
@@ -32,23 +33,46 @@ from autoparallel.rules.calls import may_have_gradient
 
 
 class Clock:
-    """Time on one rank (see [Note: two clocks])."""
+    """Time on one rank (see [Note: two clocks]).
+
+    Attributes:
+        module: whose operators run.
+        spans: what it takes; those of what computes follow each other without a gap.
+    """
 
     def __init__(self, overlap: float) -> None:
         self.overlap = overlap
         self.now = 0.0
+        self.module = ""
+        self.spans: list[PredictedSpan] = []
         self._network = 0.0
         self._held: list[tuple[float, Any]] = []
+        self._last: dict[str, int] = {}  # by line, the place of its last span
 
     def compute(self, seconds: float) -> None:
         """Something computes."""
+        self._note(COMPUTE, self.module or "(the model)", self.now, self.now + seconds)
         self._go(self.now + seconds)
 
-    def start(self, seconds: float) -> float:
+    def start(self, seconds: float, name: str = "") -> float:
         """A collective starts; when it will be done."""
+        begun = max(self.now, self._network)
+        self._note(COMPUTE, f"start {name}", self.now, self.now + (1 - self.overlap) * seconds)
         self._go(self.now + (1 - self.overlap) * seconds)
         self._network = max(self.now, self._network) + self.overlap * seconds
+        self._note(NETWORK, name, begun, self._network, joined=False)
         return self._network
+
+    def _note(self, line: str, name: str, begin: float, end: float, joined: bool = True) -> None:
+        """Notes what takes a while; what goes on is one span, where spans may be joined."""
+        if end <= begin:
+            return
+        place = self._last.get(line)
+        if joined and place is not None and self.spans[place].name == name and self.spans[place].end == begin:
+            self.spans[place] = replace(self.spans[place], end=end)
+            return
+        self._last[line] = len(self.spans)
+        self.spans.append(PredictedSpan(line, name, begin, end, self.module))
 
     def hold(self, value: Any, done: float) -> None:
         """Keeps a value alive until a collective is done, whether anybody waits for it or not."""
@@ -56,6 +80,7 @@ class Clock:
 
     def wait(self, done: float) -> None:
         """Its result is needed."""
+        self._note(COMPUTE, "wait", self.now, done)
         self._go(max(self.now, done))
 
     def _go(self, now: float) -> None:
@@ -151,6 +176,7 @@ class Meter(TorchDispatchMode):
         self.sent.count(func, args, kwargs or {})
         result = call_on_meta(func, args, kwargs or {})
         self.ledger.add(result)
+        self.clock.module = _torch.marked_module() or self.clock.module
         self.clock.compute(self.seconds(name, args, kwargs or {}, result))
         return result
 

@@ -64,6 +64,7 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         profile=profile.name,
         microbatches=plan.microbatches,
         timeline=_thinned([(seconds, fixed + size) for seconds, size in run.history]),
+        spans=tuple(run.spans),
     )
 
 

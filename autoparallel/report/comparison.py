@@ -6,33 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
-from autoparallel.decisions.prediction import Prediction
+from autoparallel.decisions.prediction import Prediction, Workload
 from autoparallel.hardware import Profile
 from autoparallel.report.explain import OPERATORS, SENT, UNSHARDED, headline, operators_table, plan_sections
 from autoparallel.report.html import Bars, Chart, Curve, page
 from autoparallel.report.words import fold
 from autoparallel.text import Block, Table, duration, operations, units
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a step has to do, whatever the plan.
-
-    Attributes:
-        count: tokens, or rows of the batch where no input is made of tokens.
-        unit: "tokens" or "rows".
-        flops: of the model, forward and backward, on all devices together; nothing computed twice counts.
-        dtype: in which most of them are.
-    """
-
-    count: int
-    unit: str
-    flops: float
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -78,16 +59,14 @@ class Comparison:
 
 def comparison_blocks(compared: Comparison) -> list[Block]:
     """A row for each plan, and why others cannot be."""
-    work, profile = compared.work, compared.profile
+    work = compared.work
     sent = {name: _sent_by_kind(prediction) for name, (_, prediction) in compared.plans.items()}
     kinds = sorted({kind for sizes in sent.values() for kind, size in sizes.items() if size})
     numbers = ["step", f"{work.unit}/s", "MFU", "memory", *(kind.replace("_", " ") for kind in kinds)]
     rows = []
     for name, (plan, prediction) in compared.plans.items():
         seconds, memory = prediction.seconds(), prediction.total_memory
-        devices = math.prod(size for _, size in plan.whole_mesh)
-        # MFU: the part of the devices' peak that the model's own arithmetic is.
-        mfu = work.flops / (seconds * devices * profile.peak_flops(work.dtype))
+        mfu = work.mfu(seconds, math.prod(size for _, size in plan.whole_mesh))
         over = " (too much)" if compared.capacity is not None and memory > compared.capacity else ""
         cells = [duration(seconds), f"{work.count / seconds:,.0f}", f"{100 * mfu:.1f}%", units(memory) + over]
         rows.append([name, *cells, *(units(sent[name].get(kind, 0.0)) for kind in kinds)])

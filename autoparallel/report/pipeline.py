@@ -6,16 +6,9 @@ from collections.abc import Sequence
 
 from autoparallel.comm.traffic import Traffic
 from autoparallel.decisions.pipeline import Border, PipelinePlan, PipelineTraffic
-from autoparallel.pipeline.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Passing, actions_of, play
+from autoparallel.pipeline.schedules import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action, Passing, actions_of, play
 from autoparallel.report.words import traffic_rows
 from autoparallel.text import Block, Span, Table, Timeline, duration, units
-
-KINDS = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    INPUT: "backward, gradients of inputs",
-    WEIGHT: "backward, gradients of parameters",
-}
 
 
 def pipeline_blocks(plan: PipelinePlan | None) -> list[Block]:
@@ -58,7 +51,7 @@ def schedule_timeline(plan: PipelinePlan) -> Timeline:
 
     passings = [Passing(i, i, i + 1, True) for i in range(plan.count - 1)]
     lists = actions_of(plan.schedule, plan.ranks, plan.count, plan.microbatches)
-    played = play(lists, plan.rank_of, passings, seconds).spans
+    played = play(lists, plan.rank_of, passings, seconds, lambda p: plan.stages[p.value].passing).spans
     key = "time goes right: 0 is the forward of microbatch 0 (of 10, ...), a its backward"
     if any(action.kind == WEIGHT for actions in lists for action in actions):
         key += ", - gradients of parameters"

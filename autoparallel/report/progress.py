@@ -9,9 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 
-from autoparallel.text import duration
-
-LOGGER = logging.getLogger("autoparallel")
+from autoparallel.text import LOGGER, duration
 
 
 class Progress:

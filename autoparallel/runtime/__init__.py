@@ -1,7 +1,7 @@
 """Runs a rank's program behind the face of an ``nn.Module``, and what a training loop asks of it.
 
 May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``graph``, ``rules``, ``operators``,
-``comm``, ``checkpoint``, ``placements`` and ``_torch``.
+``comm``, ``checkpoint``, ``placements``, ``text`` and ``_torch``.
 
 - ``module``: the compiled model, ``face`` what it has of the plain one; ``call_reader`` reads a call, ``kinds`` finds
   its kind, ``calls`` makes it, ``runner`` runs one kind, ``compiled`` compiles its body by region; ``rows``: which rows
@@ -18,4 +18,5 @@ May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``gra
 - ``state``, ``slices``: parameters as ``DTensor``s, and a rank's part of them; ``initial_values`` of meta parameters;
   ``whole``: full parameters for a while;
   ``randomness``: the random stream.
+- ``meter``: what steps took.
 """

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from autoparallel import _torch
+from autoparallel.comm import ranges
 
 Tensors = list[torch.Tensor]
 
@@ -29,18 +31,23 @@ class Travel:
         tensors: what it begins with.
         steps: each starts a collective for the tensors, and returns a function that waits for its results. The first
             is started at once.
+
+    Attributes:
+        name: what it brings, in a profile.
     """
 
     def __init__(self, tensors: Tensors, steps: Sequence[Callable[[Tensors], Callable[[], Tensors]]]) -> None:
+        self.name: Callable[[], str] | None = None
         self._steps = list(steps[1:])
         self._wait: Callable[[], Tensors] | None = steps[0](tensors) if steps else lambda: tensors
 
     def __call__(self) -> Tensors:
         """The tensors at the end of the way; asked for once."""
-        values = self._take()
-        while self._steps:
-            values = self._steps.pop(0)(values)()
-        return values
+        with ranges.named(self.name) if self.name is not None else nullcontext():
+            values = self._take()
+            while self._steps:
+                values = self._steps.pop(0)(values)()
+            return values
 
     def finish(self) -> None:
         """Brings the tensors to the end, where they stay until they are asked for; what was sent ends now, and so does

@@ -51,8 +51,8 @@ class CallReader:
             problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
         elif parameters.keys() != self._parameter_ids:
             problem = (
-                "a parameter was added, removed or replaced after compile(), so that it would not be trained: change "
-                "the plain model, then compile it"
+                "a parameter was added, removed or replaced after compile(), so that it would not be trained\n"
+                "What to change: change the plain model, then compile it, and make its optimizer."
             )
         problem = problem or self.kinds.store.assigned()
         autocast = torch.get_autocast_dtype(mesh.device_type) if torch.is_autocast_enabled(mesh.device_type) else None

@@ -89,7 +89,7 @@ def _deliver(
     delivery = Delivery(store, _weigh(captured, values, call, store.window), kind.runner.used)
     for i in range(count, len(values)):
         if isinstance(values[i], torch.Tensor) and values[i].requires_grad:
-            values[i] = Outputs.apply(delivery, values[i])
+            values[i] = Outputs.apply(delivery, values[i], i in captured.own_outputs)
     if torch.is_grad_enabled():
         refuse_detached(captured, values)
     for i in range(count, len(values)):

@@ -58,11 +58,13 @@ class Clipper:
         in_step: how an optimizer's step clips by itself, if it does.
 
     Attributes:
+        own: the marks (``id``) of the model's parameters.
         last_norm: the norm of the last clipping, before it, as :meth:`clip_norm` returned it.
     """
 
     def __init__(self, store: GradientStore, model: nn.Module, in_step: ClipGradNorm | None = None) -> None:
         self.store = store
+        self.own = frozenset(map(id, store.parameters.values()))
         self.names = ParameterNames(model, store.parameters)
         self.in_step = in_step
         self.limits = None if in_step is None else self.names.limits(in_step.max_norm)
@@ -178,11 +180,10 @@ class Clipper:
     def _can_fold(self, optimizer: torch.optim.Optimizer, grads: Mapping[str, torch.Tensor], mine: int) -> bool:
         """Whether the optimizer may divide the gradients in its own pass over them: it must hold these and no others,
         and its scale is a float32 number."""
-        own = {id(p) for p in self.store.parameters.values()}
         return (
             bool(getattr(optimizer, "_step_supports_amp_scaling", False))
             and mine == len(grads)
-            and all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            and all(id(p) in self.own for group in optimizer.param_groups for p in group["params"])
             and all(g.dtype != torch.float64 for g in grads.values())
         )
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from autoparallel import _torch, operators
+from autoparallel.comm import ranges
 from autoparallel.graph.layers import layer_of
 from autoparallel.operators import control_flow, opaque
 from autoparallel.passes import split_weight_gradients
@@ -85,7 +86,8 @@ class RegionCompiler:
             key = _signature(program.graph)
             if key not in self._compiled:
                 self._compiled[key] = self._compile(program)
-            copy.add_submodule(name, CompiledRegion(self._compiled[key], first))
+            layers = list(dict.fromkeys(filter(None, map(layer_of, program.graph.nodes)))) or ["between layers"]
+            copy.add_submodule(name, CompiledRegion(self._compiled[key], first, ", ".join(layers)))
         graph.lint()
         copy.recompile()
         return copy
@@ -112,14 +114,15 @@ class CompiledRegion(nn.Module):
     Args:
         function: what it was compiled to.
         first: the number of its first draw of random numbers among those of a call; the region counts them from 0.
+        name: of its layers, in a profile.
     """
 
-    def __init__(self, function: Body, first: int) -> None:
+    def __init__(self, function: Body, first: int, name: str) -> None:
         super().__init__()
-        self.function, self.first = function, first
+        self.function, self.first, self.name = function, first, name
 
     def forward(self, *arguments: Any) -> Any:
-        with operators.draw_from(replace(operators.random_state(), first=self.first)):
+        with ranges.named(lambda: self.name), operators.draw_from(replace(operators.random_state(), first=self.first)):
             return self.function(*arguments)
 
 

@@ -155,7 +155,8 @@ class Exchange:
 
     def _counts(self) -> tuple[int, ...]:
         """What this rank has made of the model, since the ranks have last found that it was not the same."""
-        counts = self.calls, self.store.backwards, self.store.steps
+        in_step = self.store.everyone is None  # else a rank steps what lies on it, which may be nothing
+        counts = self.calls, self.store.backwards, self.store.steps * in_step
         if self._mismatches != self.agreement.control.mismatches:
             self._mismatches, self._base = self.agreement.control.mismatches, counts
         return tuple(now - before for now, before in zip(counts, self._base, strict=True))

@@ -13,6 +13,13 @@ from torch.distributed.tensor import DTensor
 from autoparallel import _torch
 from autoparallel.runtime.state import lay_like
 
+_CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__")
+"""What Python looks up on a class only: ``model[0]`` of an ``nn.Sequential``."""
+
+
+def _of_plain(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self._plain, name)(*args)
+
 
 class Face(nn.Module):
     """A module that has a plain model's submodules, parameters, buffers and attributes; parameters are ``DTensor``s.
@@ -32,6 +39,8 @@ class Face(nn.Module):
             self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
         self._methods = methods
         self.training = plain.training
+        if container := {name: _of_plain(name) for name in _CONTAINER if hasattr(type(plain), name)}:
+            self.__class__ = type(type(self).__name__, (type(self),), container)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the plain model, but for those that are this object's."""
@@ -74,8 +83,8 @@ class Face(nn.Module):
             changed = fn(probe)
             if (changed.dtype, changed.device.type) != (probe.dtype, probe.device.type):
                 raise RuntimeError(
-                    f"{name} would become {changed.dtype} on {changed.device.type}: change the plain model "
-                    "(model.to(...)), then compile it"
+                    f"{name} would become {changed.dtype} on {changed.device.type}, for which the program is not made"
+                    "\nWhat to change: cast or move the plain model (model.to(...)), then compile it."
                 )
         return self
 

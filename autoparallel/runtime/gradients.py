@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
+from autoparallel.comm import ranges
 from autoparallel.comm.collectives import Extent, extent_of, pack, settled, start_transfers
 from autoparallel.comm.groups import group_name
 from autoparallel.comm.waiting import note_raised
@@ -137,7 +138,12 @@ class GradientStore:
         """Starts to take the parameters of a bucket from rest to their uses."""
         values = [cast(value, c.dtype) for value, c in zip(values, chains, strict=True)]
         uses = range(len(chains[0].uses))
-        return Gather(len(chains), [self.start(values, [c.paths[use] for c in chains]) for use in uses])
+        name = partial(_name, "gather" if any(chains[0].paths) else "take", chains)
+        with ranges.named(name):
+            travels = [self.start(values, [c.paths[use] for c in chains]) for use in uses]
+        for travel in travels:
+            travel.name = name
+        return Gather(len(chains), travels)
 
     def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:
         """Takes each tensor along its path; all paths go the same way.  The first collective starts at once, in the
@@ -173,7 +179,11 @@ class GradientStore:
         Raises:
             RuntimeError: under ``torch.autograd.grad()``, to which gradients would have to be handed.
         """
-        present = [(chain, self.sum_uses(chain, row)) for chain, row in reached(chains, grads, accumulated)]
+        present = [
+            (chain, self.sum_uses(chain, row))
+            for chain, row in reached(chains, grads, accumulated)
+            if self.parameters[chain.name].requires_grad  # not frozen since the forward
+        ]
         if present:
             self.receive_sums([chain for chain, _ in present], [value for _, value in present])
         return [None] * len(chains)
@@ -205,7 +215,12 @@ class GradientStore:
         self, chains: Sequence[ParameterChain], values: Tensors, paths: Sequence[Sequence[Step]], owned: bool = False
     ) -> Travel:
         """Takes gradients along their paths, in the dtype in which they travel."""
-        return self.start([cast(v, c.reduce_dtype) for c, v in zip(chains, values, strict=True)], paths, owned=owned)
+        name = partial(_name, "reduce gradients of" if paths[0] else "take gradients of", chains)
+        with ranges.named(name):
+            sent = [cast(v, c.reduce_dtype) for c, v in zip(chains, values, strict=True)]
+            travel = self.start(sent, paths, owned=owned)
+        travel.name = name
+        return travel
 
     def _finish_backward(self, ended: BackwardPass) -> None:
         """Waits for the reductions that a backward has started and hands their results out."""
@@ -450,3 +465,9 @@ class GradientStore:
 def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The same values in a dtype; the tensor itself where it has that already."""
     return value if value.dtype == dtype else value.to(dtype)
+
+
+def _name(what: str, chains: Sequence[ParameterChain]) -> str:
+    """What is done with the parameters of a bucket, as a profile shows it."""
+    first, last = chains[0].name, chains[-1].name
+    return f"{what} {first}" + (f" to {last} ({len(chains)} parameters)" if len(chains) > 1 else "")

@@ -32,10 +32,6 @@ class Unit:
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
     owners: list[Any] = field(default_factory=list)
 
-    def is_on_meta(self) -> bool:
-        """Whether there is a tensor without a value."""
-        return any(_missing(module) for _, module in self.modules)
-
     def values(self, device: torch.device) -> tuple[dict[nn.Parameter, torch.Tensor], list[torch.Tensor]]:
         """Whole values for the parameters that have none, and the buffers that had none and are set now.
 
@@ -101,7 +97,7 @@ def find_units(model: nn.Module) -> list[Unit]:
         unit = units.setdefault(group[path], Unit())
         unit.modules.append((path, module))
         unit.owners.append(owners[path])
-    return [unit for unit in units.values() if unit.is_on_meta()]
+    return [unit for unit in units.values() if any(_missing(module) for _, module in unit.modules)]
 
 
 @contextmanager

@@ -35,8 +35,7 @@ from autoparallel.plan import Plan
 from autoparallel.runtime.exchange import CHECKED_CALLS, Exchange
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.runner import Kind
-
-_LOGGER = logging.getLogger("autoparallel")
+from autoparallel.text import LOGGER
 
 MANY_VALUES = 3
 """Of so many changes of one value of Python's a call is advised to read a tensor instead."""
@@ -264,7 +263,7 @@ class Kinds:
             what = "planned" if trace is not None else "captured and planned"
             level = logging.INFO if why in self._noted else logging.WARNING
             self._noted.add(why)
-            _LOGGER.log(
+            LOGGER.log(
                 level, "inputs of shapes %s were %s once more, in %.1f s, and so will others be: %s",
                 list(_shapes_of(call)), what, time.perf_counter() - started, why,
             )  # fmt: skip
@@ -283,12 +282,12 @@ def _log_change(changes: Sequence[tuple[str, PythonState]], seconds: float) -> N
         return
     label, state = changes[-1]
     before, now = state.describe(label)
-    _LOGGER.warning(
+    LOGGER.warning(
         "%s has changed from %s to %s: the model was captured and planned once more, in %.1f s", label, before, now,
         seconds,
     )  # fmt: skip
     if sum(name == label for name, _ in changes) == MANY_VALUES:
-        _LOGGER.warning(
+        LOGGER.warning(
             "%s has had %d values by now, each with a trace of its own: make it a tensor, such as a registered "
             "buffer that is updated in place, so that one trace serves all", label, MANY_VALUES + 1,
         )  # fmt: skip

@@ -205,6 +205,9 @@ def as_parameter(local: torch.Tensor, parameter: DTensor) -> DTensor:
     return _torch.wrap_local(local, spec)
 
 
+_UNKNOWN = object()
+
+
 class LocalStep:
     """The steps of an optimizer each of whose elements is updated by itself.
 
@@ -225,7 +228,7 @@ class LocalStep:
         self._sharded = [p for p, _ in sharded]
         self._shards = [x for _, x in sharded]
         self._by_parameter = {id(p): x for p, x in zip(self._parameters, self._locals, strict=True)}
-        self._specs: list[Any] = [None] * len(sharded)  # of gradients that have been found to lie as they should
+        self._specs: list[Any] = [_UNKNOWN] * len(sharded)  # of gradients that have been found to lie as they should
         known = step_of(type(optimizer)).__module__.startswith("torch.optim.")
         self._numbers = NUMBERS if known else try_elements(optimizer)
         self._state: defaultdict[Any, Any] = defaultdict(dict)
@@ -238,22 +241,27 @@ class LocalStep:
         return (
             list(map(len, groups)) == list(map(len, self._lists))
             and all(map(is_, chain.from_iterable(groups), self._parameters))
-            and all(map(is_, _torch.parts_of(self._sharded)[0], self._shards))
+            and all(map(is_, _torch.locals_of(self._sharded), self._shards))
         )
 
     def begin(self, optimizer: Optimizer, twin: Optimizer) -> None:
         """Gives the plain tensors their gradients and states, and the twin these tensors."""
-        grads = [p.grad for p in self._sharded]
-        for i, (local, part, spec, known) in enumerate(
-            zip(self._shards, *_torch.parts_of(grads), self._specs, strict=True)
-        ):
-            if spec is not None and spec is known:
+        grads = _torch.grads_of(self._sharded)
+        parts, specs = _torch.locals_of(grads), _torch.specs_of(grads)
+        changed = self._sharded
+        if all(map(is_, specs, self._specs)):
+            for local, part in zip(self._shards, parts, strict=True):
                 local.grad = part
-            else:
-                local.grad = gradient_of(self._sharded[i])
-                self._specs[i] = spec if local.grad is part else None
+        else:
+            for i, (local, part, spec) in enumerate(zip(self._shards, parts, specs, strict=True)):
+                if spec is self._specs[i]:
+                    local.grad = part
+                else:
+                    local.grad = gradient_of(self._sharded[i])
+                    self._specs[i] = spec if local.grad is part and spec is not None else _UNKNOWN
+            changed = [p for p, g in zip(changed, grads, strict=True) if g is not None]
         # Writing to a local tensor does not let it show in the version of its ``DTensor``.
-        torch.autograd.graph.increment_version([p for p, g in zip(self._sharded, grads, strict=True) if g is not None])
+        torch.autograd.graph.increment_version(changed)
         if not _same(_objects(optimizer.state), self._seen):
             self._read(optimizer)
         ends = list(accumulate(map(len, self._lists), initial=0))

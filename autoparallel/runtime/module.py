@@ -77,6 +77,7 @@ class ParallelModule(Face):
 
     # -- calling ----------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable(reason="a model compiled by autoparallel runs as it is: compile(backend=...) compiles it")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program.
 

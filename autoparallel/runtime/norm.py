@@ -47,7 +47,7 @@ def join(tensors: Sequence[Tensor]) -> list[Tensor]:
             views.append((t.data_ptr(), size, t, base))
         elif size:
             joined.append(t)
-    views.sort(key=_address)
+    views.sort(key=lambda view: view[0])
     first = last = 0
     while first < len(views):
         pointer, total, t, base = views[first]
@@ -63,10 +63,6 @@ def join(tensors: Sequence[Tensor]) -> list[Tensor]:
         joined.append(t if last == first + 1 else base.as_strided((total,), (1,), t.storage_offset()))
         first = last
     return joined
-
-
-def _address(view: tuple[int, int, Tensor, Tensor]) -> int:
-    return view[0]
 
 
 def _norms(grads: Sequence[Tensor], p: float) -> Tensor:

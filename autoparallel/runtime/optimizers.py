@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,8 +43,7 @@ def watch_optimizers(clipper: Clipper) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _after_step(optimizer)  # of a step that raised
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    if any(known() is held[key] for key, known in _REPLACED.items() if key in held):
+    if _REPLACED and any(known is p for p in _held(optimizer) if (known := _replaced(p)) is not None):
         raise RuntimeError(
             "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
             "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
@@ -52,7 +52,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     changed: tuple[Any, Any] | None = None
     for clipper in list(_CLIPPERS):
         store = clipper.store
-        if held.keys().isdisjoint(map(id, store.parameters.values())):
+        if clipper.own.isdisjoint(map(id, _held(optimizer))):  # most often the first is one of them
             continue
         if not store.synchronise:
             raise RuntimeError(
@@ -63,10 +63,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         if problem is not None:
             raise RuntimeError(problem)
         store.settle()
-        store.steps += store.everyone is None  # in a pipeline a rank steps what lies on it
+        store.steps += 1
         part = part_of(optimizer)
         if part is None:
-            _count_change(p for p in store.parameters.values() if id(p) in held and p.grad is not None)
+            _count_change(p for p in _held(optimizer) if id(p) in clipper.own and p.grad is not None)
         with_clip = _after_closure(args, kwargs, partial(_clip_after_closure, clipper))
         if with_clip is not None:  # its gradients are made, and clipped, inside of the step
             changed = args, kwargs = with_clip
@@ -76,10 +76,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
                 _lend(optimizer, "grad_scale", clipper.clip_for_step(optimizer))
             skipped = clipper.skipped()
             if skipped is not None:
-                _leave_out(optimizer, clipper, skipped, held)
+                _leave_out(optimizer, clipper, skipped)
     if part is not None:
         _undo(optimizer).append(_torch.call_innermost(optimizer, _enter, _leave))
     return changed
+
+
+def _held(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _replaced(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What stood where a parameter stands, if compile() has replaced it."""
+    known = _REPLACED.get(id(parameter))
+    return None if known is None else known()
 
 
 def _count_change(parameters: Iterable[torch.Tensor]) -> None:
@@ -133,16 +143,14 @@ def _clip_after_closure(clipper: Clipper) -> None:
         clipper.clip_for_step(None)
 
 
-def _leave_out(
-    optimizer: torch.optim.Optimizer, clipper: Clipper, skipped: torch.Tensor, held: Mapping[int, torch.Tensor]
-) -> None:
+def _leave_out(optimizer: torch.optim.Optimizer, clipper: Clipper, skipped: torch.Tensor) -> None:
     """See [Note: skipping a step] in ``clipping``."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         found = getattr(optimizer, "found_inf", None)
         flag = skipped.to(torch.float32)
         _lend(optimizer, "found_inf", flag if found is None else torch.maximum(found.to(flag), flag))
     elif bool(skipped):
-        own = [p for p in clipper.store.parameters.values() if id(p) in held and p.grad is not None]
+        own = [p for p in _held(optimizer) if id(p) in clipper.own and p.grad is not None]
         grads = [p.grad for p in own]
         for p in own:
             p.grad = None

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from autoparallel.comm import ranges
 from autoparallel.comm.groups import Wait, group_name, settle
 from autoparallel.comm.waiting import cause_elsewhere
 from autoparallel.graph.calls import Call, batch_dim, micro_specs, microbatch, require_divisible, sizes_of
@@ -29,6 +30,7 @@ from autoparallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
     INPUT,
+    KINDS,
     SEND,
     WEIGHT,
     Action,
@@ -190,7 +192,8 @@ class PipelineRunner:
             for stage in self.stages.values():
                 stage.begin(differentiate)
             for step in self.steps(differentiate, count):
-                self._do(run, step)
+                with ranges.named(lambda step=step: _name_of(step)):  # type: ignore[misc]
+                    self._do(run, step)
             for sent, transfer in run.sending:
                 self._wait(sent, transfer)
             sums = {i: stage.end() for i, stage in self.stages.items()}
@@ -431,6 +434,14 @@ class PipelineRunner:
 def _reason(error: BaseException) -> str:
     """What another rank has raised, if it said so; else how the exchange with it failed."""
     return cause_elsewhere() or str(error).splitlines()[0]
+
+
+def _name_of(step: Action | Transfer) -> str:
+    """A step of the schedule, as a profile shows it."""
+    if isinstance(step, Transfer):
+        what = "value" if step.kind == FORWARD else "gradient"
+        return f"{step.what} {what} of microbatch {step.microbatch} between stages {step.source} and {step.target}"
+    return f"stage {step.stage}: {KINDS[step.kind]} of microbatch {step.microbatch}"
 
 
 def _key(transfer: Transfer) -> tuple[str, int, int, int]:

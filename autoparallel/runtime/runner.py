@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from autoparallel import _torch
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, NumberSpec
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, draw_from
+from autoparallel.passes.name_modules import name_modules
 from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram, require_divides
@@ -55,6 +57,7 @@ class Runner:
         self.saved_buffers = captured.saved_buffers  # copied, because the call changes them before the backward
         self.specs = [(to_dtensor_placements(layout), layout) for layout in program.output_layouts]
         self.regathered: list[int] = []
+        self._named: Callable[..., Any] | None = None  # the body that is profiled
 
     def _complete_graphs(self) -> None:
         """Gives the program the modules that it calls by name."""
@@ -98,13 +101,20 @@ class Runner:
             if bucket.placeholders[0] not in values:
                 values.update(zip(bucket.placeholders, bucket(), strict=True))
         arguments = [values[name] for name in self.order]
+        body = self._named_body() if _torch.is_profiling() else self.body
         if not self.per_use:
-            return self.body(*arguments)
+            return body(*arguments)
         hooks = RegatherHooks(self.per_use)
         with hooks:
-            outputs = self.body(*arguments)
+            outputs = body(*arguments)
         self.regathered = [b.number for b in hooks.regathered()]
         return outputs
+
+    def _named_body(self) -> Callable[..., Any]:
+        """The body, which names its modules in a profile; one that is compiled names its regions itself."""
+        if self._named is None:
+            self._named = name_modules(self.program.body) if self.body is self.program.body else self.body
+        return self._named
 
 
 class CallRunner(Protocol):
@@ -164,11 +174,12 @@ class Outputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor, own: bool) -> torch.Tensor:
         ctx.delivery = delivery
         ctx.set_materialize_grads(False)
-        # A loss may be divided in place. Views of other outputs keep the count of changes that autograd looks at.
-        return output.clone() if output.ndim == 0 else output.view_as(output)
+        # A loss, and what shares its memory with nothing else that the user has, may be changed in place: torch refuses
+        # that of the others, which are views. All but the loss keep the count of changes that autograd looks at.
+        return output.clone() if output.ndim == 0 else output.detach() if own else output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -177,7 +188,7 @@ class Outputs(torch.autograd.Function):
                 "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
                 "derivative would be taken of one rank's part only.\nWhat to change: compute it on the plain model."
             )
-        return None, ctx.delivery.weighted(grads[0])
+        return None, ctx.delivery.weighted(grads[0]), None
 
 
 class Refuse(torch.autograd.Function):

@@ -41,7 +41,7 @@ def full_parameters(
             values = _gather(store, bucket)
             if owners:
                 settle(store.prefix)
-                group, ranks = mesh.get_group(PIPELINE_AXIS), _ranks_along(mesh, PIPELINE_AXIS)
+                group, ranks = mesh.get_group(PIPELINE_AXIS), mesh[PIPELINE_AXIS].mesh.flatten().tolist()
                 broadcast(values, ranks, group, owners[bucket[0]])
             yield from zip(bucket, values, strict=True)
 
@@ -75,10 +75,6 @@ def _gather(store: GradientStore, names: Sequence[str]) -> list[torch.Tensor]:
         return [torch.empty(p.shape, dtype=p.dtype, device=_torch.local_of(p).device) for p in parameters]
     local = [_torch.local_of(p).detach() for p in parameters]
     return store.start(local, [_path(store, p) for p in parameters])()
-
-
-def _ranks_along(mesh: DeviceMesh, axis: str) -> list[int]:
-    return mesh[axis].mesh.flatten().tolist()
 
 
 class WholeModel:

@@ -15,8 +15,7 @@ from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
-from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.graph.sizes import Sizes
+from autoparallel.graph.captured import Captured
 from autoparallel.hardware import PROFILES, profile_for
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of, draft_captured
@@ -28,8 +27,8 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import PRESETS, Preset, is_possible
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, limit_in_bytes
-from autoparallel.predict.cost import model_flops
-from autoparallel.report.comparison import Comparison, Workload, comparison_blocks, report
+from autoparallel.predict.cost import workload_of
+from autoparallel.report.comparison import Comparison, comparison_blocks, report
 from autoparallel.report.meshes import choice_blocks
 from autoparallel.report.progress import Progress
 from autoparallel.text import plain_text
@@ -76,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--passes", action="store_true", help="print the program before and after each pass, too")
     parser.add_argument("--cache", help="a folder in which plans are kept, to be found by the next run")
     parser.add_argument("--out", help="write the plan as JSON")
+    parser.add_argument("--trace", help="write the predicted step as a trace for Perfetto")
     parser.add_argument("--report", help="write a report as one HTML file that needs no network")
 
 
@@ -105,6 +105,9 @@ def run(options: argparse.Namespace) -> int:
         print(f'  autoparallel.compile(model, plan=autoparallel.Plan.load("{options.out}"){precision})')
         if source.call:
             print(f"  {source.call}")
+    if options.trace:
+        plan.save_trace(options.trace)
+        print(f"wrote {options.trace}")
     if options.report:
         Path(options.report).write_text(report(compared))
         print(f"wrote {options.report}")
@@ -116,6 +119,7 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
     devices that the search factors."""
     require_writable(options.out)
     require_writable(options.report)
+    require_writable(options.trace)
     mesh = options.devices if options.devices is not None else options.mesh
     plan = plan_of(options.plan)
     if isinstance(mesh, int):
@@ -234,18 +238,9 @@ def compare(
         plan = made.plan if asked.stages else made.plan.with_reasons(PlanAgain(planner, call))
         plan = replace(plan, choice=choice or plan.choice) if chosen else plan
         plans[f"{name} (chosen)" if chosen else name] = plan, made.prediction
-    work = workload_of(captured, call)
+    work = workload_of(captured, call, request.profile)
     return Comparison(type(source.model).__name__, work, request.profile, plans, problems, request.memory_limit)
 
 
 def _progress(title: str) -> Progress:
     return Progress(title, is_printed=True)
-
-
-def workload_of(captured: Captured, call: Call) -> Workload:
-    """What a step of a captured model has to do."""
-    tokens = [s for s in call.specs if isinstance(s, InputSpec) and s.is_integer and len(s.shape) > 1]
-    count = max((torch.Size(s.shape).numel() for s in tokens), default=0)
-    flops = model_flops(captured.graph, Sizes(captured.actual))
-    dtype = max(flops, key=lambda d: flops[d], default=torch.float32)
-    return Workload(count or call.batch, "tokens" if count else "rows", sum(flops.values()), dtype)

@@ -25,7 +25,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.presets import Preset
 from autoparallel.tools.parity.comparison import compare, compare_ranks, seen_of
 from autoparallel.tools.parity.localize import localized
-from autoparallel.tools.parity.noise import measure, narrowing_casts
+from autoparallel.tools.parity.noise import TOLERANCES, measure, narrowing_casts
 from autoparallel.tools.parity.task import MakeOptimizer, Task, compile_task, make_task
 from autoparallel.tools.parity.training import LimitOf, observe
 from autoparallel.tools.parity.verification import Deviation, VerifyReport
@@ -33,9 +33,6 @@ from autoparallel.tools.processes import Job, PlainModelError, Process, require_
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-TOLERANCES = {torch.float64: (1e-9, 1e-6), torch.float32: (1e-5, 1e-2)}
-"""By dtype: where nothing is cast to a narrower dtype, and where the model itself does that."""
 
 
 def verify(
@@ -216,17 +213,3 @@ def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]
 
 def _run_localization(process: Process, work: tuple[Task, VerifyReport]) -> Deviation:
     return localized(*work)
-
-
-def verify_here(task: Task, tolerance: float | str = "auto", localize: bool = False) -> VerifyReport:
-    """What ``verify()`` does for a mesh of one rank, one after the other in this process."""
-    started = time.perf_counter()
-    limits: dict[int, float] = {}
-    with torch.random.fork_rng(devices=[]):
-        reference = run_reference(task.copy(), tolerance == "auto", limits.__setitem__)
-        rank = run_rank(task.copy(), lambda step, _: limits[step])
-        report = make_report(task, [rank], reference, tolerance, time.perf_counter() - started)
-        if localize and not report.ok:
-            deviation = localized(task, report)
-            report = report.with_deviation(deviation, time.perf_counter() - started)
-    return report

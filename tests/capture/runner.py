@@ -95,10 +95,14 @@ class Run:
     def compile(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         """The compiled model, or the plain one behind the same face."""
         self.plains.append(model)
+        self.changed()
         compiled = self.wrap(model, loss_fn, **options)
         self.models.append(compiled)
-        self.before = [attributes(m) for m in self.plains]
         return compiled
+
+    def changed(self) -> None:
+        """Says that the user has changed a model, so that a call that is refused leaves it so."""
+        self.before = [attributes(m) for m in self.plains]
 
     def start(self) -> Any:
         """The program's model, compiled as the program says."""
@@ -257,7 +261,7 @@ def frozen(value: Any, grad: bool = False) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, Tensor):
-        copy = value.detach().clone()
+        copy = value.detach().to_dense().clone()  # gradients of parameters are dense here, of the same numbers
         copy = copy.resolve_conj().resolve_neg()
         return Grad(copy, value.requires_grad) if grad else copy
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -295,7 +299,7 @@ def attributes(model: nn.Module) -> dict[str, Any]:
         f"{path}.{name}".lstrip("."): frozen(value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in TORCH
+        if name not in TORCH and not name.startswith("_torchdynamo")
     } | {f"{path}.training".lstrip("."): module.training for path, module in model.named_modules()}
 
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from autoparallel.decisions.parameters import ParameterPlan
 from autoparallel.passes.adapt_captured import leaving_passes, padding_passes
-from autoparallel.passes.runner import CAPTURED, Fact, Findings, Pass, PassList, PassOrderError, run_passes
+from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, PassOrderError, run_passes
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.program import Target, program_passes
@@ -32,18 +32,26 @@ def module() -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), graph)
 
 
-def rename(module: fx.GraphModule, findings: Findings) -> None:
+def name_nodes(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "call_function":
             node.target = torch.abs
 
 
-def count(module: fx.GraphModule, findings: Findings) -> Counted:
+def insert_collectives(module: fx.GraphModule) -> None:
+    name_nodes(module)
+
+
+def pad_vocabulary(module: fx.GraphModule) -> None:
+    name_nodes(module)
+
+
+def count(module: fx.GraphModule) -> Counted:
     return Counted(sum(node.op == "call_function" for node in module.graph.nodes))
 
 
-NAME = Pass("name_nodes", rename, provides={Fact.NAMED})
-PLACE = Pass("insert_collectives", rename, {Fact.NAMED, Fact.GLOBAL}, {Fact.PLACED}, {Fact.GLOBAL}, places=True)
+NAME = Pass(name_nodes, provides={Fact.NAMED})
+PLACE = Pass(insert_collectives, {Fact.NAMED, Fact.GLOBAL}, {Fact.PLACED}, {Fact.GLOBAL}, places=True)
 
 
 class TestTheOrder:
@@ -54,7 +62,7 @@ class TestTheOrder:
         PassList([NAME, PLACE], given={Fact.GLOBAL})
 
     def test_a_pass_after_what_takes_it_away(self) -> None:
-        late = Pass("pad_vocabulary", rename, {Fact.GLOBAL})
+        late = Pass(pad_vocabulary, {Fact.GLOBAL})
         with pytest.raises(PassOrderError, match=r"pad_vocabulary requires GLOBAL .* put it before insert_collectives"):
             PassList([NAME, PLACE, late], given={Fact.GLOBAL})
 
@@ -69,8 +77,14 @@ class TestTheOrder:
 
 class TestRunning:
     def test_findings_come_by_their_kind(self) -> None:
-        findings = run_passes(PassList([NAME, Pass("count", count)]), module())
-        assert findings[Counted] == Counted(1) and findings.get(Fact) is None
+        told: list[Counted] = []
+
+        def tell(module: fx.GraphModule, counted: Counted) -> None:
+            told.append(counted)
+
+        reading = Pass(tell, reads=lambda findings: {"counted": findings[Counted]})
+        findings = run_passes(PassList([NAME, Pass(count), reading]), module())
+        assert told == [findings[Counted]] == [Counted(1)] and findings.get(Fact) is None
 
     def test_the_module_runs_as_rewritten(self) -> None:
         rewritten = module()
@@ -78,17 +92,17 @@ class TestRunning:
         assert rewritten(torch.tensor(-2.0)) == 2.0
 
     def test_a_graph_that_is_no_graph_any_more_is_found_after_its_pass(self) -> None:
-        def turn(module: fx.GraphModule, findings: Findings) -> None:
+        def turn(module: fx.GraphModule) -> None:
             nodes = list(module.graph.nodes)
             nodes[0].prepend(nodes[1])
 
         with pytest.raises(RuntimeError, match="used before it has been defined"):
-            run_passes(PassList([Pass("turn", turn)]), module())
+            run_passes(PassList([Pass(turn)]), module())
 
     def test_layouts_are_verified_after_what_makes_them(self) -> None:
         verified: list[object] = []
         passes = PassList(
-            [NAME, PLACE, Pass("count", count)],
+            [NAME, PLACE, Pass(count)],
             given={Fact.GLOBAL},
             verify=lambda module, findings: verified.append(module.graph),
         )
@@ -98,7 +112,7 @@ class TestRunning:
 
     def test_every_pass_is_watched_with_its_time(self) -> None:
         seen: list[tuple[str, bool]] = []
-        run_passes(PassList([NAME, Pass("count", count)]), module(), lambda n, s, m: seen.append((n, s >= 0)))
+        run_passes(PassList([NAME, Pass(count)]), module(), lambda n, s, m: seen.append((n, s >= 0)))
         assert seen == [("name_nodes", True), ("count", True)]
 
 
@@ -107,7 +121,7 @@ class TestTheListOfAProgram:
     def passes() -> PassList:
         graph = captured(nn.Linear(4, 4), torch.rand(8, 4))
         parameters = {name: ParameterPlan("I", "per_step") for name in graph.parameters.values()}
-        plan = Plan((("dp", 2),), "auto", "", {}, {}, parameters)
+        plan = Plan((("dp", 2),), "auto", "", parameters, {}, {})
         sizes = Redistributor((2,), lambda kind, axes, size: 1.0)
         return program_passes(graph, plan, Target("mesh0", sizes), inputs={}, outputs=[None])
 

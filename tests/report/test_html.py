@@ -17,8 +17,8 @@ from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
+from autoparallel.predict.cost import workload_of
 from autoparallel.report.comparison import Comparison, report
-from autoparallel.tools.plan import workload_of
 
 
 class Page(HTMLParser):
@@ -58,7 +58,7 @@ def test_a_report_of_a_plan() -> None:
     request = Request(axes=(("dp", 2), ("tp", 2)), profile=CPU, plan="fsdp", loss_fn=F.cross_entropy)
     planner = Planner(model, request)
     captured = planner.capture(call)
-    work = workload_of(captured, call)
+    work = workload_of(captured, call, CPU)
     assert (work.count, work.unit) == (8, "rows")
     assert work.flops == 2 * 3 * 8 * (16 * 32 + 32 * 4), "twice the forward for the backward"
     made = draft_captured(planner, captured, call)
@@ -89,7 +89,7 @@ def test_a_pipeline_is_shown_over_time_and_stage_by_stage() -> None:
     request = Request(axes=(("dp", 2),), profile=CPU, plan="data_parallel", loss_fn=F.cross_entropy)
     planner = Planner(model, request)
     captured = planner.capture(call)
-    work = workload_of(captured, call)
+    work = workload_of(captured, call, CPU)
     made = draft_captured(planner, captured, call)
     stages = tuple(StageCost(f"<i>first</i>.{i}", f"last.{i}", 1e-3, 2e-3, 5e6, 2) for i in range(4))
     crossing = Border("0/aten.linear#0", 0, 1, 100, 50, True)

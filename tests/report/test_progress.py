@@ -11,6 +11,7 @@ from torch import nn
 
 import autoparallel
 from autoparallel.report.progress import Progress
+from autoparallel.text import LOGGER
 
 
 def test_a_call_that_compiles_logs_its_phases_and_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
@@ -38,3 +39,17 @@ def test_a_phase_that_fails_is_not_said_to_have_ended(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, "autoparallel"), pytest.raises(ValueError), Progress("a model").phase("plan"):
         raise ValueError
     assert not caplog.records
+
+
+def test_what_every_rank_says_is_a_warning_on_rank_0_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank, level in enumerate(("WARNING", "INFO")):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        caplog.clear()
+        LOGGER.warning("said by all")
+        assert [r.levelname for r in caplog.records] == ["WARNING"] * (rank == 0)
+        with caplog.at_level(logging.INFO, "autoparallel"):
+            LOGGER.warning("said by all")
+        assert caplog.records[-1].levelname == level

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autoparallel
 from tests.runtime.support import make, mesh_of, off, parameters_off, run_on_ranks
 
 
@@ -20,8 +21,6 @@ class Perceptron(nn.Sequential):
 
 def _adversaries() -> dict[str, float]:
     """A generator and a discriminator that see each other's outputs: two optimizers, three losses in a step."""
-    import autoparallel
-
     plain = make(Perceptron), make(lambda: Perceptron(1), seed=1)
     compiled = [autoparallel.compile(copy.deepcopy(model), mesh_of(2), plan="fsdp") for model in plain]
     data = torch.Generator().manual_seed(4)
@@ -63,8 +62,6 @@ def _adapted(base: torch.dtype, plan: str) -> dict[str, float]:
     """A frozen base in some dtype, and LoRA's adapters in float32 (or float64, as the base)."""
     from peft import LoraConfig, get_peft_model
 
-    import autoparallel
-
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
     plain = get_peft_model(Perceptron().to(base), config, autocast_adapter_dtype=True)
@@ -95,3 +92,22 @@ def test_adapters_on_a_frozen_base(base: torch.dtype, plan: str) -> None:
     for results in run_on_ranks(_adapted, base, plan, world_size=2):
         assert results.pop("base") == 0.0 == results.pop("vacuous"), "the frozen base has moved"
         assert all(v < (1e-9 if base is torch.float64 else 2e-2) for v in results.values()), results
+
+
+def test_torch_compile_around_a_compiled_model_leaves_it_as_it_is() -> None:
+    """Also around the loop's step; the model itself says how it is compiled (``backend=``)."""
+    plain = make(Perceptron)
+    model = autoparallel.compile(copy.deepcopy(plain))
+    x = torch.randn(8, 8, dtype=torch.float64)
+
+    @torch.compile(backend="eager")
+    def step(model: nn.Module) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return 2 * loss
+
+    for around in (model, torch.compile(model, backend="eager")):
+        model.zero_grad(), plain.zero_grad()
+        assert off(step(around), step(plain)) < 1e-12
+        assert parameters_off(model, plain) < 1e-12
+        assert off(model[0].weight.grad, plain[0].weight.grad) < 1e-12

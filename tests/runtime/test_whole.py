@@ -141,7 +141,13 @@ def _whole(mesh: str) -> dict[str, Any]:
         with model.whole() as inner:
             inner.float()
 
+    def step_inside() -> None:
+        optimizers[0].zero_grad()
+        with model.whole():
+            optimizers[0].step()
+
     results["replaced"], results["converted"] = raised(replace), raised(convert)
+    results["stepped"] = raised(step_inside)
     results["as before"] = float(placements(model) != lay) + weights_off(model, plain)
     return results
 
@@ -158,6 +164,7 @@ def test_full_parameters_for_a_while(mesh: str) -> None:
         for where in ("submodule outside", "method outside"):
             assert "Linear is called directly" in results[where] and "model.whole()" in results[where]
         assert "up.weight was replaced" in results["replaced"] and "was replaced" in results["converted"]
+        assert "an optimizer has made a step" in results["stepped"]
 
 
 def _copies(mesh: str) -> dict[str, Any]:

@@ -9,13 +9,10 @@ import torch
 
 from autoparallel.tools.parity.localize_capture import capture_deviation
 from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
-from autoparallel.tools.parity.noise import narrowing_casts
+from autoparallel.tools.parity.noise import TOLERANCES, narrowing_casts
 from autoparallel.tools.parity.task import Task
 from autoparallel.tools.parity.training import Draws, train
 from autoparallel.tools.parity.verification import Deviation, VerifyReport
-
-TOLERANCES = (1e-9, 1e-6)
-"""Where nothing is cast to a narrower dtype than float64, and where the model itself does that."""
 
 
 def localized(task: Task, report: VerifyReport) -> Deviation:
@@ -29,7 +26,7 @@ def localized(task: Task, report: VerifyReport) -> Deviation:
     step = report.first_failed_step
     failed = [d for d in report.failed if d.step == step]
     task = task.copy(torch.float64)
-    tolerance = TOLERANCES[bool(narrowing_casts(task))]
+    tolerance = TOLERANCES[torch.float64][bool(narrowing_casts(task))]
     draws = Draws(task.seed)
     for _ in train(task.model, task.until(step - 1), [], lambda *_: 1.0, draws):
         pass

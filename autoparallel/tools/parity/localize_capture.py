@@ -27,10 +27,11 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.lines import line_in, noted_line
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.rules import rule_for
 from autoparallel.tools.parity.comparison import difference
-from autoparallel.tools.parity.recording import Line, Recorder, Recording, arguments_of, line_of_node, run_recorded
+from autoparallel.tools.parity.recording import Recorder, Recording, arguments_of, run_recorded
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.training import call, loss_of, module_stack, tensors_of
 from autoparallel.tools.parity.verification import Deviation
@@ -55,7 +56,7 @@ class Step:
     tensor: Tensor
     value: Tensor
     module: str
-    lines: tuple[Line, ...]
+    lines: tuple[str, ...]
     number: int
     name: str = ""
     operands: list[Step] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Step:
     @property
     def line(self) -> str:
         """The innermost line where it was made; none in a loss that is a function of torch's."""
-        return str(self.lines[0]) if self.lines else "the loss function"
+        return self.lines[0] if self.lines else "the loss function"
 
     @property
     def gradient(self) -> Tensor | None:
@@ -86,7 +87,7 @@ class _Watch(TorchFunctionMode):
         for i, tensor in enumerate(inputs):
             self.add(tensor, "", (), [], f"input {i}")
 
-    def add(self, tensor: Tensor, module: str, lines: tuple[Line, ...], operands: list[Step], name: str = "") -> None:
+    def add(self, tensor: Tensor, module: str, lines: tuple[str, ...], operands: list[Step], name: str = "") -> None:
         """Notes a tensor."""
         value = tensor.detach().clone()
         step = Step(tensor, value, module, lines, len(self.steps), name, operands, version=tensor._version)
@@ -113,14 +114,14 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
-def _lines_here() -> tuple[Line, ...]:
+def _lines_here() -> tuple[str, ...]:
     """The lines of the model that run now, and are neither torch's nor ours; the innermost first."""
-    lines: list[Line] = []
+    lines: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not call.__code__:
-        code = frame.f_code
-        if "/torch/" not in code.co_filename and not code.co_filename.startswith(_PACKAGE):
-            lines.append(Line(code.co_filename, frame.f_lineno, code.co_name))
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and not file.startswith(_PACKAGE):
+            lines.append(line_in(frame))
         frame = frame.f_back
     return tuple(lines)
 
@@ -225,8 +226,7 @@ class _Search:
             off = difference(value, buffer.detach()) if value is not None else 0.0
             if off > self.tolerance:
                 operator = str(node.meta["key"]) if isinstance(node, fx.Node) else ""
-                line = line_of_node(node) if isinstance(node, fx.Node) else None
-                text = str(line) if line is not None else "no line"
+                text = (noted_line(node) if isinstance(node, fx.Node) else "") or "no line"
                 module = name.rpartition(".")[0]
                 detail = f"the buffer {name} is updated otherwise"
                 return Deviation("capture", "forward", module, text, operator, value=off, detail=detail)
@@ -294,14 +294,14 @@ class _Search:
         """The nodes that stand for a call: that compute its result, or else that come from its module and line."""
         calls = [n for n in self.captured.graph.nodes if n.op == "call_function"]
         same = [n for n in self.nodes(step) if n.op == "call_function"]
-        at = [n for n in calls if line_of_node(n) in step.lines]
+        at = [n for n in calls if noted_line(n) in step.lines]
         here = [n for n in at if n.meta.get("module", "") == step.module]
         yield from (n for n in same if n in here)
         yield from reversed(here)
         yield from same
         yield from reversed(at)
         if not step.lines:
-            yield from (n for n in reversed(calls) if n.meta.get("module", "") == step.module and not line_of_node(n))
+            yield from (n for n in reversed(calls) if n.meta.get("module", "") == step.module and not noted_line(n))
 
 
 def _distance(actual: Tensor | None, expected: Tensor | None) -> float:

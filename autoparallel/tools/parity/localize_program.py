@@ -20,6 +20,7 @@ from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.simulate import ReplicasDiffer, combine, coordinates, simulate
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.lines import line_of
 from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState
 from autoparallel.passes.settle_interleaving import settle_interleaving
@@ -33,7 +34,7 @@ from autoparallel.program import lay_out
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.tools.parity.comparison import difference
-from autoparallel.tools.parity.recording import Recorder, Recording, arguments_of, line_of_node, record, run_recorded
+from autoparallel.tools.parity.recording import Recorder, Recording, arguments_of, record, run_recorded
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.verification import Deviation
 
@@ -234,12 +235,11 @@ class _Comparison:
             modes = ", ".join(map(str, call.meta.get("modes", ())))
             rule = f"{rule_for(source) or 'none'}, runs as {modes}" if "modes" in call.meta else ""
         layouts = ", ".join(format_layout(x.meta["placements"]) for x in operands if "placements" in x.meta)
-        line = line_of_node(source)
         return Deviation(
             "program",
             direction,
             str(node.meta.get("module", "")),
-            str(line) if line is not None else "an unknown line",
+            line_of(source),
             operator,
             rule,
             f"{layouts} -> {format_layout(node.meta['placements'])}",

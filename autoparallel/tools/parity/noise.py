@@ -25,6 +25,9 @@ from autoparallel.tools.parity.comparison import Record, difference
 from autoparallel.tools.parity.task import Task
 from autoparallel.tools.parity.training import Draws, call, module_stack, observe
 
+TOLERANCES = {torch.float64: (1e-9, 1e-6), torch.float32: (1e-5, 1e-2)}
+"""By dtype: where nothing is cast to a narrower dtype, and where the model itself does that."""
+
 RUNS = 4
 FACTOR = 4.0
 ROUNDINGS = 2.0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import linecache
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,26 +116,3 @@ def run_recorded(
         if loss is not None:
             loss.backward()
     return outputs
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of the model's source."""
-
-    file: str
-    number: int
-    function: str
-
-    def __str__(self) -> str:
-        text = linecache.getline(self.file, self.number).strip()
-        return f'"{self.file}", line {self.number}, in {self.function}: {text}'
-
-
-_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<number>\d+), in (?P<function>.+)')
-
-
-def line_of_node(node: fx.Node) -> Line | None:
-    """The line of the model that made a node, as the trace noted it."""
-    frames = _FRAME.finditer(str(node.meta.get("stack_trace") or ""))
-    lines = [Line(f["file"], int(f["number"]), f["function"]) for f in frames if "/torch/" not in f["file"]]
-    return lines[-1] if lines else None

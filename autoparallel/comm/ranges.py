@@ -1,0 +1,41 @@
+"""Names in a profile: of modules around what they compute, and of collectives with their axis and what they are for.
+
+While no profiler runs, nothing is named, and a name costs a look at a flag.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch.profiler import record_function
+
+from autoparallel import _torch
+
+_HERE = threading.local()
+
+
+def named(name: Callable[[], str]) -> AbstractContextManager[Any]:
+    """Names what runs inside, while a profiler runs."""
+    return record_function(name()) if _torch.is_profiling() else nullcontext()
+
+
+def place() -> str:
+    """The module that computes now, as far as a profiled program has said."""
+    return getattr(_HERE, "module", "")
+
+
+def begin(module: str) -> tuple[record_function, str]:
+    """Begins the range of a module; a program that is profiled calls it."""
+    entered, before = record_function(module), place()
+    entered.__enter__()
+    _HERE.module = module
+    return entered, before
+
+
+def end(begun: tuple[record_function, str]) -> None:
+    """Ends a module's range."""
+    entered, _HERE.module = begun
+    entered.__exit__(None, None, None)

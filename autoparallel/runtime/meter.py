@@ -1,0 +1,111 @@
+"""A meter: what a step took, beside what it was predicted to take."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoparallel.comm.groups import bind, whole_group
+from autoparallel.comm.waiting import waited_seconds
+from autoparallel.runtime.module import ParallelModule
+
+
+class Meter:
+    """Measures the steps of a compiled model::
+
+        meter = autoparallel.Meter(model, "runs/steps.jsonl")
+        for x, y in loader:
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            meter.step()
+
+    Nothing is sent between ranks, unless asked for.
+
+    Args:
+        model: what :func:`autoparallel.compile` returned.
+        path: a file to which the first rank adds a line of JSON for each step.
+        over_ranks: adds the numbers that differ between ranks, of all of them; one small all-gather a step, for which
+            all ranks must call :meth:`step`.
+    """
+
+    def __init__(self, model: ParallelModule, path: str | Path | None = None, *, over_ranks: bool = False) -> None:
+        self._model, self._over_ranks = model, over_ranks
+        self._path = None if path is None else Path(path)
+        self._is_cuda = model._kinds.maker.mesh.device_type == "cuda"
+        self._steps = 0
+        self._begin()
+
+    def step(self, count: int | None = None) -> dict[str, Any]:
+        """What has happened since the last call of this, or since the meter was made; waits for the device.
+
+        Args:
+            count: the tokens or rows of all ranks' batches; unless told, those of the calls that were planned for.
+
+        Returns:
+            ``step``, ``calls`` in training, ``programs`` that were compiled meanwhile, ``seconds``;
+            ``tokens_per_second`` (``rows_per_second``, where no input is made of tokens) of all ranks; ``mfu``, the
+            part of the devices' peak that the model's own arithmetic was, where nothing computed twice counts, as for
+            calls of the sizes that were planned for; ``predicted_seconds`` of such calls and one update, of a pipeline
+            without the update; ``peak_memory``, bytes of a device in this step, or of a process on CPUs so far;
+            ``waited_seconds`` in which this process stood still for collectives, only on CPUs: a GPU waits by itself.
+            With ``over_ranks``, ``ranks``: lists of ``seconds``, ``peak_memory`` and ``waited_seconds``, by rank.
+
+        Raises:
+            RuntimeError: before the first call of the model.
+        """
+        plan, kinds = self._model.plan, self._model._kinds
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        seconds, calls = time.perf_counter() - self._began, kinds.calls - self._calls
+        record: dict[str, Any] = {"step": self._steps, "calls": calls, "programs": len(kinds) - self._programs}
+        record["seconds"] = seconds
+        if plan.work is not None and calls:
+            done = calls * plan.work.count if count is None else count
+            record[f"{plan.work.unit}_per_second"] = done / seconds
+            record["mfu"] = plan.work.mfu(seconds / calls, math.prod(size for _, size in plan.whole_mesh))
+        if plan.prediction is not None:
+            record["predicted_seconds"] = plan.prediction.seconds(calls)
+        elif plan.pipeline is not None and plan.pipeline.stages:
+            record["predicted_seconds"] = plan.pipeline.seconds * calls
+        record["peak_memory"] = torch.cuda.max_memory_allocated() if self._is_cuda else _peak_of_process()
+        if not self._is_cuda:
+            record["waited_seconds"] = waited_seconds() - self._waited
+        if self._over_ranks:
+            record["ranks"] = self._of_all(record)
+        if self._path is not None and kinds.exchange.agreement.is_first:
+            with self._path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        self._steps += 1
+        self._begin()
+        return record
+
+    def _begin(self) -> None:
+        """Begins a step."""
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        kinds = self._model._kinds
+        self._calls, self._programs, self._waited = kinds.calls, len(kinds), waited_seconds()
+        self._began = time.perf_counter()
+
+    def _of_all(self, record: dict[str, Any]) -> dict[str, list[float]]:
+        """What every rank measured."""
+        names = [name for name in ("seconds", "peak_memory", "waited_seconds") if name in record]
+        mesh = self._model._kinds.maker.mesh  # the search may have factored the devices anew
+        mine = torch.tensor([record[name] for name in names], dtype=torch.float64, device=mesh.device_type)
+        group = whole_group(bind(mesh))
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, mine, group=group)
+        return {name: torch.stack(rows)[:, i].tolist() for i, name in enumerate(names)}
+
+
+def _peak_of_process() -> int:
+    import resource  # is not there on Windows
+
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
