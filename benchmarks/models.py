@@ -35,8 +35,8 @@ from benchmarks.model_zoo import ZOO
 
 PLANS = ("auto", "fsdp", "tensor_parallel")
 MESH = (2, 2)
-LIMIT = 300
-"""Seconds for one model."""
+LIMIT = 1200
+"""Seconds for one model on the clock; RWKV, a loop over tokens, takes a minute of a processor that is its own."""
 RIGHT = "right"
 TOLERANCES = (1e-9, 1e-5)
 """Where nothing is cast to a narrower dtype than float64, and where the model itself does that: single operators of it

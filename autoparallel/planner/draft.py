@@ -13,6 +13,7 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.plan import Plan
+from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
 from autoparallel.planner.request import Request
@@ -27,7 +28,7 @@ class Draft:
 
     Attributes:
         plan: with its prediction.
-        program: what a rank would run; None for a pipeline, whose ranks run different ones.
+        program: what a rank would run; None for a pipeline, whose ranks run different ones, and where it is unchecked.
         predicted: of a pipeline's step.
     """
 
@@ -55,13 +56,32 @@ def draft(model: nn.Module, call: Call, request: Request) -> Draft:
     return draft_captured(planner, planner.capture(call), call)
 
 
-def draft_captured(planner: Planner, captured: Captured, call: Call, progress: Progress = UNSHOWN) -> Draft:
-    """The draft for a graph that has been captured already; the graph is used up."""
+def draft_captured(
+    planner: Planner,
+    captured: Captured,
+    call: Call,
+    progress: Progress = UNSHOWN,
+    evaluator: Evaluator | None = None,
+    *,
+    checked: bool = True,
+) -> Draft:
+    """The draft for a graph that has been captured already.
+
+    Args:
+        captured: is used up; an evaluator has another copy.
+        evaluator: of the planner's request, which may know much of it already.
+        checked: whether the program is made and checked, whatever the search has predicted.
+    """
     request = planner.request
     with progress.phase("search"):
-        plan = request.plan if isinstance(request.plan, Plan) else planner.search(captured, call)
-        prepare(request, captured, plan, call)
+        plan = request.plan
+        if not isinstance(plan, Plan):
+            plan = planner.search(captured, call, evaluator=evaluator)
     with progress.phase("predict"):
+        outlook = None if checked else planner.outlook(plan, call)
+        if outlook is not None:
+            return Draft(outlook, None)
+        prepare(request, captured, plan, call)
         predicted = predict_stages(captured, plan, request.profile) if request.stages else None
         plan, built = planner.finish(captured, plan, call, "mesh0")
     if predicted is None:

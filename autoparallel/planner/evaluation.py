@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Hashable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from autoparallel.planner.stages import StagePlanner
 from autoparallel.predict.forecast import Forecast, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
-from autoparallel.program import wanted_outputs
+from autoparallel.program import LocalProgram, wanted_outputs
 
 
 class Evaluator:
@@ -58,7 +59,7 @@ class Evaluator:
         self._spaces: dict[Candidate, SearchSpace] = {}
         self._forecasts: dict[tuple[Hashable, ...], tuple[Plan, Forecast]] = {}
         self._short: dict[Hashable, Forecast] = {}  # of short models
-        self._exact: list[tuple[Plan, Prediction]] = []
+        self._exact: list[tuple[Plan, tuple[LocalProgram, Prediction]]] = []
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -83,6 +84,12 @@ class Evaluator:
         graph = self.captured.copy()
         leave_out_logits(graph)
         return bool(chunkable(graph.graph))
+
+    def about(self, plan: str) -> Evaluator:
+        """The evaluator of the same request for another preset; both share what they find out."""
+        other = copy.copy(self)
+        other.request = replace(self.request, plan=plan)
+        return other
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -208,16 +215,19 @@ class Evaluator:
         key = id(plan.operators), plan.recompute, plan.loss_chunks, exactly
         graph = self._graph(Candidate(plan.origin, microbatches=plan.microbatches))
         if key not in self._forecasts:
-            if not exactly:
-                forecast = extrapolated(graph, plan, self.predict, self._short)
-            elif not (forecast := self.forecast(plan)).whole:
-                self._exact.append((plan, self.predict(graph.copy(), plan)))
-                forecast = Forecast.of(self._exact[-1][1])
+            forecast = None if exactly else extrapolated(graph, plan, self.predict, self._short)
+            if forecast is None and not exactly:
+                forecast = self.forecast(plan, exactly=True)
+            elif forecast is None:
+                program = self._program(graph.copy(), plan)
+                prediction = predict(program, plan, self.request.profile)
+                self._exact.append((plan, (program, prediction)))
+                forecast = Forecast.of(prediction)
             self._forecasts[key] = plan, forecast
         return self._forecasts[key][1]
 
-    def prediction(self, plan: Plan) -> Prediction | None:
-        """What the whole program of a plan was predicted to cost; None where that was not asked."""
+    def predicted(self, plan: Plan) -> tuple[LocalProgram, Prediction] | None:
+        """The whole program of a plan, unchecked, and what it was predicted to cost; None where that was not asked."""
         return next((known for other, known in self._exact if replace(other, origin=plan.origin) == plan), None)
 
     def frontier(self, chosen: Plan) -> Frontier | None:
@@ -240,9 +250,11 @@ class Evaluator:
 
     def predict(self, graph: Captured, plan: Plan) -> Prediction:
         """What the program that a plan makes of a graph, which is used up, is predicted to cost."""
+        return predict(self._program(graph, plan), plan, self.request.profile)
+
+    def _program(self, graph: Captured, plan: Plan) -> LocalProgram:
         pad(graph, plan.padded)
-        program = build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
-        return predict(program, plan, self.request.profile)
+        return build(self.request, graph, plan, self.call, "mesh0", checked=False).programs[0]
 
 
 def _reduction(parameter: ParameterPlan) -> str:

@@ -48,20 +48,24 @@ class PlanCache:
         Args:
             read: makes it of the text; raises ValueError for what does not fit.
         """
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):  # JSON that is nested too deep
             return None if key is None else read(self._file(key).read_text())
         return None
 
     def put(self, key: str | None, text: str) -> None:
-        """Keeps a text; a folder that cannot be written to keeps nothing."""
+        """Keeps a text; a folder that is full or cannot be written to keeps nothing."""
         if key is None:
             return
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(name, self._file(key))  # whole or not at all, whoever else writes
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(text)
+                os.replace(name, self._file(key))  # whole or not at all, whoever else writes
+            except BaseException:  # a full disk, an interrupted run
+                os.unlink(name)
+                raise
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.json"

@@ -48,7 +48,7 @@ class Planner:
         cache: PlanCache | None = None,
     ) -> None:
         self.model, self.request, self.cache, self._reductions = model, request, cache, reductions
-        self._predicted: tuple[Plan, tuple[Any, ...], Prediction | None] | None = None
+        self._predicted: tuple[Plan, tuple[Any, ...], tuple[LocalProgram, Prediction] | None] | None = None
         if isinstance(request.plan, Plan):
             self._reductions = {name: p.reduce for name, p in request.plan.parameters.items()}
         elif request.memory_limit is None or request.stages:
@@ -72,11 +72,18 @@ class Planner:
             autocast=call.autocast,
         )
 
-    def search(self, captured: Captured, call: Call, settled: Settled = Settled()) -> Plan:  # noqa: B008 - frozen
+    def search(
+        self,
+        captured: Captured,
+        call: Call,
+        settled: Settled = Settled(),  # noqa: B008 - frozen
+        evaluator: Evaluator | None = None,
+    ) -> Plan:
         """The best plan; the graph stays as it is.
 
         Args:
             settled: what an earlier plan of the model has settled.
+            evaluator: of this request, which may know much of it already.
 
         Raises:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
@@ -85,9 +92,9 @@ class Planner:
         known = None if self.cache is None else self.cache.get(key, partial(self._read, captured, call))
         if known is not None:
             return known
-        evaluator = Evaluator(self.request, captured, call, settled)
+        evaluator = evaluator or Evaluator(self.request, captured, call, settled)
         plan = best(proposals(evaluator), evaluator.plan).require()
-        self._predicted = plan, call.specs, evaluator.prediction(plan)
+        self._predicted = plan, call.specs, evaluator.predicted(plan)
         plan = replace(plan, frontier=evaluator.frontier(plan))
         if self.cache is not None:
             self.cache.put(key, plan.to_json())
@@ -116,17 +123,8 @@ class Planner:
             plan = with_reductions(plan, self._reductions or {})
         built = build(request, captured, plan, call, prefix)
         if isinstance(built, LocalProgram):
-            prediction = self._known(plan, call) or predict(built, plan, profile)
-            if self._reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
-                assert request.memory_limit is not None
-                left = request.memory_limit - prediction.total_memory
-                self._reductions = choose_reductions(built.buckets, request.sizes, profile, left)
-                chosen = with_reductions(plan, self._reductions)
-                if chosen.parameters != plan.parameters:
-                    plan = chosen
-                    built.reducing(plan)
-                    prediction = predict(built, plan, profile)
-            return plan.with_prediction(prediction), built
+            _, prediction = self._known(plan, call) or (built, predict(built, plan, profile))
+            return self._reduced(plan, built, prediction), built
         if plan.pipeline is None:
             return plan.with_prediction(predict(built.programs[0], plan, profile)), built
         if captured.objective is not None and call.is_training:
@@ -135,7 +133,27 @@ class Planner:
             plan = replace(plan, pipeline=replace(built.plan, traffic=traffic))
         return plan, built
 
-    def _known(self, plan: Plan, call: Call) -> Prediction | None:
+    def outlook(self, plan: Plan, call: Call) -> Plan | None:
+        """A plan that the search has found for a call, as :meth:`finish` gives it, but without a program that may run;
+        None where the search has not predicted the whole program."""
+        plan = plan if plan.staging is not None else with_reductions(plan, self._reductions or {})
+        known = self._known(plan, call)
+        return None if known is None else self._reduced(plan, *known)
+
+    def _reduced(self, plan: Plan, built: LocalProgram, prediction: Prediction) -> Plan:
+        """The plan with its prediction and with the times of reducing that fit the limit, given to its program, too."""
+        request, profile = self.request, self.request.profile
+        if self._reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
+            assert request.memory_limit is not None
+            left = request.memory_limit - prediction.total_memory
+            self._reductions = choose_reductions(built.buckets, request.sizes, profile, left)
+            chosen = with_reductions(plan, self._reductions)
+            if chosen.parameters != plan.parameters:
+                built.reducing(chosen)
+                return chosen.with_prediction(predict(built, chosen, profile))
+        return plan.with_prediction(prediction)
+
+    def _known(self, plan: Plan, call: Call) -> tuple[LocalProgram, Prediction] | None:
         """What the search has predicted of the whole program, where the plan is the one that it found for the call."""
         if self._predicted is None or self._predicted[1] != call.specs or self._predicted[0] != plan:
             return None

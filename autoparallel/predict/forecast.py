@@ -45,8 +45,8 @@ class Forecast:
         return Forecast(prediction.seconds(), prediction.total_memory, True, prediction.peak)
 
 
-def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[Hashable, Forecast]) -> Forecast:
-    """What a step takes; where the layers hardly repeat, by the prediction of the whole program.
+def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[Hashable, Forecast]) -> Forecast | None:
+    """What a step takes; None where the layers hardly repeat, so that the whole program is to be predicted.
 
     Args:
         known: the short models of this graph that were predicted before; plans that differ only in how many layers
@@ -63,7 +63,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
     layers = sum(len(run.members) for run in runs)
     # One model with a layer of each run, and for each run one with a layer more.
     if (len(runs) + 1) * len(runs) + len(runs) >= layers:
-        return Forecast.of(predict(captured.copy(), plan))
+        return None
     # A node of a layer is known by its place in the layer, which all layers of a run share.
     places: dict[str, Hashable] = {
         name: (number, place)

@@ -28,6 +28,7 @@ from autoparallel.comm.traffic import CountingMode
 from autoparallel.decisions.prediction import COMPUTE, NETWORK, PredictedSpan
 from autoparallel.hardware import Profile
 from autoparallel.placements import COLLECTIVES, action, parse_placement
+from autoparallel.predict.results import call_on_meta
 from autoparallel.rules.calls import may_have_gradient
 
 
@@ -173,7 +174,7 @@ class Meter(TorchDispatchMode):
         if extra is not None:
             self.ledger.add(extra)
         self.sent.count(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+        result = call_on_meta(func, args, kwargs or {})
         self.ledger.add(result)
         self.clock.module = _torch.marked_module() or self.clock.module
         self.clock.compute(self.seconds(name, args, kwargs or {}, result))

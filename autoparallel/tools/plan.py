@@ -19,6 +19,7 @@ from autoparallel.graph.captured import Captured
 from autoparallel.hardware import PROFILES, profile_for
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of, draft_captured
+from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.meshes import MeshSearch, refusal
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.plan_cache import PlanCache
@@ -219,13 +220,16 @@ def compare(
     """
     plans: dict[str, tuple[Plan, Prediction]] = {}
     problems: dict[str, str] = {}
+    evaluator = Evaluator(request, captured, call)
+    others = evaluator if request.pins == Pins() else Evaluator(replace(request, pins=Pins()), captured, call)
     for name in [request.origin, *presets]:
         chosen = not plans
         # Presets are compared without pins, within the same limit and with the same means that save memory.
         asked = request if chosen else replace(request, plan=name, pins=Pins())
         try:
             planner = Planner(source.model, asked, cache=cache)
-            made = draft_captured(planner, captured.copy(), call, _progress(name))
+            known = evaluator if chosen else others.about(name)
+            made = draft_captured(planner, captured.copy(), call, _progress(name), known, checked=chosen)
         except ValueError as error:
             if chosen:
                 raise PlanError(str(error)) from error

@@ -74,7 +74,7 @@ def test_what_the_search_depends_on_is_another_plan(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("damage", ["", "{}", "half", "other"])
+@pytest.mark.parametrize("damage", ["", "{}", "half", "other", "[" * 100_000, "\0"])
 def test_what_does_not_fit_is_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     plan, _ = plan_of(tmp_path, monkeypatch)
     (file,) = tmp_path.iterdir()
@@ -90,6 +90,27 @@ def test_what_does_not_fit_is_searched_again(tmp_path: Path, monkeypatch: pytest
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     assert plan_of(tmp_path / "file" / "below", monkeypatch)[1] == 1
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_cannot_be_kept_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    cache, fdopen = PlanCache(tmp_path), os.fdopen
+
+    def on_a_full_disk(handle: int, mode: str) -> object:
+        device = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(device, handle)
+        os.close(device)
+        return fdopen(handle, mode)
+
+    if full and not Path("/dev/full").exists():
+        pytest.skip("there is no full disk")
+    if full:
+        monkeypatch.setattr(os, "fdopen", on_a_full_disk)
+    else:
+        (tmp_path / "key.json").mkdir()  # what stands in the way of a file
+    cache.put("key", "text")
+    assert cache.get("key", str) is None
+    assert not list(tmp_path.glob("*.part"))
 
 
 def _key() -> str | None:

@@ -68,7 +68,7 @@ def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int) -> N
 
     known: dict[Hashable, Forecast] = {}
     found = extrapolated(captured, plan, predict, known)
-    assert not found.whole and len(nodes) > 1 and max(nodes) < 0.8 * len(captured.graph.nodes)
+    assert found is not None and not found.whole and len(nodes) > 1 and max(nodes) < 0.8 * len(captured.graph.nodes)
     # Plans that differ only in how many layers are recomputed have the same short models.
     predicted = len(nodes)
     more = extrapolated(captured, replace(plan, recompute=layers[:-1]), predict, known)
@@ -86,5 +86,6 @@ def test_the_whole_of_a_shallow_model_is_predicted() -> None:
     captured = planner.capture(call)
     plan = planner.search(captured, call)
     evaluator = Evaluator(request, captured, call)
-    found = extrapolated(captured, plan, evaluator.predict, {})
+    assert extrapolated(captured, plan, evaluator.predict, {}) is None
+    found = evaluator.forecast(plan)
     assert found.whole and found.seconds == evaluator.predict(captured, plan).seconds()

@@ -1,0 +1,70 @@
+"""What operators make on meta tensors, looked up: a dry run meets few kinds of calls, and each of them very often.
+
+Torch works out the shape of a sum or of a product in Python, which takes longer than all else that a dry run does for
+it.  A result that is new, and no view of what a call reads, depends on the shapes of that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from autoparallel import _torch
+
+
+class _Tensor(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class _Plain(NamedTuple):
+    kind: type  # 1, 1.0 and True are equal, and are no equal arguments
+    value: Any
+
+
+def call_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of its arguments, as ``func(*args, **kwargs)`` does."""
+    try:
+        known = _result(func, _described(args), _described(list(kwargs.items())))
+    except TypeError:  # an argument that cannot be looked up
+        known = None
+    return func(*args, **kwargs) if known is None else known.make()
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError("only plain meta tensors are looked up")
+        return _Tensor(value.shape, value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple([_described(each) for each in value])
+    return _Plain(type(value), value)
+
+
+def _made_of(described: Any) -> Any:
+    if isinstance(described, _Tensor):
+        return described.make()
+    return described.value if isinstance(described, _Plain) else [_made_of(each) for each in described]
+
+
+@lru_cache(maxsize=1 << 14)
+def _result(func: Any, args: Any, kwargs: Any) -> _Tensor | None:
+    """The one new tensor that a call makes; None where it makes anything else."""
+    if func._schema.is_mutable:
+        return None
+    given, named = _made_of(args), dict(_made_of(kwargs))
+    made = func(*given, **named)
+    if type(made) is not torch.Tensor or not made.is_meta or made.storage_offset():
+        return None
+    if _torch.storage_marks([made])[0] in _torch.storage_marks(_torch.tensors_in((given, named))):
+        return None
+    described = _Tensor(made.shape, made.stride(), made.dtype)
+    alike = described.make().untyped_storage().nbytes() == made.untyped_storage().nbytes()
+    return described if alike else None

@@ -1,0 +1,49 @@
+"""``predict.results``: what is looked up is what the operator makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoparallel.predict.results import call_on_meta
+
+aten = torch.ops.aten
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _seen(value: Any) -> object:
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs"),
+    [
+        (aten.add.Tensor, (_meta(4, 1), _meta(1, 3, dtype=torch.bfloat16)), {"alpha": 2}),
+        (aten.add.Tensor, (_meta(4, 3).t(), _meta(4, 3).t()), {}),
+        (aten.mul.Tensor, (_meta(2, dtype=torch.int64), 2), {}),
+        (aten.mul.Tensor, (_meta(2, dtype=torch.int64), 2.0), {}),  # as equal as 2, and another dtype
+        (aten.mul.Tensor, (_meta(2, dtype=torch.bool), True), {}),
+        (aten.mul.Tensor, (_meta(2, dtype=torch.bool), 1), {}),
+        (aten.mul.Tensor, (_meta(2), torch.tensor(2.0)), {}),  # a number that has a value
+        (aten.cat.default, ([_meta(2, 3), _meta(4, 3)], 0), {}),
+        (aten.new_empty.default, (_meta(2), [3, 5]), {"dtype": torch.float64}),
+        (aten.topk.default, (_meta(8), 2), {}),  # several results
+    ],
+)
+def test_a_result_is_what_the_operator_makes(func: Any, args: Any, kwargs: Any) -> None:
+    for _ in range(2):  # the first call of its kind, and one that is looked up
+        made, wanted = call_on_meta(func, args, kwargs), func(*args, **kwargs)
+        assert torch.utils._pytree.tree_map(_seen, made) == torch.utils._pytree.tree_map(_seen, wanted)
+
+
+def test_what_is_no_new_tensor_is_never_looked_up() -> None:
+    x = _meta(4, 4)
+    for _ in range(2):
+        assert call_on_meta(aten.view.default, (x, [16]), {}).untyped_storage()._cdata == x.untyped_storage()._cdata
+        assert call_on_meta(aten.add_.Tensor, (x, 1), {}) is x
