@@ -321,6 +321,7 @@ def test_the_same_model_gives_the_same_graph() -> None:
     assert fingerprint(other.graph) == fingerprint(first.graph), "the batch size is open"
 
 
+@pytest.mark.wide
 def test_a_profiler_sees_the_same_graph_and_goes_on() -> None:
     case = build("gpt")
     (tokens, _), _ = case.make_batch(0, 8)
