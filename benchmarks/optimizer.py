@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from clip import Layers
 from rich.console import Console
 from rich.table import Table
-from side_by_side import launch
+from side_by_side import alternate, launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -52,20 +50,6 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
     return new
 
 
-def _medians(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds of each on the clock and on a processor, after a first time."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
-    for i in range(rounds + 1):
-        for name, action in actions.items():
-            dist.barrier()
-            begin, own = time.perf_counter(), time.thread_time()
-            action()
-            if i:
-                times[name].append(((time.perf_counter() - begin) * 1e3, (time.thread_time() - own) * 1e3))
-    clock, processor = ({n: statistics.median(t[k] for t in ts) for n, ts in times.items()} for k in (0, 1))
-    return {name: (clock[name], processor[name]) for name in times}
-
-
 def _copies(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     copies = [nn.Parameter(p.detach().clone()) for p in parameters]
     for copy, p in zip(copies, parameters, strict=True):
@@ -84,7 +68,7 @@ def _compare(table: Table, what: str, kind: Any, options: Any, parameters: list[
         actions["DTensor"] = theirs
     except Exception:  # noqa: BLE001 - torch cannot step on DTensors with it
         pass
-    found = _medians(actions, rounds)
+    found = alternate(actions, rounds)
     ratios = {n: [x / y for x, y in zip(found["ours"], found[n], strict=True)] for n in found if n != "ours"}
     lost = ratios["plain"][1] > 1.1 if "plain" in ratios else ratios["DTensor"][0] > 0.5
     cells = ["{:.2f} ({:.2f})".format(*found[n]) if n in found else "" for n in ("ours", "plain", "DTensor")]

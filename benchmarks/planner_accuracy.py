@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +38,30 @@ PROFILED = 6  # steps in which memory is measured
 WANTED_CHOICE, WANTED_RANK, WANTED_MEMORY = 1.10, 0.90, 0.10
 
 
-def _regression(width: int, hidden: int, layers: int, rows: int) -> tuple[nn.Module, tuple[Any, ...], Any]:
+Made = tuple[nn.Module, tuple[Any, ...], Any]
+"""A model, the arguments of a call (a dictionary alone: by name), and a loss function."""
+
+
+def _regression(width: int, hidden: int, layers: int, rows: int) -> Made:
     blocks = [nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)) for _ in range(layers)]
     return nn.Sequential(*blocks), (torch.randn(rows, width), torch.randn(rows, width)), F.mse_loss
 
 
-def _wide() -> tuple[nn.Module, tuple[Any, ...], Any]:
+def _wide() -> Made:
     """Large matrices and few rows."""
     return _regression(1024, 4096, 2, 32)
 
 
-def _narrow() -> tuple[nn.Module, tuple[Any, ...], Any]:
+def _narrow() -> Made:
     """Small matrices and many rows."""
     return _regression(128, 256, 4, 4096)
 
 
-def _gpt() -> tuple[nn.Module, tuple[Any, ...], Any]:
+def _gpt() -> Made:
     return GPT(), tokens(8), loss_fn
 
 
-def _conv() -> tuple[nn.Module, tuple[Any, ...], Any]:
+def _conv() -> Made:
     """Convolutions, batch norm and a linear head."""
     layers: list[nn.Module] = []
     for before, after in ((3, 32), (32, 64), (64, 64), (64, 128)):
@@ -67,7 +71,7 @@ def _conv() -> tuple[nn.Module, tuple[Any, ...], Any]:
     return model, (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))), F.cross_entropy
 
 
-def _llama() -> tuple[nn.Module, tuple[Any, ...], Any]:
+def _llama() -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -78,25 +82,36 @@ def _llama() -> tuple[nn.Module, tuple[Any, ...], Any]:
     return LlamaForCausalLM(config), ({"input_ids": ids, "labels": target},), None
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], Any]]] = {
+MODELS: dict[str, Callable[[], Made]] = {
     "wide": _wide, "narrow": _narrow, "gpt": _gpt, "conv": _conv, "llama": _llama,
 }  # fmt: skip
 
 
-class _Trial:
-    """One model by one plan: how it is stepped, and what is measured of it."""
+class Trial:
+    """One model by one plan: how it is stepped, and what is measured of it.
 
-    def __init__(self, name: str, plan: str, mesh: Any, hardware: Any) -> None:
+    Args:
+        make: makes the model and its batch, the same ones on every rank.
+        options: of ``compile()``.
+    """
+
+    def __init__(self, make: Callable[[], Made], mesh: Any, **options: Any) -> None:
         torch.manual_seed(0)
-        model, inputs, loss = MODELS[name]()
+        model, inputs, loss = make()
         self.args, self.kwargs = ((), inputs[0]) if isinstance(inputs[0], dict) else (inputs, {})
-        self.model = autoparallel.compile(model, mesh, loss_fn=loss, plan=plan, hardware=hardware)
+        self.model = autoparallel.compile(model, mesh, loss_fn=loss, **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+
+    def loss(self) -> torch.Tensor:
+        """Forward and backward; the loss."""
+        out = self.model(*self.args, **self.kwargs)
+        loss: torch.Tensor = out if isinstance(out, torch.Tensor) else out["loss"]
+        loss.backward()
+        return loss.detach()
 
     def step(self) -> None:
         """Forward, backward, and a step of AdamW."""
-        out = self.model(*self.args, **self.kwargs)
-        (out if isinstance(out, torch.Tensor) else out["loss"]).backward()
+        self.loss()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -111,7 +126,8 @@ class _Trial:
         """The most bytes that this rank's tensors take in a step, as the CPU's allocator reports them.
 
         A step ends with the memory that it began with.  Where the profiler says otherwise it has missed what gloo's
-        own threads freed, so the step is profiled several times, as often on all ranks, and the best balanced counts.
+        own threads freed: what is not freed while it looks counts for nothing.  The step is profiled several times, as
+        often on all ranks, and the one of which least was missed counts.
         """
         found = []
         for _ in range(PROFILED):
@@ -121,10 +137,33 @@ class _Trial:
                 path = Path(folder, "trace.json")
                 profiled.export_chrome_trace(str(path))
                 events = json.loads(path.read_text())["traceEvents"]
-            changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-            live = list(itertools.accumulate(size for _, size in changes))
-            found.append((abs(live[-1]), max(live)))
+            found.append(_peak(sorted((e["ts"], e["args"]) for e in events if e.get("name") == "[memory]")))
         return self.kept() + min(found)[1]
+
+
+def _peak(events: Sequence[tuple[float, dict[str, Any]]]) -> tuple[int, int]:
+    """Bytes of blocks that were not freed, and the most that the others took at once.
+
+    Args:
+        events: when memory was taken or given back, and which.
+    """
+    changes: list[int] = []
+    taken: dict[int, int] = {}  # addresses, and where they were taken
+    for _, event in events:
+        address, size = event["Addr"], event["Bytes"]
+        if size > 0:
+            lost = taken.pop(address, None)
+            if lost is not None:  # freed at some time before
+                changes.append(-changes[lost])
+            taken[address] = len(changes)
+            changes.append(size)
+        else:
+            taken.pop(address, None)
+            changes.append(size)
+    missed = sum(changes[i] for i in taken.values())
+    for i in taken.values():
+        changes[i] = 0
+    return missed, max(itertools.accumulate(changes))
 
 
 def _verdict(ratio: float, good: bool) -> str:
@@ -145,7 +184,7 @@ def _run(arguments: argparse.Namespace) -> None:
     measured: list[float] = []
     predicted: list[float] = []
     for name in arguments.only or MODELS:
-        trials = {plan: _Trial(name, plan, mesh, hardware) for plan in PLANS}
+        trials = {plan: Trial(MODELS[name], mesh, plan=plan, hardware=hardware) for plan in PLANS}
         for trial in trials.values():
             trial.step()
         times = medians([Contender(p, t.step) for p, t in trials.items()], arguments.rounds, arguments.steps)

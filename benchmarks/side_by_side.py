@@ -122,6 +122,20 @@ def medians(contenders: Sequence[Contender], rounds: int, steps: int) -> list[fl
     return [statistics.median(times[c.name]) for c in contenders]
 
 
+def alternate(actions: dict[str, Callable[[], object]], rounds: int, first: int = 1) -> dict[str, tuple[float, float]]:
+    """Milliseconds of each on the clock and on a processor: medians over rounds, after some first ones."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in actions}
+    for i in range(first + rounds):
+        for name, action in actions.items():
+            dist.barrier()
+            begin, own = time.perf_counter(), time.thread_time()
+            action()
+            if i >= first:
+                times[name].append(((time.perf_counter() - begin) * 1e3, (time.thread_time() - own) * 1e3))
+    clock, processor = ({n: statistics.median(t[k] for t in ts) for n, ts in times.items()} for k in (0, 1))
+    return {name: (clock[name], processor[name]) for name in times}
+
+
 class Comparison:
     """A table of ours against theirs, a row for each pair."""
 

@@ -41,18 +41,18 @@ def _trainer(forward: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     return step
 
 
-def contenders(strategy: str, mesh: DeviceMesh) -> list[Contender]:
-    """Ours and theirs for one strategy."""
+def contenders(strategy: str, mesh: DeviceMesh, rows: int = ROWS, make: Callable[[], GPT] = GPT) -> list[Contender]:
+    """Ours and theirs for one strategy, so many rows a rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    ids, target = tokens(ROWS * world)
-    mine = slice(rank * ROWS, (rank + 1) * ROWS)
+    ids, target = tokens(rows * world)
+    mine = slice(rank * rows, (rank + 1) * rows)
 
     torch.manual_seed(0)
-    ours = autoparallel.compile(GPT(), mesh, loss_fn=loss_fn, plan=strategy)
+    ours = autoparallel.compile(make(), mesh, loss_fn=loss_fn, plan=strategy)
     torch.manual_seed(0)
-    model = GPT()
+    model = make()
     theirs: nn.Module = model
-    rows = mine
+    own = mine
     if strategy == "data_parallel":
         theirs = DistributedDataParallel(model)
     elif strategy == "fsdp":
@@ -60,7 +60,7 @@ def contenders(strategy: str, mesh: DeviceMesh) -> list[Contender]:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
-        rows = slice(None)
+        own = slice(None)
         for block in model.blocks:
             parallelize_module(
                 block,
@@ -78,7 +78,7 @@ def contenders(strategy: str, mesh: DeviceMesh) -> list[Contender]:
         Contender("autoparallel", _trainer(lambda: ours(ids, target), list(ours.parameters()))),
         Contender(
             STRATEGIES[strategy][0],
-            _trainer(lambda: loss_fn(theirs(ids[rows]), target[rows]), list(theirs.parameters())),
+            _trainer(lambda: loss_fn(theirs(ids[own]), target[own]), list(theirs.parameters())),
         ),
     ]
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -79,7 +80,12 @@ class ParameterChain:
         """Whether some use reads memory of its own, not the parameter at rest or a view of it."""
         return self.dtype != self.rest_dtype or any(makes_tensor(path) for path in self.paths)
 
-    @property
+    @cached_property
+    def comes_back(self) -> tuple[Layout, ...]:
+        """The layouts in which the gradients of its uses are made."""
+        return tuple(map(dual_layout, self.uses))
+
+    @cached_property
     def ends_in_slice(self) -> bool:
         """Whether its reduced gradient is a slice of a whole one, which it would keep alive."""
         return any(action(step.src, step.dst) == "slice" for step in (*self.each, *self.sync)[-1:])

@@ -25,9 +25,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch import wrap_with_set_grad_enabled
+from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.passes.refusal import Refusal
-
-_STOPS = ("aten::detach", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros")
 
 
 def inline_gradient_modes(
@@ -149,10 +148,10 @@ class _Walk:
         for x in written:
             self._change(node, x, enabled)
         self.roots[node] = frozenset(root for x in shared for root in self.roots.get(x, ())) or frozenset([node])
-        if any(x in self.severed or (self.carries.get(x) and (not enabled or _stops(node))) for x in shared):
+        if any(x in self.severed or (self.carries.get(x) and (not enabled or stops_gradient(node))) for x in shared):
             self.severed.add(node)
         carried = any(self.carries.get(x) for x in node.all_input_nodes)
-        self.carries[node] = carried and enabled and not _stops(node) and _is_differentiable(node)
+        self.carries[node] = carried and enabled and not stops_gradient(node) and is_continuous(node)
         if not enabled and carried and node.target is not operator.getitem and not self.transparent(node):
             self._detach(node, region)
 
@@ -214,12 +213,3 @@ def _aliased(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             if info.is_write:
                 written += operands
     return shared, written
-
-
-def _stops(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _STOPS
-
-
-def _is_differentiable(node: fx.Node) -> bool:
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)

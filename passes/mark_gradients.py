@@ -44,9 +44,14 @@ def stops_gradient(node: fx.Node) -> bool:
 
 def flows(node: fx.Node) -> bool:
     """Whether a call's result depends differentiably on what is trained, as its operands are marked."""
-    value = node.meta.get("val")
-    continuous = any(isinstance(v, torch.Tensor) and may_have_gradient(v) for v in pytree.tree_leaves(value))
-    return continuous and not stops_gradient(node) and any(a.meta.get("differentiable") for a in node.all_input_nodes)
+    flowing = any(a.meta.get("differentiable") for a in node.all_input_nodes)
+    return flowing and not stops_gradient(node) and is_continuous(node)
+
+
+def is_continuous(node: fx.Node) -> bool:
+    """Whether the dtype of a node's value, or of one of several, lets it be differentiated."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(v, torch.Tensor) and may_have_gradient(v) for v in values)
 
 
 def _mark(node: fx.Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import inspect
 import logging
 import re
@@ -318,6 +319,22 @@ def test_the_same_model_gives_the_same_graph() -> None:
     assert str(first.graph) == str(second.graph)
     other = captured(build("gpt").model, build("gpt").make_batch(0, 16)[0][0])
     assert fingerprint(other.graph) == fingerprint(first.graph), "the batch size is open"
+
+
+def test_a_profiler_sees_the_same_graph_and_goes_on() -> None:
+    case = build("gpt")
+    (tokens, _), _ = case.make_batch(0, 8)
+    expected = captured(case.model, tokens).graph.python_code("self").src
+    profiler = cProfile.Profile()
+    with profiler:
+        found = captured(case.model, tokens)
+        _seen()
+    assert found.graph.python_code("self").src == expected
+    assert any(entry.code is _seen.__code__ for entry in profiler.getstats())
+
+
+def _seen() -> None:
+    """Called under the profiler."""
 
 
 def test_frozen_parameters_take_no_part_in_the_backward() -> None:

@@ -308,6 +308,9 @@ def _fabric(strategy: str | None, path: str) -> tuple[list[float], dict[str, Ten
         if strategy is not None:
             with pytest.raises(ValueError, match="one compiled model"):
                 fabric.save(path, {"optimizer": optimizer})
+            some = torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
+            with pytest.raises(ValueError, match="all of them, whose gradients would be clipped"):
+                fabric.clip_gradients(model, some, max_norm=1.0)
             with pytest.raises(ValueError, match="MixedPrecisionPolicy"):
                 Fabric(strategy="autoparallel", devices=2, accelerator="cpu", precision="bf16-mixed").launch()
         return numbers, _whole(model._forward_module)
@@ -315,7 +318,6 @@ def _fabric(strategy: str | None, path: str) -> tuple[list[float], dict[str, Ten
 
 @pytest.mark.wide
 def test_fabric(tmp_path: Path) -> None:
-    pytest.importorskip("lightning.fabric")
     expected, parameters = _fabric(None, str(tmp_path / "plain.ckpt"))
     assert len(expected) == 27 and max(expected) > 0.5
     for strategy in ("registered", "tensor_parallel"):
@@ -358,6 +360,12 @@ def _booster(name: str, path: str) -> tuple[list[float], dict[str, Tensor]]:
     optimizer.step()
     optimizer.zero_grad()
     kept = _whole(compiled)
+    compiled.save(f"{path}.states", optimizer=optimizer)
+    states = {name: x.detach().clone() for name, x in _momenta(compiled, optimizer).items()}
+    for momentum in optimizer.state.values():
+        momentum["momentum_buffer"] += 1
+    compiled.load(f"{path}.states", optimizer=optimizer)
+    assert states and _off(_momenta(compiled, optimizer), states) == 0
     booster.save_model(compiled, path)
     booster.load_model(compiled, path)
     assert _off(_whole(compiled), kept) == 0
@@ -366,6 +374,10 @@ def _booster(name: str, path: str) -> tuple[list[float], dict[str, Tensor]]:
     with pytest.raises(ValueError, match="tp_size=3 does not divide the 2 ranks"):
         colossal.Booster(colossal.HybridParallelPlugin(tp_size=3)).boost(_net())
     return [*numbers, optimizer.param_groups[0]["lr"]], kept
+
+
+def _momenta(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    return {n: optimizer.state[p]["momentum_buffer"].full_tensor() for n, p in model.named_parameters()}
 
 
 def _booster_plain() -> tuple[list[float], dict[str, Tensor]]:

@@ -6,12 +6,14 @@ loads is snapshotted before its first line runs, and compared when the run has e
 
 from __future__ import annotations
 
+import cProfile
 import dis
 import gc
 import os
 import random
 import sys
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
@@ -96,7 +98,21 @@ class _Suspended(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            sys.setprofile(before)
+            _resume(before)
+
+
+def _resume(profiler: Any) -> None:
+    """Has Python call a profiler again that it called before."""
+    if isinstance(profiler, cProfile.Profile):  # up to Python 3.11; no function, which setprofile() would take it for
+        profiler.enable()
+    elif profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        warnings.warn(
+            f"the profiler {type(profiler).__name__} cannot be resumed after the model was traced; start it after the "
+            "first call",
+            stacklevel=2,
+        )
 
 
 class GlobalsRead:
@@ -126,7 +142,8 @@ class GlobalsRead:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        sys.setprofile(self._before)
+        sys.setprofile(None)
+        _resume(self._before)
         self.forget_cached()
         self._suspended.__exit__(None, None, None)
         drawn = self.drawn()

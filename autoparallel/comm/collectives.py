@@ -165,7 +165,8 @@ def start_transfers(
         extents: for each tensor what ``extent_of`` says; None where all shards are equal.
         owned: whether the tensors' memory may be written to: an all-reduce of what ``pack`` made then copies nothing.
     """
-    kinds = {action(s, d) for s, d in zip(srcs, dsts, strict=True)}
+    pairs = {(id(s), id(d)): (s, d) for s, d in zip(srcs, dsts, strict=True)}  # most often a few, of many tensors
+    kinds = {action(*pair) for pair in pairs.values()}
     if len(kinds) != 1:
         raise ValueError(f"one collective cannot serve different redistributions: {sorted(kinds)}")
     rows = zip([t.shape for t in tensors], srcs, dsts, extents or [None] * len(tensors), strict=True)

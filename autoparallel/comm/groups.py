@@ -10,6 +10,7 @@ An axis is named ``"dp"``; several axes at once (one group over all of them) are
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -237,10 +238,8 @@ def active_axes(axis: str, size: Callable[[str], int]) -> str:
 def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> tuple[Any, int, int]:
     """One process group over several axes, the first axis outermost."""
     rest = [i for i in range(mesh.ndim) if i not in axes]
-    size = 1
-    index = 0
+    size, index = math.prod(mesh.size(i) for i in axes), 0
     for i in axes:
-        size *= mesh.size(i)
         index = index * mesh.size(i) + coordinate[i]
     rows = mesh.mesh.permute(*rest, *axes).reshape(-1, size)
     if rows.shape[0] == 1 and size == dist.get_world_size():

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoparallel.api import compile
 from autoparallel.comm.world import Axes, count_ranks, make_mesh, mesh_text
-from autoparallel.integrations.optimizers import hand_over
+from autoparallel.integrations.optimizers import hand_over, holds_all
 from autoparallel.planner.presets import SEQUENCE_AXES, TENSOR_AXIS
 from autoparallel.runtime.microbatches import NotKept
 from autoparallel.runtime.module import ParallelModule
@@ -145,10 +145,9 @@ class Accelerator(accelerate.Accelerator):
         model.clip_grad_value_(clip_value)
 
     def _owner(self, parameters: Tensor | Iterable[Tensor], what: str) -> ParallelModule:
-        given = {id(p) for p in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._models:
-            own = {id(p): p.requires_grad for p in model.parameters()} if isinstance(model, ParallelModule) else {}
-            if given <= own.keys() and given >= {key for key, trained in own.items() if trained}:
+            if isinstance(model, ParallelModule) and holds_all(given, model):
                 return model
         raise ValueError(
             f"{what}() was given parameters that are not those of one prepared model: give it model.parameters(), or "

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from autoparallel.api import compile
 from autoparallel.comm.world import MeshShape, axes_of, count_ranks, make_mesh
-from autoparallel.integrations.optimizers import hand_over
+from autoparallel.integrations.optimizers import hand_over, require_all
 from autoparallel.runtime.module import ParallelModule
 
 
@@ -94,8 +94,8 @@ class HybridParallelPlugin(Plugin):
         return {"dp": ranks // self.tp_size, "tp": self.tp_size}
 
 
-class OptimizerWrapper:
-    """An optimizer of one boosted model; all that is not here is the optimizer's own.
+class OptimizerWrapper(torch.optim.Optimizer):
+    """An optimizer of one boosted model; groups, state, hooks and steps are the optimizer's own.
 
     Attributes:
         optim: the optimizer.
@@ -105,7 +105,29 @@ class OptimizerWrapper:
         self.optim, self._model = optim, model
 
     def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # while it is copied
+            raise AttributeError(name)
         return getattr(self.optim, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's."""
+        return self.optim.step(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's."""
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The optimizer's."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's."""
+        self.optim.load_state_dict(state_dict)
 
     def unwrap(self) -> torch.optim.Optimizer:
         """The optimizer."""
@@ -119,11 +141,13 @@ class OptimizerWrapper:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **_: Any
     ) -> Tensor:
         """Clips by the norm of all of the model's gradients, which it returns; see
-        :meth:`ParallelModule.clip_grad_norm_`."""
+        :meth:`ParallelModule.clip_grad_norm_`. Raises ValueError where it does not hold all of the parameters."""
+        require_all(self.optim, self._model)
         return self._model.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_by_value(self, clip_value: float, **_: Any) -> None:
-        """See :meth:`ParallelModule.clip_grad_value_`."""
+        """See :meth:`ParallelModule.clip_grad_value_`; raises ValueError as :meth:`clip_grad_by_norm` does."""
+        require_all(self.optim, self._model)
         self._model.clip_grad_value_(clip_value)
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.api import compile
 from autoparallel.comm.world import MeshShape, axes_of, make_mesh
-from autoparallel.integrations.optimizers import hand_over
+from autoparallel.integrations.optimizers import hand_over, require_all
 from autoparallel.runtime.module import ParallelModule
 
 
@@ -91,11 +91,17 @@ class AutoparallelStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clips by the norm of all of the model's gradients; see :meth:`ParallelModule.clip_grad_norm_`."""
+        """Clips by the norm of all of the model's gradients; see :meth:`ParallelModule.clip_grad_norm_`.
+
+        Raises:
+            ValueError: for an optimizer of some of the model's parameters.
+        """
+        require_all(optimizer, module)
         return _compiled(module).clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """See :meth:`ParallelModule.clip_grad_value_`."""
+        """See :meth:`ParallelModule.clip_grad_value_`; raises ValueError as :meth:`clip_gradients_norm` does."""
+        require_all(optimizer, module)
         _compiled(module).clip_grad_value_(clip_val)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -1,8 +1,11 @@
-"""Optimizers that were made before their model was compiled."""
+"""Optimizers of compiled models: those that were made before, and whether one holds all that is trained."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor, nn
 
 from autoparallel.graph.plain_tensors import REPLACED
 
@@ -20,3 +23,20 @@ def hand_over(optimizer: torch.optim.Optimizer) -> None:
                 "an optimizer has stepped before its model was compiled: make it anew, or compile before it steps"
             )
         group["params"] = [REPLACED.get(p, p) for p in group["params"]]
+
+
+def holds_all(parameters: Iterable[Tensor], model: nn.Module) -> bool:
+    """Whether parameters are a model's, and all that it trains are among them."""
+    given = {id(p) for p in parameters}
+    own = {id(p): p.requires_grad for p in model.parameters()}
+    return given <= own.keys() and given >= {key for key, trained in own.items() if trained}
+
+
+def require_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raises ValueError where an optimizer's gradients are not all of a model's, which are clipped together."""
+    if not holds_all((p for group in optimizer.param_groups for p in group["params"]), model):
+        raise ValueError(
+            "the optimizer does not hold the parameters that one model trains, all of them, whose gradients would be "
+            "clipped: clip by names, model.clip_grad_norm_({'encoder.*': 1.0}), or by the optimizer's groups, "
+            "model.clip_grad_norm_(optimizer) with a 'max_norm' in each"
+        )

@@ -34,7 +34,7 @@ from autoparallel.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
 from autoparallel.runtime.backwards import BackwardPass, Tensors, Travel
 from autoparallel.runtime.buckets import Gather, Grads, reached
-from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.gradients import GradientStore, cast
 from autoparallel.runtime.runner import Runner
 
 ACTIVATIONS, GATHERED, WORKING = "activations", "gathered parameters", "working memory"
@@ -197,6 +197,7 @@ class _DryStore(GradientStore):
         self, plan: Plan, program: LocalProgram, communicator: MeteredCommunicator, meter: Meter, *, reduces: bool
     ) -> None:
         self.communicator, self.meter, self.reduces = communicator, meter, reduces
+        self._scatters = not reduces and plan.pipeline is None
         self.reached: list[str] = []
         self._each: int | None = None  # how many steps of the gradients that are reduced now every microbatch takes
         ranks = torch.arange(communicator.size("+".join(plan.axis_names)), device="cpu").view(plan.axis_sizes)
@@ -218,9 +219,18 @@ class _DryStore(GradientStore):
     def receive(
         self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """As on a real rank."""
-        self.reached += [chain.name for chain, _ in reached(chains, grads, accumulated)]
-        return super().receive(chains, grads, accumulated) if self.reduces else [None] * len(chains)
+        """As on a real rank; where gradients are added up, the sums are counted apart (see ``predict.predict``)."""
+        rows = reached(chains, grads, accumulated)
+        self.reached += [chain.name for chain, _ in rows]
+        if self.reduces:
+            return super().receive(chains, grads, accumulated)
+        if rows and self._scatters:
+            made = [cast(self.sum_uses(chain, row), chain.reduce_dtype) for chain, row in rows]
+            self._each = len(rows[0][0].each)
+            with self.meter.ledger.holding(GRADIENT_BUFFERS):
+                self.start(made, [chain.each for chain, _ in rows])()
+            self._each = None
+        return [None] * len(chains)
 
     def receive_sums(self, kept: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
         """As on a real rank."""

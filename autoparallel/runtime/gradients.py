@@ -29,7 +29,7 @@ from autoparallel.comm.collectives import Extent, extent_of, pack, settled, star
 from autoparallel.comm.groups import group_name
 from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.placements import Layout, dual_layout, to_dtensor_placements
+from autoparallel.placements import Layout, action, to_dtensor_placements
 from autoparallel.placements.redistribution import Step
 from autoparallel.runtime.backwards import BackwardPass, BackwardPasses, Tensors, Travel
 from autoparallel.runtime.buckets import Gather, Grads, ParameterBucket, reached
@@ -110,10 +110,12 @@ class GradientStore:
             copy.forget()
         self.kept.clear()
 
-    def versions(self, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    def versions(self, names: Sequence[str]) -> Sequence[object]:
         """Counts changes of parameters in place: through the ``DTensor``s, and of the local tensors themselves."""
         parameters = [self.parameters[name] for name in names]
-        return tuple((p._version, _torch.local_of(p)._version) for p in parameters)
+        return list(
+            zip(_torch.versions_of(parameters), _torch.versions_of(map(_torch.local_of, parameters)), strict=True)
+        )
 
     def note_storages(self) -> None:
         """Notes what ``p.data = tensor`` would replace; to be called again when parameters have got new layouts."""
@@ -148,7 +150,7 @@ class GradientStore:
     def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:
         """Takes each tensor along its path; all paths go the same way.  The first collective starts at once, in the
         tensors' own memory if that is ``owned``."""
-        steps = zip(*paths, strict=True)
+        steps = [step for step in zip(*paths, strict=True) if any(action(s.src, s.dst) != "nothing" for s in step)]
         return Travel(tensors, [partial(self._start_step, step, owned and not i) for i, step in enumerate(steps)])
 
     def _start_step(self, steps: Sequence[Step], owned: bool, tensors: Tensors) -> Callable[[], Tensors]:
@@ -238,10 +240,10 @@ class GradientStore:
     def sum_uses(self, chain: ParameterChain, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """One gradient, in the layout in which they add up, from those of the parameter's uses."""
         total: torch.Tensor | None = None
-        for value, use in zip(values, chain.uses, strict=True):
+        for value, layout in zip(values, chain.comes_back, strict=True):
             if value is None:
                 continue
-            value = self.along(settled(value), chain.shape, dual_layout(use), chain.made)
+            value = self.along(settled(value), chain.shape, layout, chain.made)
             total = value if total is None else total + value
         assert total is not None
         return total

@@ -34,7 +34,7 @@ class LentParameters(GradientStore):
         finally:
             self.parameters = self._stand_ins
 
-    def versions(self, names: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    def versions(self, names: Sequence[str]) -> Sequence[object]:
         """Nothing: autograd itself looks at changes in place of the owner's tensors."""
         return ()
 

@@ -30,7 +30,7 @@ class Meter:
 
     Args:
         model: what :func:`autoparallel.compile` returned.
-        path: a file to which the first rank adds a line of JSON for each step.
+        path: a file to which the first rank adds a line of JSON for each step; its folder is made.
         over_ranks: adds the numbers that differ between ranks, of all of them; one small all-gather a step, for which
             all ranks must call :meth:`step`.
     """
@@ -38,6 +38,8 @@ class Meter:
     def __init__(self, model: ParallelModule, path: str | Path | None = None, *, over_ranks: bool = False) -> None:
         self._model, self._over_ranks = model, over_ranks
         self._path = None if path is None else Path(path)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         self._is_cuda = model._kinds.maker.mesh.device_type == "cuda"
         self._steps = 0
         self._begin()
@@ -70,9 +72,9 @@ class Meter:
             done = calls * plan.work.count if count is None else count
             record[f"{plan.work.unit}_per_second"] = done / seconds
             record["mfu"] = plan.work.mfu(seconds / calls, math.prod(size for _, size in plan.whole_mesh))
-        if plan.prediction is not None:
+        if plan.prediction is not None and calls:
             record["predicted_seconds"] = plan.prediction.seconds(calls)
-        elif plan.pipeline is not None and plan.pipeline.stages:
+        elif plan.pipeline is not None and plan.pipeline.stages and calls:
             record["predicted_seconds"] = plan.pipeline.seconds * calls
         record["peak_memory"] = torch.cuda.max_memory_allocated() if self._is_cuda else _peak_of_process()
         if not self._is_cuda:

@@ -10,6 +10,7 @@ they differ, the next step moves the parameter apart.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -150,11 +151,8 @@ def _is_same(digests: Tensor, axes: Sequence[int]) -> bool:
 def _groups(ranks: Tensor, axes: Sequence[int]) -> list[list[int]]:
     """The ranks of a mesh that have the same along some axes."""
     others = [axis for axis in range(ranks.ndim) if axis not in axes]
-    count = ranks.permute(*others, *axes)
-    size = 1
-    for axis in axes:
-        size *= ranks.shape[axis]
-    groups: list[list[int]] = count.reshape(-1, size).tolist()
+    size = math.prod(ranks.shape[axis] for axis in axes)
+    groups: list[list[int]] = ranks.permute(*others, *axes).reshape(-1, size).tolist()
     return groups
 
 

@@ -54,7 +54,8 @@ class Runner:
         self.order = [n.name for n in program.body.graph.nodes if n.op == "placeholder"]
         self.fixed: dict[str, torch.Tensor] = dict(captured.constants)
         self.leaf_names = captured.inputs
-        self.saved_buffers = captured.saved_buffers  # copied, because the call changes them before the backward
+        # Copied, because the call changes them before the backward, which reads them, too, where layers run again.
+        self.saved_buffers = {*captured.saved_buffers, *(captured.mutated_buffers if program.regions else ())}
         self.specs = [(to_dtensor_placements(layout), layout) for layout in program.output_layouts]
         self.regathered: list[int] = []
         self._named: Callable[..., Any] | None = None  # the body that is profiled

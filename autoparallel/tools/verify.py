@@ -26,7 +26,7 @@ from autoparallel.planner.presets import Preset
 from autoparallel.tools.parity.comparison import compare, compare_ranks, seen_of
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import TOLERANCES, measure, narrowing_casts
-from autoparallel.tools.parity.task import MakeOptimizer, Task, compile_task, make_task
+from autoparallel.tools.parity.task import BeforeStep, MakeOptimizer, Task, compile_task, make_task
 from autoparallel.tools.parity.training import LimitOf, observe
 from autoparallel.tools.parity.verification import Deviation, VerifyReport
 from autoparallel.tools.processes import Job, PlainModelError, Process, require_plain_process, run_processes
@@ -49,6 +49,7 @@ def verify(
     seed: int = 0,
     optimizer: MakeOptimizer | None = None,
     precision: MixedPrecisionPolicy | None = None,
+    before_step: BeforeStep | None = None,
     localize: bool = False,
     timeout: float = 300.0,
 ) -> VerifyReport:
@@ -83,6 +84,8 @@ def verify(
         optimizer: makes the optimizer, such as ``lambda parameters: torch.optim.AdamW(parameters)``; SGD with momentum
             otherwise.
         precision: as ``compile()`` takes it; the reference casts by hand.
+        before_step: called with the model, plain or compiled, and the number of the step that comes, from 1 on: for
+            what a loop changes, such as ``lambda model, step: setattr(model, "tau", 1 / step)``.
         localize: where something differs, looks for the first operator that deviates, forward and then backward, in
             float64: between the plain model and the captured graph, and between that and the ranks' program.
         timeout: seconds for everything; then all processes are stopped.
@@ -98,8 +101,9 @@ def verify(
     require_plain_process("verify()")
     started = time.perf_counter()
     task = make_task(
-        model, mesh_shape, example_inputs, loss_fn, example_kwargs, plan, dtype, steps, seed, optimizer, precision
-    )
+        model, mesh_shape, example_inputs, loss_fn, example_kwargs, plan, dtype, steps, seed, optimizer, precision,
+        before_step,
+    )  # fmt: skip
     if isinstance(tolerance, str) and tolerance != "auto":
         raise ValueError(f"tolerance is a number or 'auto', got {tolerance!r}")
     jobs = [Job(f"rank {rank}", "mesh", rank, task.ranks, _run_rank) for rank in range(task.ranks)]

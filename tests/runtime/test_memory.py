@@ -95,6 +95,25 @@ def test_microbatches_take_the_peak_that_is_predicted() -> None:
     assert loaded.microbatches == 8 and again == pytest.approx(peak, rel=0.01)
 
 
+class Heavy(nn.Sequential):
+    """Parameters that are much larger than the activations of a microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 256), *(nn.Linear(256, 256) for _ in range(6)), nn.Linear(256, WIDTH))
+
+
+def _scattered() -> tuple[float, float, float]:
+    measured, predicted, plan = _peak(Heavy, plan="fsdp", microbatches=8, mesh=mesh_of(2))
+    return measured, predicted, plan.prediction.memory["gradients"]
+
+
+@pytest.mark.wide
+def test_gradients_that_each_microbatch_scatters_are_predicted() -> None:
+    for measured, predicted, gradients in run_on_ranks(_scattered, world_size=2):
+        assert gradients > 256 * 256 * 4, "whole ones, until they are scattered"
+        assert measured == pytest.approx(predicted, rel=0.15)
+
+
 def test_microbatches_are_for_training_calls() -> None:
     torch.manual_seed(0)
     plain = Classifier().double()

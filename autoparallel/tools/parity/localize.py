@@ -30,6 +30,7 @@ def localized(task: Task, report: VerifyReport) -> Deviation:
     draws = Draws(task.seed)
     for _ in train(task.model, task.until(step - 1), [], lambda *_: 1.0, draws):
         pass
+    task.before_step(task.model, step)
     random, batch = draws.state, task.batch(step)
     captured = planner_of(task, report.plan).capture(call_of_task(task, batch))
     deviation = capture_deviation(task, captured, batch, random, tolerance)

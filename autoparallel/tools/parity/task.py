@@ -24,6 +24,7 @@ from autoparallel.runtime.module import ParallelModule
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+BeforeStep = Callable[[nn.Module, int], None]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 DTYPES = (torch.float64, torch.float32)
 
@@ -49,6 +50,7 @@ class Task:
         precision: as ``compile()`` takes it.
         accumulation: how many batches a step takes the mean over.
         norm_type: of the norm that is clipped.
+        before_step: called with the model, plain or compiled, and the number of the step that comes.
     """
 
     model: nn.Module
@@ -63,6 +65,7 @@ class Task:
     precision: MixedPrecisionPolicy | None = None
     accumulation: int = 1
     norm_type: float = 2.0
+    before_step: BeforeStep = lambda model, step: None
 
     @property
     def ranks(self) -> int:
@@ -101,6 +104,7 @@ def make_task(
     seed: int = 0,
     optimizer: MakeOptimizer | None = None,
     precision: MixedPrecisionPolicy | None = None,
+    before_step: BeforeStep | None = None,
 ) -> Task:
     """Checks the arguments and copies what processes are given.
 
@@ -128,6 +132,8 @@ def make_task(
     task = Task(
         model, batches, loss_fn, axes, plan, dtype, steps or len(batches), seed, optimizer or sgd, precision
     )  # fmt: skip
+    if before_step is not None:
+        task = replace(task, before_step=before_step)
     try:
         return task.copy(dtype)
     except Exception as error:

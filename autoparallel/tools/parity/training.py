@@ -58,6 +58,7 @@ def train(model: nn.Module, task: Task, notes: list[str], limit_of: LimitOf, dra
         notes.append("no parameter is trainable, so there are no gradients to compare")
     before = dict(_attributes(model))
     for step in range(1, task.steps + 1):
+        task.before_step(model, step)
         for number in range(1, task.accumulation + 1):
             last = number == task.accumulation
             with model.no_sync() if isinstance(model, ParallelModule) and not last else nullcontext():
@@ -227,7 +228,7 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(output, (tuple, list)):
         children = list(zip(getattr(output, "_fields", range(len(output))), output, strict=True))
     else:
-        leaves = pytree.tree_leaves(output)
+        leaves, _ = _torch.flatten(output)
         children = [] if len(leaves) == 1 and leaves[0] is output else list(enumerate(leaves))
     for key, child in children:
         yield from tensors_of(child, f"{name}.{key}" if name else str(key))

@@ -1,0 +1,222 @@
+"""Plans within limits, measured: peak memory, time, and parity in float64 with one process.
+
+The limits are parts of what the plan without a limit was measured to take.  For each, the table shows what "auto" chose
+to save memory by, the measured peak over the limit, the time over that of the best preset within the same limit, and
+how far the loss and the gradients are from one process's, relative to the largest of each.
+
+    python benchmarks/measured_limits.py [--ranks 2] [--rounds 5] [--steps 2] [--only gpt,vit]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from planner_accuracy import Made, Trial
+from rich.console import Console
+from rich.table import Table
+from side_by_side import GPT, Contender, launch, loss_fn, medians, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoparallel.decisions.parameters import PlanError
+from autoparallel.hardware import CPU
+from autoparallel.tools.calibration import calibrate
+
+SHARES = (0.8, 0.6, 0.45)
+PRESETS = ("data_parallel", "fsdp", "tensor_parallel")
+WANTED_MEMORY, WANTED_TIME, WANTED_PARITY = 1.10, 1.10, 1e-9
+
+
+class _Output(nn.Module):
+    """One output of a model of transformers, which casts nothing to float32 on the way to it."""
+
+    def __init__(self, model: nn.Module, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.model = model
+        for name, module in list(model.named_modules()):
+            if type(module).__name__.endswith("RMSNorm"):
+                weight: Any = module.weight
+                model.set_submodule(name, nn.RMSNorm(len(weight), eps))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(x).logits
+        return logits
+
+
+def _gpt() -> Made:
+    return GPT(), tokens(16), loss_fn
+
+
+def _llama() -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=128, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    return _Output(LlamaForCausalLM(config)), tokens(8), loss_fn
+
+
+def _moe() -> Made:
+    from tests.models.mixtures import MoEConfig, MoEGPT
+
+    config = MoEConfig(vocabulary=2048, context=128, width=128, heads=4, layers=3, experts=4, hidden=256, capacity=2.0)
+    ids, labels = tokens(8)
+    return MoEGPT(config), ({"input_ids": ids, "labels": labels},), None
+
+
+def _resnet() -> Made:
+    from tests.models.small import ResNet18
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(32, 3, 32, 32, generator=generator, dtype=torch.float64)
+    return ResNet18(3, 10, 16), (images, torch.randint(0, 10, (32,), generator=generator)), F.cross_entropy
+
+
+def _vit() -> Made:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=192, num_hidden_layers=4, num_attention_heads=6, intermediate_size=768, num_labels=100,
+        image_size=64, patch_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(32, 3, 64, 64, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 100, (32,), generator=generator)
+    return _Output(ViTForImageClassification(config)), (images, labels), F.cross_entropy
+
+
+MODELS: dict[str, Callable[[], Made]] = {"gpt": _gpt, "llama": _llama, "moe": _moe, "resnet": _resnet, "vit": _vit}
+
+
+def _double(make: Callable[[], Made]) -> Callable[[], Made]:
+    def made() -> Made:
+        model, inputs, loss = make()
+        return model.double().train(), inputs, loss
+
+    return made
+
+
+def reference(make: Callable[[], Made]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss and the gradients of one process."""
+    torch.manual_seed(0)
+    model, inputs, loss_fn = make()
+    if loss_fn is not None:
+        loss = loss_fn(model(*inputs[:-1]), inputs[-1])
+    else:
+        loss = model(**inputs[0])["loss"]
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def deviation(trial: Trial, expected: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> float:
+    """How far a call's loss and gradients are from one process's, relative to the loss and the largest gradient.
+
+    Some gradients are nothing but what sums leave of zeros: that of the bias of attention's keys.
+    """
+    loss, gradients = expected
+    off = float((trial.loss() - loss).abs() / loss.abs())
+    found = {name: p.grad.full_tensor() for name, p in trial.model.named_parameters() if p.grad is not None}
+    assert found.keys() == gradients.keys(), found.keys() ^ gradients.keys()
+    trial.optimizer.zero_grad()
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    return max(off, *(float((found[name] - g).abs().max()) / largest for name, g in gradients.items()))
+
+
+def _largest(value: float) -> float:
+    """The largest of all ranks' values."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return float(max(values))
+
+
+def _means(plan: Any) -> str:
+    """What saves memory in a plan."""
+    found = [f"{len(plan.recompute)} layers again"] if plan.recompute else []
+    found += [f"{plan.loss_chunks} chunks"] if plan.loss_chunks > 1 else []
+    found += [f"{plan.microbatches} microbatches"] if plan.microbatches > 1 else []
+    gathered = sum(p.gather == "per_use" for p in plan.parameters.values())
+    found += [f"{gathered} gathered per use"] if gathered else []
+    return ", ".join(found) or "-"
+
+
+def _within(make: Callable[[], Made], mesh: Any, **options: Any) -> Trial | None:
+    """A trial that has been planned and stepped, if a plan fits."""
+    trial = Trial(make, mesh, **options)
+    try:
+        trial.step()
+    except PlanError as error:
+        if dist.get_rank() == 0:
+            print(f"{options['plan']}: {error}")
+        return None
+    return trial
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    world = dist.get_world_size()
+    shape, names = ((2, 2), ("dp", "tp")) if world == 4 else ((world,), ("dp",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    hardware = calibrate(mesh, f"{world} processes") if arguments.rounds else CPU
+    table = Table(title=f"{world} processes of one thread, mesh {shape}; AdamW, float64")
+    heads = ("limit MB", "predicted MB", "measured MB", "measured / limit", "ms", "best preset ms", "ratio", "parity")
+    for column in ("model", "limit", "saves memory by", *heads):
+        table.add_column(column, justify="left" if column in ("model", "saves memory by") else "right")
+    for name in arguments.only or MODELS:
+        make = _double(MODELS[name])
+        expected = reference(make)
+        whole = 0.0  # what the plan without a limit takes
+        for share in (1.0, *SHARES):
+            limit = share * whole or None
+            options = {"hardware": hardware, "memory_limit": limit}
+            trial = Trial(make, mesh, plan="auto", **options)
+            try:
+                off = _largest(deviation(trial, expected))
+            except PlanError as error:
+                table.add_row(name, f"{share:.0%}", f"none fits: {error}", f"{(limit or 0) / 1e6:.1f}")
+                continue
+            trial.step()
+            peak = _largest(trial.peak())
+            whole = whole or peak
+            found = {"auto": trial}
+            for preset in PRESETS if arguments.rounds else ():
+                if (other := _within(make, mesh, plan=preset, **options)) is not None:
+                    found[preset] = other
+            plan = trial.model.plan
+            cells = [f"{(limit or peak) / 1e6:.1f}", f"{plan.prediction.total_memory / 1e6:.1f}", f"{peak / 1e6:.1f}"]
+            cells.append(_verdict(peak / limit, WANTED_MEMORY) if limit else "")
+            if arguments.rounds:
+                contenders = [Contender(plan, t.step) for plan, t in found.items()]
+                own, *others = medians(contenders, arguments.rounds, arguments.steps)
+                best = min(others, default=None)
+                cells += [f"{own:.0f}", f"{best:.0f}" if best else "none fits"]
+                cells.append(_verdict(own / best, WANTED_TIME) if best else "")
+            else:
+                cells += ["", "", ""]
+            cells.append(f"{off:.0e}" + (" (missed)" if off > WANTED_PARITY else ""))
+            table.add_row(name, f"{share:.0%}", _means(plan), *cells)
+    if dist.get_rank() == 0:
+        Console(width=170).print(table)
+
+
+def _verdict(ratio: float, wanted: float) -> str:
+    return f"{ratio:.2f}" + ("" if ratio <= wanted else " (missed)")
+
+
+def main() -> None:
+    """Runs the benchmark and prints its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="2 or 4")
+    parser.add_argument("--rounds", type=int, default=5, help="in which plans are timed; 0 for none")
+    parser.add_argument("--steps", type=int, default=2, help="steps per plan and round")
+    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {', '.join(MODELS)}")
+    arguments = parser.parse_args()
+    launch(_run, arguments, ranks=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
