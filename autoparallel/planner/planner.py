@@ -155,6 +155,5 @@ class Planner:
 
     def _known(self, plan: Plan, call: Call) -> tuple[LocalProgram, Prediction] | None:
         """What the search has predicted of the whole program, where the plan is the one that it found for the call."""
-        if self._predicted is None or self._predicted[1] != call.specs or self._predicted[0] != plan:
-            return None
-        return self._predicted[2]
+        found, self._predicted = self._predicted, None  # asked for once: a planner that lives on keeps no program alive
+        return None if found is None or found[1] != call.specs or found[0] != plan else found[2]
