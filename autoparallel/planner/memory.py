@@ -54,11 +54,6 @@ class Gauge:
         forecast = self.forecast(plan)
         return forecast.memory + (0.0 if forecast.whole else self.correction)
 
-    def needs(self, plan: Plan, limit: float) -> float:
-        """Bytes per device; of a plan that adds up to more than a limit, what it adds up to."""
-        assert plan.estimate is not None
-        return plan.estimate.memory if plan.estimate.memory > limit else self.memory(plan)
-
     def difference(self, plan: Plan) -> float:
         """By how much more is predicted than the search has added up."""
         assert plan.estimate is not None
@@ -112,7 +107,7 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if candidate is candidates[0]:
             first, unlimited = free.candidate, free.plan.lower_bound or 0.0
             bound = max(unlimited, outcome.plan.lower_bound or 0.0)
-        if limit is not None and gauge.needs(outcome.plan, limit) > limit:
+        if limit is not None and gauge.memory(outcome.plan) > limit:
             sparing.append(outcome.plan)
             continue
         room = gauge.difference(outcome.plan) if limit is not None else None
@@ -174,7 +169,7 @@ def _fitting(free: Outcome, limit: float, gauge: Gauge, known: float | None, bel
             high = room, -math.inf
             if least is None:
                 least = yield replace(saving, sparing=True)
-                if least.plan is None or gauge.needs(least.plan, limit) > limit:
+                if least.plan is None or gauge.memory(least.plan) > limit:
                     break
             room = gauge.difference(least.require())
         else:

@@ -1,7 +1,8 @@
 """What operators make on meta tensors, looked up: a dry run meets few kinds of calls, and each of them very often.
 
 Torch works out the shape of a sum or of a product in Python, which takes longer than all else that a dry run does for
-it.  A result that is new, and no view of what a call reads, depends on the shapes of that alone.
+it.  A result that is new, and no view of what a call reads, depends on the shapes of that and the default dtype alone.
+What is no operator of torch's own may depend on more, such as a collective on the mesh that its group belongs to.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class _Plain(NamedTuple):
 def call_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator makes of its arguments, as ``func(*args, **kwargs)`` does."""
     try:
-        known = _result(func, _described(args), _described(list(kwargs.items())))
+        described = _described(args), _described(list(kwargs.items()))
+        known = _result(func, *described, torch.get_default_dtype()) if func.namespace == "aten" else None
     except TypeError:  # an argument that cannot be looked up
         known = None
     return func(*args, **kwargs) if known is None else known.make()
@@ -55,8 +57,8 @@ def _made_of(described: Any) -> Any:
 
 
 @lru_cache(maxsize=1 << 14)
-def _result(func: Any, args: Any, kwargs: Any) -> _Tensor | None:
-    """The one new tensor that a call makes; None where it makes anything else."""
+def _result(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> _Tensor | None:
+    """The one new tensor that a call makes under a default dtype; None where it makes anything else."""
     if func._schema.is_mutable:
         return None
     given, named = _made_of(args), dict(_made_of(kwargs))

@@ -42,6 +42,33 @@ def test_a_result_is_what_the_operator_makes(func: Any, args: Any, kwargs: Any) 
         assert torch.utils._pytree.tree_map(_seen, made) == torch.utils._pytree.tree_map(_seen, wanted)
 
 
+def test_a_result_is_that_of_the_default_dtype() -> None:
+    """Also of what is made of integers, and of numbers."""
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            assert call_on_meta(aten.div.Tensor, (_meta(2, dtype=torch.int64), 2), {}).dtype == dtype
+            assert call_on_meta(aten.full.default, ([3], 1.0), {"device": torch.device("meta")}).dtype == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+@torch.library.custom_op("autoparallel_tests::gather_of", mutates_args=())
+def gather_of(x: Tensor, group: str) -> Tensor:
+    """As a collective: what it makes depends on who is in the group."""
+    return x.repeat(SIZES[group])
+
+
+gather_of.register_fake(lambda x, group: x.new_empty(SIZES[group] * x.shape[0]))
+SIZES = {"dp": 2}
+
+
+def test_a_result_that_depends_on_more_than_shapes_is_not_looked_up() -> None:
+    for size in (2, 4):
+        SIZES["dp"] = size
+        assert call_on_meta(torch.ops.autoparallel_tests.gather_of.default, (_meta(3), "dp"), {}).shape == (3 * size,)
+
+
 def test_what_is_no_new_tensor_is_never_looked_up() -> None:
     x = _meta(4, 4)
     for _ in range(2):
