@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoparallel.comm.world import Axes
 from autoparallel.decisions.parameters import PlanError
@@ -76,6 +77,29 @@ def test_no_preset_is_faster_than_auto_within_the_same_limit(profile: Profile) -
         assert found.prediction.total_memory <= limit
         assert auto.prediction.seconds() <= found.prediction.seconds() * (1 + 1e-9)
     assert fitting
+
+
+@pytest.mark.wide
+def test_what_fits_by_its_prediction_fits_whatever_the_search_adds_up_to() -> None:
+    """Of experts in bfloat16 the search adds up more than a device keeps."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        num_hidden_layers=12, hidden_size=256, intermediate_size=896, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=512, use_cache=False, experts_implementation="grouped_mm",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = transformers.MixtralForCausalLM(config), torch.empty(16, 512, dtype=torch.int64)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    request = Request((("dp", 2), ("ep", 8)), H100, "fsdp", precision=policy)
+
+    def plan(limit: float | None) -> Draft:
+        call = call_of((), {"input_ids": ids, "labels": ids})
+        return draft(model, call, replace(request, memory_limit=limit))
+
+    found = plan(0.85 * plan(None).prediction.total_memory)
+    limit = 1.001 * found.prediction.total_memory
+    assert found.plan.estimate is not None and found.plan.estimate.memory > limit
+    assert plan(limit).prediction.total_memory <= limit
 
 
 def test_hybrid_shards_along_the_last_axis_and_repeats_along_the_others() -> None:
