@@ -241,22 +241,6 @@ def sharpness_aware(run: Run) -> None:
 
 
 @loop()
-def lbfgs(run: Run) -> None:
-    model = run.compile(net())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    for step in range(STEPS):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(*rows(step)).square().mean()
-            loss.backward()
-            return loss
-
-        run.note("loss", optimizer.step(closure))
-        run.note_state(model)
-
-
-@loop()
 def groups_of_parameters(run: Run) -> None:
     """Decay for weights only, another rate for the head, a schedule, and AdamW."""
     model = run.compile(net())
