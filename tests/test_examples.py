@@ -141,6 +141,7 @@ def numbers_of(text: str) -> list[float]:
 
 class TestFinetuneLlama:
     @pytest.mark.wide
+    @pytest.mark.slow_where(lambda option: not option)
     @pytest.mark.parametrize("option", ["", "--lora"])
     def test_two_processes_follow_one(self, option: str) -> None:
         if option:
@@ -199,6 +200,7 @@ class TestBooster:
         for found in autoparallel.launch(load("booster_clipping").train, 1, ranks=2, timeout=TIMEOUT):
             assert found == (pytest.approx(losses, abs=1e-9), pytest.approx(norms, abs=1e-9))
 
+    @pytest.mark.slow
     def test_accumulation_on_two_processes_is_the_plain_loop(self) -> None:
         resnet, model, data, order = self.digits(1200)
         windows = windows_of(resnet.microbatches(data, order), 4)
@@ -222,6 +224,7 @@ class TestByFeature:
         assert name == "base" or any(line.endswith("# new") for line in own)
 
     @pytest.mark.wide
+    @pytest.mark.slow_where(lambda name: name not in ("checkpoint", "experts", "pipeline"))
     @pytest.mark.parametrize("name", NAMES)
     def test_two_processes_train_what_one_trains(self, name: str, tmp_path: Path) -> None:
         example, base = load(name), load("base")

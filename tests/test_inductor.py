@@ -244,11 +244,11 @@ ZERO_BUBBLE: dict[str, Any] = {"pipeline": autoparallel.Pipeline("zero_bubble", 
 @pytest.mark.parametrize(
     ("shape", "preset", "again", "options"),
     [
-        ((2,), "fsdp", (), {}),
+        pytest.param((2,), "fsdp", (), {}, marks=pytest.mark.slow),
         ((2,), "fsdp", ("blocks.0", "blocks.1", "blocks.3"), {}),
         ((2,), "fsdp", (), {"loss_chunks": 3}),
         ((2,), "tensor_parallel", ("blocks.1",), {}),
-        ((2, 1), "data_parallel", (), ZERO_BUBBLE),
+        pytest.param((2, 1), "data_parallel", (), ZERO_BUBBLE, marks=pytest.mark.slow),
         ((2, 1), "data_parallel", ("blocks.0", "blocks.3"), ZERO_BUBBLE),
     ],
 )

@@ -149,7 +149,7 @@ def _weights(model: Any) -> list[Any]:
 
 
 @pytest.mark.wide
-@pytest.mark.slow_where(lambda mesh: mesh in ("dp_replicate", "tp", "cp"))
+@pytest.mark.slow_where(lambda mesh: mesh in ("dp_replicate", "dp_shard", "tp", "cp"))
 @pytest.mark.parametrize("mesh", [*MESHES, *CONFIGS])
 def test_accelerate(mesh: str, tmp_path: Path) -> None:
     expected, parameters = _accelerate(None, str(tmp_path / "plain"))
@@ -403,7 +403,7 @@ def _booster_plain() -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.wide
-@pytest.mark.slow_where(lambda plugin: plugin in ("ddp", "searched"))
+@pytest.mark.slow_where(lambda plugin: plugin != "hybrid")
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp", "hybrid", "searched"])
 def test_booster(plugin: str, tmp_path: Path) -> None:
     expected, parameters = _booster_plain()

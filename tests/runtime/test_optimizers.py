@@ -101,7 +101,7 @@ def trained(request) -> list[dict[str, float | str]]:
     return run_on_ranks(_train, request.param, "fsdp", world_size=torch.Size(request.param).numel())
 
 
-@pytest.mark.wide_where(lambda trained: trained != (2,))
+@pytest.mark.slow_where(lambda trained: trained != (2,))
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_equal_one_process(case: str, trained) -> None:
     found = [rank[case] for rank in trained]

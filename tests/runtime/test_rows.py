@@ -76,6 +76,7 @@ def _epoch(case: str) -> dict[str, Any]:
 
 
 @pytest.mark.wide_where(lambda case: case != "fsdp")
+@pytest.mark.slow_where(lambda case: case == "auto")
 @pytest.mark.parametrize("case", CASES)
 def test_an_epoch_of_rows_per_rank(case: str) -> None:
     size = torch.Size(CASES[case][1]).numel()
@@ -114,6 +115,7 @@ def _odd(case: str) -> dict[str, float]:
 
 
 @pytest.mark.wide_where(lambda case: case != "fsdp")
+@pytest.mark.slow_where(lambda case: case == "auto")
 @pytest.mark.parametrize("case", CASES)
 def test_batches_of_any_size(case: str) -> None:
     for results in run_on_ranks(_odd, case, world_size=torch.Size(CASES[case][1]).numel()):
