@@ -34,10 +34,9 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
-from autoparallel.planner.candidates import Candidate, best
+from autoparallel.planner.candidates import best
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.memory import fastest
 from autoparallel.planner.meshes import MeshSearch
 from autoparallel.planner.pins import parse_pins
 from autoparallel.planner.planner import Planner
@@ -224,7 +223,7 @@ def _presets(request: Request, captured: Captured, call: Call, evaluator: Evalua
     for preset in PRESETS:
         if preset == "auto" or not is_possible(preset, [name for name, _ in request.axes]):
             continue
-        found, seconds = _within(replace(request, plan=preset), captured, call, evaluator)
+        found, seconds = _within(evaluator.about(preset))
         if found is not None:
             known[preset] = seconds
             if found.operators == plan.operators and found.parameters == plan.parameters:
@@ -234,24 +233,19 @@ def _presets(request: Request, captured: Captured, call: Call, evaluator: Evalua
     if [axis for axis, _ in request.axes] == ["dp", "tp"]:
         pins = parse_pins({"model.layers.*.weight": "S0,*"}, None)
         asked = replace(request, plan="tensor_parallel", pins=pins)
-        found, seconds = _within(asked, captured, call, Evaluator(asked, captured, call))
+        found, seconds = _within(Evaluator(asked, captured, call))
         published = seconds if found is not None else None
     return {"chosen": chosen, "preset": name, "preset seconds": known.get(name), "published": published}
 
 
-def _within(request: Request, captured: Captured, call: Call, evaluator: Evaluator) -> tuple[Plan | None, float]:
-    """The plan of a preset within the limit, if there is one, and its seconds."""
+def _within(evaluator: Evaluator) -> tuple[Plan | None, float]:
+    """The plan that an evaluator's request asks for, if one fits by the prediction of its whole program, and its
+    seconds."""
     try:
-        if request.stages:
-            asked = Evaluator(request, captured, call)
-            plan = best(proposals(asked), asked.plan).require()
-            assert plan.pipeline is not None
-            return plan, plan.pipeline.seconds
-        searched = fastest([Candidate(str(request.plan))], request.memory_limit, evaluator, exactly=False)
-        plan = best(searched, evaluator.plan).require()
-        return plan, evaluator.forecast(plan).seconds
+        plan = best(proposals(evaluator), evaluator.plan).require()
     except PlanError:
         return None, 0.0
+    return plan, _predicted(evaluator, plan)["seconds"]
 
 
 def main() -> None:

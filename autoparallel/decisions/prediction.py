@@ -113,6 +113,7 @@ class Prediction:
         profile: the name of the hardware profile.
         timeline: over one step with one microbatch, seconds since its begin and the bytes that a device holds then.
         spans: what these seconds are spent on, up to the update.
+        most: the most bytes that a device holds while each module runs in each phase; the largest is ``total_memory``.
     """
 
     unshard: Traffic = field(default_factory=Traffic)
@@ -131,6 +132,7 @@ class Prediction:
     modules: tuple[ModuleRow, ...] = ()
     timeline: tuple[tuple[float, float], ...] = ()
     spans: tuple[PredictedSpan, ...] = field(default=(), compare=False, repr=False)
+    most: Mapping[tuple[str, str], float] = field(default_factory=dict, compare=False, repr=False)
     profile: str = ""
     microbatches: int = 1
 

@@ -14,7 +14,13 @@ from torch.utils import _pytree as pytree
 
 def layer_of(node: fx.Node) -> str | None:
     """The item of the outermost list or sequence of modules that a node belongs to, such as ``"blocks.3"``."""
-    parts = str(node.meta.get("module", "")).split(".")
+    return layer_around(str(node.meta.get("module", "")))
+
+
+@functools.lru_cache(maxsize=4096)
+def layer_around(path: str) -> str | None:
+    """The item of the outermost list or sequence of modules that a module's path goes through."""
+    parts = path.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else None
 

@@ -28,7 +28,7 @@ from autoparallel.planner.programs import build
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
-from autoparallel.predict.forecast import Forecast, extrapolated
+from autoparallel.predict.forecast import Forecast, Short, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
 from autoparallel.program import LocalProgram, wanted_outputs
@@ -58,7 +58,7 @@ class Evaluator:
         self._graphs: dict[Hashable, Captured] = {}
         self._spaces: dict[Candidate, SearchSpace] = {}
         self._forecasts: dict[tuple[Hashable, ...], tuple[Plan, Forecast]] = {}
-        self._short: dict[Hashable, Forecast] = {}  # of short models
+        self._short: dict[Hashable, Short] = {}
         self._exact: list[tuple[Plan, tuple[LocalProgram, Prediction]]] = []
 
     @cached_property

@@ -34,12 +34,10 @@ class Gauge:
     Attributes:
         evaluator: predicts them.
         exactly: whether from whole programs; else from short ones.
-        correction: bytes by which short programs tell too little.
     """
 
     evaluator: Evaluator
     exactly: bool = False
-    correction: float = 0.0
 
     def forecast(self, plan: Plan) -> Forecast:
         """What a plan takes."""
@@ -51,8 +49,7 @@ class Gauge:
 
     def memory(self, plan: Plan) -> float:
         """Bytes per device."""
-        forecast = self.forecast(plan)
-        return forecast.memory + (0.0 if forecast.whole else self.correction)
+        return self.forecast(plan).memory
 
     def difference(self, plan: Plan) -> float:
         """By how much more is predicted than the search has added up."""
@@ -72,20 +69,11 @@ def fastest(
     """
     if limit is None and len(candidates) == 1:
         return (yield from paddings(candidates[0], evaluator))
-    gauge = Gauge(evaluator)
-    for _ in range(THRESHOLDS.corrections):
-        outcome = yield from _fastest(candidates, limit, gauge)
-        if limit is None or not exactly:
-            return outcome
-        if outcome.plan is None:
-            # Without a correction: the maximum of what grows with the layers is convex, the whole needs more, not less.
-            if not gauge.correction:
-                return outcome
-            break
-        forecast, whole = gauge.forecast(outcome.plan), evaluator.forecast(outcome.plan, exactly=True)
-        if whole.memory <= limit:
-            return outcome
-        gauge = replace(gauge, correction=max(gauge.correction, whole.memory - forecast.memory))
+    outcome = yield from _fastest(candidates, limit, Gauge(evaluator))
+    if limit is None or not exactly or outcome.plan is None:
+        return outcome
+    if evaluator.forecast(outcome.plan, exactly=True).memory <= limit:
+        return outcome
     return (yield from _fastest(candidates, limit, Gauge(evaluator, exactly=True)))
 
 
@@ -118,7 +106,7 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
             return problems[0]
         least = min(sparing, key=gauge.memory)
         forecast = gauge.evaluator.forecast(least, exactly=True)
-        if forecast.memory <= limit:  # what a gauge adds for all plans is too much for this one
+        if forecast.memory <= limit:  # short programs told too much
             return Outcome(candidates[0], plan=replace(least, lower_bound=min(unlimited, least.cost or 0.0)))
         may_chunk = gauge.evaluator.may_chunk(least)
         return Outcome(candidates[0], error=nothing_fits(least, limit, forecast, may_chunk=may_chunk))

@@ -15,7 +15,6 @@ class Thresholds:
         rooms: How often a search within a limit is told to leave more room, or less.
         spare: The part of a limit that may stay unused without another search.
         sparing: Seconds that a byte is worth where as little memory as possible is asked for.
-        corrections: How often a plan is looked for again because a short model told too little of its memory.
         bubble: The part of a schedule in which ranks wait from which on more microbatches are tried, beyond the usual.
         far: How many times a known step's work the ranks of a pipeline may have, in the largest number of
             microbatches, for a preset's layouts to be cut into stages.
@@ -30,7 +29,6 @@ class Thresholds:
     rooms: int = 7
     spare: float = 0.02
     sparing: float = 1e-6
-    corrections: int = 3
     bubble: float = 0.1
     far: float = 1.25
     hopeless: float = 2.0

@@ -129,4 +129,5 @@ class MeteredCommunicator:
         self.seconds[self.phase] += self.clock.now - sum(self.seconds.values())
         if self.clock.now > self._begun:
             self.clock.spans.append(PredictedSpan(PHASE_LINE, self.phase, self._begun, self.clock.now))
-        self.phase, self._begun = phase, self.clock.now
+        self.phase = self.clock.phase = phase
+        self._begun = self.clock.now

@@ -52,6 +52,7 @@ class DryRun:
         inputs: bytes of the inputs, buffers and constants.
         peak: bytes alive at the worst moment beside parameters, inputs and optimizer states, by what they are for.
         history: seconds since the begin and these bytes, whenever they changed.
+        most: the most of these bytes while each module ran in each phase.
         regathered: the numbers of the buckets that the backward gathers again.
         reached: the parameters that a gradient comes back to.
         spans: what the time is spent on.
@@ -62,6 +63,7 @@ class DryRun:
     inputs: int = 0
     peak: dict[str, int] = field(default_factory=dict)
     history: list[tuple[float, int]] = field(default_factory=list)
+    most: dict[tuple[str, str], int] = field(default_factory=dict)
     regathered: list[int] = field(default_factory=list)
     reached: list[str] = field(default_factory=list)
     spans: list[PredictedSpan] = field(default_factory=list)
@@ -91,6 +93,7 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
         rank.inputs,
         ledger.peak,
         ledger.history,
+        ledger.most,
         rank.runner.regathered,
         rank.store.reached,
         clock.spans,

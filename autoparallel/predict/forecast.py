@@ -1,9 +1,11 @@
 """What a deep model takes, predicted from the same model with fewer layers.
 
-Layers that are alike take the same time and memory each once the first of them has begun, so two short models, of which
-one has a layer more, tell about any number.  That is near enough to compare plans.  Memory is a maximum over a step,
-and the moment of a short model may not be that of the deep one: what must fit, and what a plan says of itself, is
-predicted from the whole program (see ``predict.predict``).
+Layers that are alike take the same time each, so two short models, of which one has a layer more, tell about any
+number.  Memory is a maximum over a step, and the worst moment of a short model is not that of the deep one: the loss
+may be, or the first layer's backward, when all gradients are there.  But what is alive at one moment (while one module
+runs, forward or backward) grows by as much with every layer, too.  So each moment is told apart, and the worst is
+looked for among what they grow to.  Of layers that are alike these are the first and the last two, of which the last
+may come before anything is sent: what lies between them grows evenly from one end to the other.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import fx, nn
 
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
-from autoparallel.graph.layers import layer_of
+from autoparallel.graph.layers import Run, layer_around, layer_of
 from autoparallel.passes.leave_out_layers import leave_out_layers
 from autoparallel.plan import Plan
 
@@ -45,7 +47,20 @@ class Forecast:
         return Forecast(prediction.seconds(), prediction.total_memory, True, prediction.peak)
 
 
-def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[Hashable, Forecast]) -> Forecast | None:
+@dataclass(frozen=True)
+class Short:
+    """What a step of a short model takes.
+
+    Attributes:
+        seconds: of a step.
+        most: bytes per device, by the moments of the step.
+    """
+
+    seconds: float
+    most: Mapping[Hashable, float]
+
+
+def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[Hashable, Short]) -> Forecast | None:
     """What a step takes; None where the layers hardly repeat, so that the whole program is to be predicted.
 
     Args:
@@ -59,10 +74,11 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
         return plan.operators.get(key), plan.shared.get(key), parameter, layer_of(node) in plan.recompute
 
     nodes = {node.name: node for node in captured.graph.nodes}
-    runs = [part for run in captured.runs for part in run.parts(lambda name: decided(nodes[name]))]
+    parts = [part for run in captured.runs for part in run.parts(lambda name: decided(nodes[name]))]
+    runs = [part for part in parts if len(part.members) > 2]
     layers = sum(len(run.members) for run in runs)
-    # One model with a layer of each run, and for each run one with a layer more.
-    if (len(runs) + 1) * len(runs) + len(runs) >= layers:
+    # One model with two layers of each run, and for each run one with a layer more.
+    if 2 * (len(runs) + 1) * len(runs) + len(runs) >= layers:
         return None
     # A node of a layer is known by its place in the layer, which all layers of a run share.
     places: dict[str, Hashable] = {
@@ -72,7 +88,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
         for place, name in enumerate(run.nodes(member))
     }
 
-    def shortened(kept: Sequence[int]) -> Forecast:
+    def shortened(kept: Sequence[int]) -> Short:
         graph = leave_out_layers(captured.graph, runs, kept)
         left = {node.name for node in graph.nodes if node.op == "placeholder"}
         left_layers = {layer_of(node) for node in graph.nodes}
@@ -86,15 +102,31 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
         )
         recompute = tuple(layer for layer in plan.recompute if layer in left_layers)
         calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
-        key = plan.loss_chunks, plan.microbatches, calls
+        key = plan.loss_chunks, plan.microbatches, tuple(kept), calls
         if key not in known:
-            known[key] = Forecast.of(predict(short, replace(plan, recompute=recompute)))
+            prediction = predict(short, replace(plan, recompute=recompute))
+            known[key] = Short(prediction.seconds(), _by_place(prediction, runs, kept))
         return known[key]
 
-    least = shortened([1] * len(runs))
-    seconds, memory = least.seconds, least.memory
-    for i, run in enumerate(runs):
-        more = shortened([1 + (i == j) for j in range(len(runs))])
-        seconds += (len(run.members) - 1) * (more.seconds - least.seconds)
-        memory += (len(run.members) - 1) * (more.memory - least.memory)
+    least = shortened([2] * len(runs))
+    more = [shortened([2 + (i == j) for j in range(len(runs))]) for i in range(len(runs))]
+    missing = [len(run.members) - 2 for run in runs]
+    seconds = least.seconds + sum(n * (m.seconds - least.seconds) for n, m in zip(missing, more, strict=True))
+    memory = max(
+        size + sum(n * (m.most.get(moment, size) - size) for n, m in zip(missing, more, strict=True))
+        for moment, size in least.most.items()
+    )
     return Forecast(seconds, memory, False)
+
+
+def _by_place(prediction: Prediction, runs: Sequence[Run], kept: Sequence[int]) -> dict[Hashable, float]:
+    """The most bytes at each moment; of layers that are alike, at those of the first and of the last two."""
+    places: dict[str | None, list[Hashable]] = {}
+    for number, (run, count) in enumerate(zip(runs, kept, strict=True)):
+        for end in (0, -1, -2):
+            places.setdefault(run.members[:count][end], []).append((number, end))
+    most: dict[Hashable, float] = {}
+    for (phase, module), size in prediction.most.items():
+        for place in places.get(layer_around(module), [module]):
+            most[phase, place] = max(size, most.get((phase, place), 0.0))
+    return most

@@ -36,14 +36,14 @@ class Clock:
     """Time on one rank (see [Note: two clocks]).
 
     Attributes:
-        module: whose operators run.
+        phase, module: of a step, and whose operators run.
         spans: what it takes; those of what computes follow each other without a gap.
     """
 
     def __init__(self, overlap: float) -> None:
         self.overlap = overlap
         self.now = 0.0
-        self.module = ""
+        self.phase = self.module = ""
         self.spans: list[PredictedSpan] = []
         self._network = 0.0
         self._held: list[tuple[float, Any]] = []
@@ -97,6 +97,7 @@ class Ledger:
         live: bytes, by what they are for.
         peak: ``live`` at the worst moment.
         history: seconds and all bytes, whenever they changed.
+        most: the most bytes while each module ran in each phase.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -105,7 +106,8 @@ class Ledger:
         self.live: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self.history: list[tuple[float, int]] = [(0.0, 0)]
-        self._total = self._most = 0
+        self.most: dict[tuple[str, str], int] = {}
+        self._total = self._worst = 0
         self._known: Any = WeakIdKeyDictionary()
 
     def add(self, value: Any) -> None:
@@ -125,8 +127,10 @@ class Ledger:
         self.live[kind] = self.live.get(kind, 0) + size
         self._total += size
         self.history.append((self.clock.now, self._total))
-        if self._total > self._most:
-            self._most, self.peak = self._total, dict(self.live)
+        if self._total > self._worst:
+            self._worst, self.peak = self._total, dict(self.live)
+        moment = self.clock.phase, self.clock.module
+        self.most[moment] = max(self._total, self.most.get(moment, 0))
 
     @contextmanager
     def holding(self, kind: str) -> Iterator[None]:

@@ -29,7 +29,7 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     """
     run = dry_run(program, plan, profile)
     several = plan.microbatches > 1
-    worst = dry_run(program, plan, profile, [program.captured.objective or 0]).peak if several else run.peak
+    kept_apart = dry_run(program, plan, profile, [program.captured.objective or 0]) if several else run
     chains = [chain for bucket in program.buckets for chain in bucket.chains]
     sizes = plan.axis_sizes
 
@@ -39,10 +39,13 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     kept = bytes_kept(gradients, True) + bytes_kept(at_rest - gradients, False)
     states = OPTIMIZER_STATES * gradients
     # The worst moment of forward and backward, or that of the optimizer's step.
+    worst = kept_apart.peak
     peak = worst if sum(worst.values()) > gradients else {GRADIENT_BUFFERS: gradients}
     inputs = run.inputs * plan.microbatches
     memory = {"parameters": at_rest, "optimizer states": states, "inputs and buffers": inputs, **peak}
     fixed = at_rest + states + inputs
+    accumulators = sum(accumulator_bytes(c, sizes, apart=several) for c in trained)
+    most = {**kept_apart.most, ("update", ""): gradients}
     return Prediction(
         unshard=run.traffic[UNSHARD],
         forward=run.traffic[FORWARD],
@@ -56,7 +59,7 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         update_seconds=update_seconds(profile, kept),
         memory={
             **{what: size for what, size in memory.items() if size},
-            ACCUMULATORS: sum(accumulator_bytes(c, sizes, apart=several) for c in trained),
+            ACCUMULATORS: accumulators,
         },
         reductions=total_costs(program.buckets, sizes, profile),
         regathered=len(run.regathered),
@@ -65,6 +68,7 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         microbatches=plan.microbatches,
         timeline=_thinned([(seconds, fixed + size) for seconds, size in run.history]),
         spans=tuple(run.spans),
+        most={moment: fixed + size + accumulators * several for moment, size in most.items()},
     )
 
 
