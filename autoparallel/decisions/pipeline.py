@@ -6,7 +6,21 @@ from dataclasses import dataclass, field
 
 from autoparallel.comm.traffic import Traffic
 from autoparallel.data import UNSTORED
-from autoparallel.pipeline.schedules import SCHEDULES, rank_of_stage, require_schedule, stages_of_rank
+from autoparallel.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    SCHEDULES,
+    WEIGHT,
+    Action,
+    Passing,
+    Timeline,
+    actions_of,
+    play,
+    rank_of_stage,
+    require_schedule,
+    stages_of_rank,
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,18 @@ class PipelinePlan:
         """Bytes per device of each rank: what all of its stages keep, and the moment of one."""
         mine = [[self.stages[stage] for stage in self.stages_of(rank)] for rank in range(self.ranks)]
         return [sum(s.memory for s in stages) + max(s.moment for s in stages) for stages in mine]
+
+    def played(self) -> Timeline:
+        """The schedule, played through with the predicted times of its stages."""
+
+        def seconds(action: Action) -> float:
+            stage = self.stages[action.stage]
+            share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT: stage.inputs, WEIGHT: 1 - stage.inputs}[action.kind]
+            return max(share * (stage.forward if action.kind == FORWARD else stage.backward), 1e-9)
+
+        passings = [Passing(i, i, i + 1, True) for i in range(self.count - 1)]
+        lists = actions_of(self.schedule, self.ranks, self.count, self.microbatches)
+        return play(lists, self.rank_of, passings, seconds, lambda p: self.stages[p.value].passing)
 
     def require_valid(self) -> None:
         """Raises ValueError for what cannot be run."""

@@ -153,12 +153,13 @@ def _actions_of(schedule: str, ranks: int, stages: int, microbatches: int) -> tu
 
 @functools.lru_cache(maxsize=32)
 def in_flight(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[int, ...]:
-    """For each stage, the most microbatches whose activations its rank holds at once, where all stages are alike."""
-    rank_of = [rank_of_stage(schedule, ranks, s) for s in range(stages)]
-    passings = [Passing(i, i, i + 1, True) for i in range(stages - 1)]
-    timeline = play(actions_of(schedule, ranks, stages, microbatches), rank_of.__getitem__, passings)
-    held = [timeline.in_flight(rank) for rank in range(ranks)]
-    return tuple(held[rank_of[stage]][stage] for stage in range(stages))
+    """For each stage, the most microbatches whose activations its rank holds at once."""
+    now, most = [0] * stages, [0] * stages
+    for actions in actions_of(schedule, ranks, stages, microbatches):
+        for action in actions:
+            now[action.stage] += {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}.get(action.kind, 0)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return tuple(most)
 
 
 def forwards_of(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
@@ -213,16 +214,6 @@ class Timeline:
         """The share of all ranks' time in which they wait."""
         whole = self.seconds * len(self.spans)
         return 1.0 - sum(self.busy(rank) for rank in range(len(self.spans))) / whole if whole else 0.0
-
-    def in_flight(self, rank: int) -> dict[int, int]:
-        """Stage to the most microbatches whose activations the rank holds at once."""
-        now: dict[int, int] = {}
-        most: dict[int, int] = {}
-        for action, _, _ in self.spans[rank]:
-            change = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}.get(action.kind, 0)
-            now[action.stage] = now.get(action.stage, 0) + change
-            most[action.stage] = max(most.get(action.stage, 0), now[action.stage])
-        return most
 
 
 class _Crossings:

@@ -17,7 +17,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +31,7 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
 from autoparallel.passes.recompute_layers import find_layers
-from autoparallel.pipeline.schedules import (
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    SPLIT,
-    WEIGHT,
-    Action,
-    Passing,
-    Timeline,
-    actions_of,
-    in_flight,
-    play,
-    rank_of_stage,
-    require_schedule,
-)
+from autoparallel.pipeline.schedules import SPLIT, in_flight, rank_of_stage, require_schedule
 from autoparallel.placements import Invariant, Layout, dual_layout
 from autoparallel.placements.modes import Mode
 from autoparallel.placements.redistribution import Redistributor, local_numel
@@ -178,12 +164,12 @@ class StagePlanner:
         bounds = [0, *found, len(rows)]
         again = self._fewest_layers(rows, bounds, schedule, count, layers)
         self._chosen = tuple(layer for layer in layers if layer in again)
-        costs, timeline = self._costs([row.recomputed(again) for row in rows], bounds, schedule, count)
-        self._require_fits(costs, schedule)
+        costs = self._costs([row.recomputed(again) for row in rows], bounds, schedule, count)
         keys = tuple(rows[i].node.meta["key"] for i in found)
-        return PipelinePlan(
-            self.axis, self.ranks, schedule, count, keys, tuple(costs), timeline.seconds, timeline.bubble
-        )
+        plan = PipelinePlan(self.axis, self.ranks, schedule, count, keys, tuple(costs))
+        self._require_fits(plan)
+        timeline = plan.played()
+        return replace(plan, seconds=timeline.seconds, bubble=timeline.bubble)
 
     def _fewest_layers(
         self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int, layers: Sequence[str]
@@ -194,47 +180,43 @@ class StagePlanner:
             return again
         parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
         kept = self._kept_bytes(parts, schedule)
-        timeline = self.timeline([[row.recomputed(layers) for row in part] for part in parts], schedule, count)
+        held = in_flight(schedule, self.ranks, len(parts), count)
         for rank in range(self.ranks):
-            held = timeline.in_flight(rank)
             mine = [s for s in range(len(parts)) if rank_of_stage(schedule, self.ranks, s) == rank]
             own = [row.layer for s in mine for row in parts[s] if row.layer in layers]
             first = [layer for layer in dict.fromkeys(own) if layer is not None]
 
-            def needs(number: int, mine: Sequence[int] = mine, first: list[str] = first, held: Any = held) -> float:
+            def needs(number: int, mine: Sequence[int] = mine, first: list[str] = first) -> float:
                 some = again.union(first[:number])
                 chosen = {s: [row.recomputed(some) for row in parts[s]] for s in mine}
-                memory = sum(self._memory(chosen[s], bounds[s], kept[s], held.get(s, count)) for s in mine)
+                memory = sum(self._memory(chosen[s], bounds[s], kept[s], held[s]) for s in mine)
                 return memory + max(moment_of(chosen[s]) for s in mine)
 
             limit = self.memory_limit
             again.update(first[: bisect.bisect_left(range(len(first)), True, key=lambda n: needs(n) <= limit)])
         return again
 
-    def _costs(
-        self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int
-    ) -> tuple[list[StageCost], Timeline]:
-        """What every stage costs, and the schedule played through.
+    def _costs(self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int) -> list[StageCost]:
+        """What every stage costs.
 
         Args:
             bounds: where each stage begins, and the last one ends.
         """
         parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
-        timeline = self.timeline(parts, schedule, count)
+        held = in_flight(schedule, self.ranks, len(parts), count)
         kept = self._kept_bytes(parts, schedule)
         costs = []
         for stage, part in enumerate(parts):
-            held = timeline.in_flight(rank_of_stage(schedule, self.ranks, stage)).get(stage, count)
             modules = [row.node.meta.get("module", "") for row in part]
             named = [m for m in modules if m] or [part[0].node.name]
-            memory = self._memory(part, bounds[stage], kept[stage], held)
+            memory = self._memory(part, bounds[stage], kept[stage], held[stage])
             forward, backward = sum(row.forward for row in part), sum(row.backward for row in part)
             inputs = sum(row.inputs for row in part) / backward if backward else 0.5
             end = bounds[stage] + len(part)
             passing = float(self._crossing[end]) if stage + 1 < len(parts) else 0.0
             ends = named[0], named[-1]
-            costs.append(StageCost(*ends, forward, backward, memory, held, inputs, moment_of(part), passing))
-        return costs, timeline
+            costs.append(StageCost(*ends, forward, backward, memory, held[stage], inputs, moment_of(part), passing))
+        return costs
 
     def _kept_bytes(self, parts: Sequence[Sequence[Row]], schedule: str) -> list[float]:
         """What each stage keeps of parameters, gradients and optimizer states."""
@@ -253,37 +235,17 @@ class StagePlanner:
         entering = float(self._entering[begin]) if begin and part[0].again else 0.0
         return kept + held * (sum(row.activations for row in part) + entering)
 
-    def timeline(self, parts: Sequence[Sequence[Row]], schedule: str, count: int) -> Timeline:
-        """The schedule played through with the times of its stages."""
-        forward = [sum(row.forward for row in part) for part in parts]
-        backward = [sum(row.backward for row in part) for part in parts]
-        inputs = [sum(row.inputs for row in part) for part in parts]
-
-        def seconds(action: Action) -> float:
-            stage = action.stage
-            kinds = {FORWARD: forward[stage], BACKWARD: backward[stage], INPUT: inputs[stage]}
-            return kinds[action.kind] if action.kind != WEIGHT else backward[stage] - inputs[stage]
-
-        bounds = np.cumsum([len(part) for part in parts])[:-1]
-        moving = [float(self._crossing[b]) for b in bounds]
-        passings = [Passing(i, i, i + 1, True) for i in range(len(parts) - 1)]
-        lists = actions_of(schedule, self.ranks, len(parts), count)
-        return play(
-            lists, lambda s: rank_of_stage(schedule, self.ranks, s), passings, seconds, lambda p: moving[p.value]
-        )
-
-    def _require_fits(self, costs: Sequence[StageCost], schedule: str) -> None:
+    def _require_fits(self, plan: PipelinePlan) -> None:
         if self.memory_limit is None:
             return
-        lying = [rank_of_stage(schedule, self.ranks, stage) for stage in range(len(costs))]
-        needs = PipelinePlan("", self.ranks, schedule, 1, ("",) * (len(costs) - 1), tuple(costs)).memory_by_rank()
+        needs = plan.memory_by_rank()
         worst = max(range(self.ranks), key=needs.__getitem__)
         if needs[worst] > self.memory_limit:
-            mine = [stage for stage, rank in enumerate(lying) if rank == worst]
+            costs, mine = plan.stages, plan.stages_of(worst)
             names = ", ".join(f"stage {s} ({costs[s].first} to {costs[s].last})" for s in mine)
             raise PlanError(
                 f"{names} needs {needs[worst] / 1e6:.1f} MB per device with {costs[mine[0]].in_flight} microbatches in "
-                f"flight under {schedule!r}, more than the limit of {self.memory_limit / 1e6:.1f} MB: raise "
+                f"flight under {plan.schedule!r}, more than the limit of {self.memory_limit / 1e6:.1f} MB: raise "
                 "memory_limit, use more stages, or smaller microbatches"
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autoparallel.comm.traffic import Traffic
 from autoparallel.decisions.pipeline import Border, PipelinePlan, PipelineTraffic
-from autoparallel.pipeline.schedules import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action, Passing, actions_of, play
+from autoparallel.pipeline.schedules import FORWARD, KINDS, WEIGHT, Action
 from autoparallel.report.words import traffic_rows
 from autoparallel.text import Block, Span, Table, Timeline, duration, units
 
@@ -43,19 +43,11 @@ def _stages_table(plan: PipelinePlan) -> Table:
 def schedule_timeline(plan: PipelinePlan) -> Timeline:
     """The schedule, played through with the predicted times of its stages: digits are forwards, small letters backwards
     of the microbatch of that number, ``-`` gradients of parameters alone."""
-
-    def seconds(action: Action) -> float:
-        stage = plan.stages[action.stage]
-        share = {FORWARD: 1.0, BACKWARD: 1.0, INPUT: stage.inputs, WEIGHT: 1 - stage.inputs}[action.kind]
-        return max(share * (stage.forward if action.kind == FORWARD else stage.backward), 1e-9)
-
-    passings = [Passing(i, i, i + 1, True) for i in range(plan.count - 1)]
-    lists = actions_of(plan.schedule, plan.ranks, plan.count, plan.microbatches)
-    played = play(lists, plan.rank_of, passings, seconds, lambda p: plan.stages[p.value].passing).spans
+    spans = plan.played().spans
     key = "time goes right: 0 is the forward of microbatch 0 (of 10, ...), a its backward"
-    if any(action.kind == WEIGHT for actions in lists for action in actions):
+    if any(action.kind == WEIGHT for steps in spans for action, _, _ in steps):
         key += ", - gradients of parameters"
-    return Timeline({f"rank {rank}": [_span(*step) for step in steps] for rank, steps in enumerate(played)}, key)
+    return Timeline({f"rank {rank}": [_span(*step) for step in steps] for rank, steps in enumerate(spans)}, key)
 
 
 def _span(action: Action, begin: float, end: float) -> Span:
