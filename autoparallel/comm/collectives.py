@@ -17,7 +17,7 @@ import torch
 
 from autoparallel import _torch
 from autoparallel.comm import ranges
-from autoparallel.comm.groups import axis_index, axis_size, communicator_of
+from autoparallel.comm.groups import Communicator, Wait, axis_index, axis_size, communicator_of
 from autoparallel.placements import (
     Invariant,
     Partial,
@@ -247,24 +247,20 @@ def _flatten_cut(
     return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).contiguous(), [p.shape[1:] for p in pieces]
 
 
-def _start_reduce_scatter(
-    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
-) -> Callable[[], list[torch.Tensor]]:
-    communicator, axis = communicator_of(group)
-    n, index = communicator.size(axis), communicator.index(axis)
-    flat, shapes = _flatten_cut(tensors, items, n)
-    wait = communicator.reduce_scatter(flat, axis)
-    return lambda: [item.own(x, index, n) for x, item in zip(_split(wait(), shapes), items, strict=True)]
+def _start_cut(
+    send: Callable[[Communicator, torch.Tensor, str], Wait],
+    receive: Callable[[_Item, torch.Tensor, int, int], torch.Tensor],
+) -> Starter:
+    """A collective that sends every rank its own piece."""
 
+    def start(tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
+        communicator, axis = communicator_of(group)
+        n, index = communicator.size(axis), communicator.index(axis)
+        flat, shapes = _flatten_cut(tensors, items, n)
+        wait = send(communicator, flat, axis)
+        return lambda: [receive(item, x, index, n) for x, item in zip(_split(wait(), shapes), items, strict=True)]
 
-def _start_all_to_all(
-    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
-) -> Callable[[], list[torch.Tensor]]:
-    communicator, axis = communicator_of(group)
-    n, index = communicator.size(axis), communicator.index(axis)
-    flat, shapes = _flatten_cut(tensors, items, n)
-    wait = communicator.all_to_all(flat, axis)
-    return lambda: [item.joined(x, index) for x, item in zip(_split(wait(), shapes), items, strict=True)]
+    return start
 
 
 def _local(function: Callable[[torch.Tensor, _Item, int, int], torch.Tensor]) -> Starter:
@@ -300,8 +296,8 @@ def _keep_on_one(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tens
 _STARTERS: dict[str, Starter] = {
     "all_reduce": _start_all_reduce,
     "all_gather": _start_all_gather,
-    "reduce_scatter": _start_reduce_scatter,
-    "all_to_all": _start_all_to_all,
+    "reduce_scatter": _start_cut(lambda c, flat, axis: c.reduce_scatter(flat, axis), _Item.own),
+    "all_to_all": _start_cut(lambda c, flat, axis: c.all_to_all(flat, axis), lambda item, x, i, n: item.joined(x, i)),
     "slice": _local(_slice),
     "pad": _local(_pad),
     "keep_on_one": _local(_keep_on_one),
