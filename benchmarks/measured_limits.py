@@ -5,6 +5,8 @@ to save memory by, the measured peak over the limit, the time over that of the b
 how far the loss and the gradients are from one process's, relative to the largest of each.
 
     python benchmarks/measured_limits.py [--ranks 2] [--rounds 5] [--steps 2] [--only gpt,vit]
+
+``--rounds 0`` times nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner_accuracy import Made, Trial
+from planner_accuracy import Made, Trial, launch_trials, mesh_of_trials
 from rich.console import Console
 from rich.table import Table
-from side_by_side import GPT, Contender, launch, loss_fn, medians, tokens
+from side_by_side import GPT, Contender, loss_fn, medians, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU
@@ -158,9 +159,8 @@ def _within(make: Callable[[], Made], mesh: Any, **options: Any) -> Trial | None
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    world = dist.get_world_size()
-    shape, names = ((2, 2), ("dp", "tp")) if world == 4 else ((world,), ("dp",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh_of_trials()
+    world, shape = mesh.size(), tuple(mesh.shape)
     hardware = calibrate(mesh, f"{world} processes") if arguments.rounds else CPU
     table = Table(title=f"{world} processes of one thread, mesh {shape}; AdamW, float64")
     heads = ("limit MB", "predicted MB", "measured MB", "measured / limit", "ms", "best preset ms", "ratio", "parity")
@@ -207,16 +207,5 @@ def _verdict(ratio: float, wanted: float) -> str:
     return f"{ratio:.2f}" + ("" if ratio <= wanted else " (missed)")
 
 
-def main() -> None:
-    """Runs the benchmark and prints its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="2 or 4")
-    parser.add_argument("--rounds", type=int, default=5, help="in which plans are timed; 0 for none")
-    parser.add_argument("--steps", type=int, default=2, help="steps per plan and round")
-    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {', '.join(MODELS)}")
-    arguments = parser.parse_args()
-    launch(_run, arguments, ranks=arguments.ranks)
-
-
 if __name__ == "__main__":
-    main()
+    launch_trials(_run, __doc__, MODELS, rounds=5)

@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rich.table import Table
 from scipy.stats import spearmanr
 from side_by_side import GPT, VOCABULARY, Contender, launch, loss_fn, medians, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -170,10 +170,16 @@ def _verdict(ratio: float, good: bool) -> str:
     return f"{ratio:.2f}" + ("" if good else " (missed)")
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def mesh_of_trials() -> DeviceMesh:
+    """All ranks on one axis; of four, two on each of two."""
     world = dist.get_world_size()
     shape, names = ((2, 2), ("dp", "tp")) if world == 4 else ((world,), ("dp",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    mesh = mesh_of_trials()
+    world, shape = mesh.size(), tuple(mesh.shape)
     hardware = calibrate(mesh, f"{world} processes")
     console = Console(width=150)
     table = Table(title=f"{world} processes of one thread, mesh {shape}, calibrated; AdamW, float32")
@@ -218,16 +224,16 @@ def _run(arguments: argparse.Namespace) -> None:
         console.print(summary)
 
 
-def main() -> None:
-    """Runs the benchmark and prints its tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def launch_trials(run: Callable[[argparse.Namespace], None], text: str, models: Iterable[str], rounds: int) -> None:
+    """Runs a benchmark of plans on the ranks, and with the rounds, steps and models, that its command line names."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="2 or 4")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=rounds, help="in which plans are timed")
     parser.add_argument("--steps", type=int, default=2, help="steps per plan and round")
-    parser.add_argument("--only", type=lambda text: text.split(","), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--only", type=lambda names: names.split(","), help=f"of {', '.join(models)}")
     arguments = parser.parse_args()
-    launch(_run, arguments, ranks=arguments.ranks)
+    launch(run, arguments, ranks=arguments.ranks)
 
 
 if __name__ == "__main__":
-    main()
+    launch_trials(_run, __doc__, MODELS, rounds=8)
