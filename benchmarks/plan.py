@@ -29,12 +29,10 @@ from autoparallel.capture.capture import capture
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.hardware import H100
-from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.presets import constraints_for
+from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
-from autoparallel.program import wanted_outputs
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 NAMES = ("a", "b", "c")
@@ -71,12 +69,8 @@ def captured(model: nn.Module, inputs: Inputs, loss_fn: Callable[..., Any] | Non
 
 def planned(graph: Captured, mesh: Sequence[int], preset: str = "auto", memory_limit: float | None = None) -> Plan:
     """The plan of a graph on a mesh of H100s."""
-    sizes = tuple(mesh)
-    axes = tuple(zip(NAMES, sizes, strict=False))
-    redistributor = Redistributor(sizes, lambda kind, group, size: H100.step_seconds(sizes, kind, group, size))
-    constraints = constraints_for(preset, [name for name, _ in axes])
-    space = SearchSpace(graph, axes, H100, constraints, redistributor, wanted_outputs(graph, "auto", len(axes)))
-    return cheapest(space, preset, memory_limit)
+    request = Request(tuple(zip(NAMES, mesh, strict=False)), H100, preset)
+    return cheapest(SearchSpace(graph, request), memory_limit)
 
 
 def peak_gigabytes() -> float:

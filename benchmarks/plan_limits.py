@@ -43,7 +43,6 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import PRESETS, is_possible
 from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request, limit_in_bytes
-from autoparallel.predict.stages import memory_by_rank
 
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
 
@@ -211,7 +210,7 @@ def _on(mesh: Axes, request: Request) -> Request:
 
 def _predicted(evaluator: Evaluator, plan: Plan) -> dict[str, Any]:
     if plan.pipeline is not None:
-        return {"seconds": plan.pipeline.seconds, "memory": max(memory_by_rank(plan))}
+        return {"seconds": plan.pipeline.seconds, "memory": max(plan.pipeline.memory_by_rank())}
     forecast = evaluator.forecast(plan, exactly=True)
     return {"seconds": forecast.seconds, "memory": forecast.memory}
 

@@ -1,4 +1,4 @@
-"""Traces of models that several programs of one test are made of.
+"""Traces of models that several programs of one test are made of, and plans of a model without ranks.
 
 Tracing takes most of the time in which a small model is compiled, and does not depend on plan, mesh axes or strategy.
 """
@@ -12,13 +12,32 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from autoparallel.capture.capture import capture
-from autoparallel.graph.captured import Captured
+from autoparallel.graph.calls import Call
+from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.planner import planner
+from autoparallel.planner.draft import Draft, draft_captured
+from autoparallel.planner.request import Request
 
 Captures = dict[tuple[Any, ...], Captured]
 _PLAIN = (bool, int, float, str, tuple)  # attributes that tell modules apart
+
+
+def captured(
+    model: nn.Module, *args: Any, loss_fn: Any = None, least_batch: int = 8, options: Any = None, **kwargs: Any
+) -> Captured:
+    """The graph of one call of a model; ``options`` are further ones of ``capture``."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    specs, rows = describe_inputs(leaves)
+    return capture(model, specs, spec, loss_fn=loss_fn, least_batch=least_batch, batch=rows, **(options or {}))
+
+
+def draft(model: nn.Module, call: Call, request: Request) -> Draft:
+    """The plan of one call of a model in training; meta tensors will do."""
+    made = planner.Planner(model, request)
+    return draft_captured(made, made.capture(call), call)
 
 
 @contextlib.contextmanager

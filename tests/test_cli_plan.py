@@ -16,10 +16,11 @@ import autoparallel
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
 from autoparallel.planner import evaluation
-from autoparallel.planner.draft import call_of, draft
+from autoparallel.planner.draft import call_of
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.request import Request
 from autoparallel.tools.cli import main
+from tests.captures import draft
 from tests.distributed import run_distributed
 from tests.plan_factories import net
 

@@ -22,13 +22,14 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.plan import Plan
 from autoparallel.planner import evaluation
-from autoparallel.planner.draft import call_of, draft
+from autoparallel.planner.draft import call_of
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.meshes import MeshSearch, distinct, factored, inside, splits
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.tools.cli import main
+from tests.captures import draft
 from tests.distributed import run_distributed
 from tests.runtime.support import off, parameters_off
 

@@ -8,40 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from autoparallel.capture.capture import capture
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
-from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.graph.captured import Captured
 from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.hardware import profile_for
-from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_fits
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.presets import constraints_for
+from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
-from autoparallel.program import wanted_outputs
+from tests.captures import captured
 from tests.models import MLP, build
 
 MESH = (("dp", 2), ("tp", 2))
 
 
-def captured(model: nn.Module, *args: Any, loss_fn: Any = None) -> Captured:
-    leaves, spec = pytree.tree_flatten((args, {}))
-    specs, rows = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=loss_fn, least_batch=8, batch=rows)
-
-
 def planned(graph: Captured, mesh: tuple[tuple[str, int], ...] = MESH, preset: str = "fsdp") -> Plan:
-    sizes = tuple(n for _, n in mesh)
-    profile = profile_for("cpu")
-    redistributor = Redistributor(sizes, lambda kind, axes, size: profile.step_seconds(sizes, kind, axes, size))
-    space = SearchSpace(
-        graph, mesh, profile, constraints_for(preset, [n for n, _ in mesh]), redistributor,
-        wanted_outputs(graph, "auto", len(mesh)),
-    )  # fmt: skip
-    return cheapest(space, preset)
+    return cheapest(SearchSpace(graph, Request(mesh, profile_for("cpu"), preset)))
 
 
 @pytest.fixture(scope="module")

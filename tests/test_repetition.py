@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture import capture as capture_module
-from autoparallel.capture.capture import capture
 from autoparallel.capture.layers import Stack
-from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.graph.captured import Captured
+from tests import captures
 
 LAYERS = 7
 
@@ -54,9 +54,7 @@ class Model(nn.Module):
 
 
 def _capture(model: nn.Module) -> Captured:
-    leaves, spec = pytree.tree_flatten(((torch.randn(4, 8), torch.randint(4, (4,))), {}))
-    specs, batch = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=_loss, least_batch=8, batch=batch)
+    return captures.captured(model, torch.randn(4, 8), torch.randint(4, (4,)), loss_fn=_loss)
 
 
 def _loss(output: Any, target: Tensor) -> Tensor:

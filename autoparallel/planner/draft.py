@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.decisions.prediction import Prediction
@@ -16,9 +15,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
-from autoparallel.planner.request import Request
 from autoparallel.predict.stages import predict_stages
-from autoparallel.program import LocalProgram
 from autoparallel.report.progress import UNSHOWN, Progress
 
 
@@ -27,33 +24,12 @@ class Draft:
     """A plan that was made without ranks.
 
     Attributes:
-        plan: with its prediction.
-        program: what a rank would run; None for a pipeline, whose ranks run different ones, and where it is unchecked.
-        predicted: of a pipeline's step.
+        plan: the plan.
+        prediction: what a step costs; of a pipeline, the rank that has most to do.
     """
 
     plan: Plan
-    program: LocalProgram | None
-    predicted: Prediction | None = None
-
-    @property
-    def prediction(self) -> Prediction:
-        prediction = self.predicted or self.plan.prediction
-        assert prediction is not None
-        return prediction
-
-
-def draft(model: nn.Module, call: Call, request: Request) -> Draft:
-    """Plans one call of a model in training, without ranks.
-
-    Args:
-        model: the plain model; meta tensors will do.
-
-    Raises:
-        PlanError, CaptureError: when the model cannot be planned so.
-    """
-    planner = Planner(model, request)
-    return draft_captured(planner, planner.capture(call), call)
+    prediction: Prediction
 
 
 def draft_captured(
@@ -65,12 +41,15 @@ def draft_captured(
     *,
     checked: bool = True,
 ) -> Draft:
-    """The draft for a graph that has been captured already.
+    """Plans one call of a model in training, without ranks.
 
     Args:
         captured: is used up; an evaluator has another copy.
         evaluator: of the planner's request, which may know much of it already.
         checked: whether the program is made and checked, whatever the search has predicted.
+
+    Raises:
+        PlanError: when the model cannot be planned so.
     """
     request = planner.request
     with progress.phase("search"):
@@ -78,18 +57,19 @@ def draft_captured(
         if not isinstance(plan, Plan):
             plan = planner.search(captured, call, evaluator=evaluator)
     with progress.phase("predict"):
-        outlook = None if checked else planner.outlook(plan, call)
-        if outlook is not None:
-            return Draft(outlook, None)
-        prepare(request, captured, plan, call)
-        predicted = predict_stages(captured, plan, request.profile) if request.stages else None
-        plan, built = planner.finish(captured, plan, call, "mesh0")
-    if predicted is None:
-        return Draft(plan, built.programs[0])
-    assert plan.pipeline is not None and plan.pipeline.traffic is not None
-    sent = plan.pipeline.traffic
+        finished = None if checked else planner.outlook(plan, call)
+        staged: Prediction | None = None
+        if finished is None:
+            prepare(request, captured, plan, call)
+            staged = predict_stages(captured, plan, request.profile) if request.stages else None
+            finished, _ = planner.finish(captured, plan, call, "mesh0")
+    if staged is None:
+        assert finished.prediction is not None
+        return Draft(finished, finished.prediction)
+    assert finished.pipeline is not None and finished.pipeline.traffic is not None
+    sent = finished.pipeline.traffic
     busiest = max(range(request.stages), key=lambda rank: (sent.calls[rank] + sent.gradients[rank]).total_bytes)
-    return Draft(plan, None, replace(predicted, forward=sent.calls[busiest], gradients=sent.gradients[busiest]))
+    return Draft(finished, replace(staged, forward=sent.calls[busiest], gradients=sent.gradients[busiest]))
 
 
 def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_target: bool = False) -> Call:

@@ -8,7 +8,6 @@ from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
 
-from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.decisions.frontier import Frontier, Tried, frontier_of
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.decisions.pipeline import Pipeline
@@ -23,7 +22,6 @@ from autoparallel.plan import Plan
 from autoparallel.planner.candidates import Candidate, Outcome
 from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.problem import Schedule
 from autoparallel.planner.programs import build
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
@@ -31,7 +29,7 @@ from autoparallel.planner.stages import StagePlanner
 from autoparallel.predict.forecast import Forecast, Short, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
-from autoparallel.program import LocalProgram, wanted_outputs
+from autoparallel.program import LocalProgram
 
 
 class Evaluator:
@@ -101,8 +99,7 @@ class Evaluator:
                     outcome = self._cut(candidate)
                 else:
                     space = self._space(candidate)
-                    limit, room, sparing = candidate.limit, candidate.room, candidate.sparing
-                    plan = cheapest(space, candidate.preset, limit, room, sparing=sparing)
+                    plan = cheapest(space, candidate.limit, candidate.room, sparing=candidate.sparing)
                     plan = self._completed(plan, space, candidate)
                     plan = of_a_step(plan, plan.microbatches)
                     assert plan.cost is not None
@@ -121,25 +118,20 @@ class Evaluator:
 
     def _new_space(self, candidate: Candidate) -> SearchSpace:
         request, call, graph = self.request, self.call, self._graph(candidate)
-        constraints = request.constraints(candidate.preset)
         fixed = not graph.batches and not any("batch_factors" in node.meta for node in graph.graph.nodes)
-        if constraints.data and fixed and any(isinstance(s, InputSpec) for s in call.specs):
+        if request.constraints(candidate.preset).data and fixed and any(isinstance(s, InputSpec) for s in call.specs):
             raise PlanError(
                 f"the plan {candidate.preset!r} shards the batch, but the batch size is fixed at {call.batch}: "
                 f"{graph.why_fixed}; or use plan='tensor_parallel'"
             )
         return SearchSpace(
             graph,
-            request.axes,
-            request.profile,
-            constraints,
-            request.redistributor,
-            wanted_outputs(graph, request.outputs, len(request.axes)),
+            request,
+            candidate.preset,
             pinned=self.settled.at_rest,
             input_layouts=input_layouts(graph, call.specs, call.layouts),
-            pins=request.pins.resolve(graph, request.axes),
             may_recompute=self.layers if candidate.may_recompute else (),
-            schedule=Schedule(candidate.microbatches, max(1, request.stages)),
+            microbatches=candidate.microbatches,
             loss_chunks=self._loss_chunks(candidate, graph),
         )
 
@@ -190,16 +182,7 @@ class Evaluator:
         assert candidate.cut is not None
         graph, request, settled = self._graph(candidate), self.request, self.settled
         plan = of_a_step(self._outcomes[replace(candidate, cut=None)].require(), candidate.microbatches)
-        planner = StagePlanner(
-            graph,
-            plan,
-            request.profile,
-            request.redistributor,
-            PIPELINE_AXIS,
-            request.stages,
-            request.memory_limit,
-            may_recompute=candidate.cut.may_recompute,
-        )
+        planner = StagePlanner(graph, plan, request, self.layers if candidate.cut.may_recompute else ())
         pipeline = planner.choose(candidate.cut.microbatches, self.pipeline, checked=settled.pipeline is None)
         again = planner.recompute
         if settled.pipeline is not None:

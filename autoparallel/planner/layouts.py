@@ -33,7 +33,6 @@ from autoparallel.planner.thresholds import THRESHOLDS
 
 def cheapest(
     space: SearchSpace,
-    origin: str,
     memory_limit: float | None = None,
     room: float = 0.0,
     *,
@@ -43,7 +42,6 @@ def cheapest(
 
     Args:
         space: the choices and their prices.
-        origin: the preset's name, for the plan.
         memory_limit: bytes per device for parameters, gradients, optimizer states, gathered parameters and saved
             activations.
         room: bytes of it that are left for what the search does not add up.
@@ -79,7 +77,7 @@ def cheapest(
     cost = evaluate(problem.factors, choices)
     return Plan(
         mesh=space.mesh,
-        origin=origin,
+        origin=space.preset,
         fingerprint=fingerprint(space.captured.graph),
         operators=operators,
         shared=shared,

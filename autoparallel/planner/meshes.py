@@ -32,7 +32,6 @@ from autoparallel.planner.fits import returns_loss_alone, unable
 from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request
 from autoparallel.planner.thresholds import THRESHOLDS
-from autoparallel.predict.stages import memory_by_rank
 
 Shape = tuple[int, ...]
 
@@ -223,7 +222,7 @@ class MeshSearch:
         return Alternative(
             mesh,
             outcome.seconds,
-            max(memory_by_rank(plan)),
+            max(pipeline.memory_by_rank()),
             pipeline.schedule,
             pipeline.microbatches,
             pipeline.bubble,

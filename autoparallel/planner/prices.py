@@ -9,12 +9,12 @@ import numpy as np
 from torch import fx
 
 from autoparallel.graph.captured import Captured
-from autoparallel.hardware import Profile
 from autoparallel.placements import Layout
-from autoparallel.placements.redistribution import Redistributor, local_numel
+from autoparallel.placements.redistribution import local_numel
 from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
 from autoparallel.planner.options import Option
-from autoparallel.planner.problem import Reader, Schedule, Variable
+from autoparallel.planner.problem import Reader, Variable
+from autoparallel.planner.request import Request
 from autoparallel.planner.signatures import Signatures
 from autoparallel.rules.calls import is_tensor
 
@@ -33,27 +33,25 @@ class Pricer:
     """Prices redistributions between options.
 
     Args:
+        microbatches: into how many a step is cut.
         searched: the nodes that have a choice.
         kept: bytes that the backward finds of each node, for each byte of it.
         forbidden: infinite prices for what a preset forbids between a parameter at rest and its use.
-        schedule: how a step runs.
     """
 
     def __init__(
         self,
         captured: Captured,
+        request: Request,
+        microbatches: int,
         size: Signatures,
-        redistributor: Redistributor,
-        profile: Profile,
-        axis_sizes: tuple[int, ...],
         searched: Collection[fx.Node],
         kept: Mapping[fx.Node, float],
         forbidden: Callable[[fx.Node, Sequence[Option], Sequence[Layout]], np.ndarray],
-        schedule: Schedule,
     ) -> None:
-        self.captured, self.size, self.redistributor, self.profile = captured, size, redistributor, profile
-        self.axis_sizes, self.searched, self.kept = axis_sizes, searched, kept
-        self.forbidden, self.schedule = forbidden, schedule
+        self.captured, self.size, self.searched, self.kept = captured, size, searched, kept
+        self.redistributor, self.profile, self.axis_sizes = request.redistributor, request.profile, request.sizes
+        self.forbidden, self.microbatches, self.stages = forbidden, microbatches, max(1, request.stages)
 
     def price(
         self,
@@ -120,7 +118,7 @@ class Pricer:
         prices = self._matrix(node, [o.result for o in producer.options], columns)
         if node.name in self.captured.parameters:
             index, forward = self._table(node, backward=False)
-            once = 1 / self.schedule.microbatches  # a step: gradients are reduced, and what is kept is gathered
+            once = 1 / self.microbatches  # a step: gradients are reduced, and what is kept is gathered
             for i, option in enumerate(producer.options):
                 gather = forward[index[option.result], [index[c] for c in columns]]
                 if option.gather == "per_use":
@@ -151,8 +149,8 @@ class Pricer:
         own = np.array([local_numel(shape, option.result, self.axis_sizes) for option in producer.options])
         # Over several microbatches gradients are added up as they are made; else each is reduced at once, and lives for
         # a moment only.
-        gradient = max(itemsize, 4) if self.schedule.microbatches > 1 and node.meta["backward"] else 0
+        gradient = max(itemsize, 4) if self.microbatches > 1 and node.meta["backward"] else 0
         each = np.array([itemsize * int(o.gather != "per_use") + gradient for o in producer.options])
         cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
         used = np.where(cast | (held[None] > own[:, None]), each[:, None] * held[None], 0.0)
-        return used / float(self.schedule.stages)
+        return used / float(self.stages)

@@ -26,20 +26,6 @@ class Variable:
     number: int
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """What a search needs to know about how a step runs.
-
-    Attributes:
-        microbatches: how many forwards and backwards it has; gradients are added up over them.
-        stages: between how many ranks of a pipeline the graph is divided.  Each keeps that part of its parameters; of
-            that part of its activations, as many microbatches are in flight (1F1B).
-    """
-
-    microbatches: int = 1
-    stages: int = 1
-
-
 @dataclass
 class Problem:
     """A factor graph and what its variables mean.

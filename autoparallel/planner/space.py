@@ -26,22 +26,22 @@ from autoparallel import operators
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of, layers_of
-from autoparallel.hardware import Profile
 from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
-from autoparallel.placements.redistribution import Redistributor, local_numel
+from autoparallel.placements.redistribution import local_numel
 from autoparallel.planner.at_rest import every_layout, layouts_at_rest, permitted
 from autoparallel.planner.experts import experts_of
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.permits import Permits
-from autoparallel.planner.pins import Pins, ResolvedPins
 from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices
-from autoparallel.planner.problem import Problem, Reader, Schedule, Variable
+from autoparallel.planner.problem import Problem, Reader, Variable
+from autoparallel.planner.request import Request
 from autoparallel.planner.sequences import sequence_factors
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.cost import bytes_kept, update_seconds
+from autoparallel.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 
@@ -76,36 +76,44 @@ class SearchSpace:
 
     Costs are those of one microbatch, in seconds, with its share of what is paid once a step: the gathers of parameters
     that are kept, the reduction of gradients and the update.
+
+    Args:
+        preset: which axes may do what; the request's, unless told another.
+        pinned: how parameters lie that an earlier plan has settled.
+        input_layouts: those in which inputs come; the others are whole.
+        may_recompute: the layers that may run again in the backward.
+        microbatches: into how many a step is cut; the graph has the sizes of one.
+        loss_chunks: into how many chunks of rows the loss is cut.
     """
 
     def __init__(
         self,
         captured: Captured,
-        mesh: Sequence[tuple[str, int]],
-        profile: Profile,
-        constraints: Constraints,
-        redistributor: Redistributor,
-        outputs: Sequence[Layout | None],
+        request: Request,
+        preset: str | None = None,
         pinned: Mapping[str, ParameterPlan] | None = None,
         input_layouts: Mapping[str, Layout] | None = None,
-        pins: ResolvedPins | None = None,
         may_recompute: Collection[str] = (),
-        schedule: Schedule = Schedule(),  # noqa: B008 - frozen
+        microbatches: int = 1,
         loss_chunks: int = 1,
     ) -> None:
-        self.captured, self.mesh, self.profile = captured, tuple(mesh), profile
-        self.constraints, self.redistributor = constraints, redistributor
-        self.outputs, self.pinned, self.schedule = outputs, pinned or {}, schedule
-        self.input_layouts = input_layouts or {}
-        self.pins = Pins().resolve(captured, self.mesh) if pins is None else pins
-        self.axis_sizes = tuple(n for _, n in mesh)
+        self.captured, self.mesh, self.profile = captured, request.axes, request.profile
+        self.preset = preset or request.origin
+        self.constraints, self.redistributor = request.constraints(preset), request.redistributor
+        self.outputs = wanted_outputs(captured, request.outputs, len(request.axes))
+        self.pinned, self.input_layouts = pinned or {}, input_layouts or {}
+        # A rank of a pipeline keeps its part of the parameters, and of its part of the activations as many
+        # microbatches as are in flight (1F1B).
+        self.microbatches, self.stages = microbatches, max(1, request.stages)
+        self.pins = request.pins.resolve(captured, request.axes)
+        self.axis_sizes = request.sizes
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
         self.size = Signatures(captured.actual)
         self.searched = self._descendants()
-        self.experts = experts_of(captured, constraints, self.axis_sizes, self.size)
-        self.sequence = sequence_factors(captured, constraints, self.axis_sizes, self.size)
+        self.experts = experts_of(captured, self.constraints, self.axis_sizes, self.size)
+        self.sequence = sequence_factors(captured, self.constraints, self.axis_sizes, self.size)
         self.permits = Permits(
-            captured, constraints, self.experts, self.sequence, self.pins, self.pinned.keys(), self.size,
+            captured, self.constraints, self.experts, self.sequence, self.pins, self.pinned.keys(), self.size,
             self.axis_sizes, self.options,
         )  # fmt: skip
         self.unruled: dict[str, int] = {}
@@ -124,9 +132,8 @@ class SearchSpace:
         self._ends_alike: dict[Hashable, _Ends] = {}
         self._own: dict[tuple[int, bool], tuple[np.ndarray, np.ndarray | None]] = {}
         self._pricer = Pricer(
-            captured, self.size, redistributor, profile, self.axis_sizes, self.searched, self.kept,
-            self.permits.forbidden, schedule,
-        )  # fmt: skip
+            captured, request, microbatches, self.size, self.searched, self.kept, self.permits.forbidden
+        )
 
     # -- options ----------------------------------------------------------------------------------------------------
 
@@ -134,22 +141,18 @@ class SearchSpace:
         """Nodes that depend on a parameter or an input; the others (masks, positions) are set aside: every rank
         computes them whole."""
         roots = {*self.captured.parameters, *(n for n in self.captured.inputs if n is not None)}
-        found: set[fx.Node] = set()
+        descendants: set[fx.Node] = set()
         for node in self.captured.graph.nodes:
             if node.op == "placeholder":
                 if node.name in roots:
-                    found.add(node)
-            elif node.op == "call_function" and not found.isdisjoint(self.size.operands(node)):
-                found.add(node)
-        return found
+                    descendants.add(node)
+            elif node.op == "call_function" and not descendants.isdisjoint(self.size.operands(node)):
+                descendants.add(node)
+        return descendants
 
     @cached_property
     def problem(self) -> Problem:
-        """What ``build`` makes, once."""
-        return self.build()
-
-    def build(self) -> Problem:
-        """Lists every option and price.
+        """Every option and price.
 
         Variables are numbered as the graph runs, a parameter's just before its first reader's and in its layer, and a
         shared layout's just after its producer's, so that layers that are alike have variables in the same order.
@@ -209,18 +212,18 @@ class SearchSpace:
                 seconds = np.stack([seconds, seconds + [o.again for o in options]], axis=-1)
                 saved = np.stack([saved, [o.left_bytes for o in options]], axis=-1)
             self._own[alike] = seconds, saved if saved.any() else None
-        own, kept = self._own[alike]
+        option_seconds, option_bytes = self._own[alike]
         scope = variable.number, *self._again(problem, node)
-        problem.factors.add(scope, own)
-        if kept is not None:
-            problem.usage.add(scope, kept)
+        problem.factors.add(scope, option_seconds)
+        if option_bytes is not None:
+            problem.usage.add(scope, option_bytes)
         consumers, leaves = readers.get(node, ()), leaving.get(node, ())
         if not consumers and not leaves:
             return
         # Worked out once for tensors that are alike and whose consumers are.
-        known = self._known
+        options_of = self._known
         layer = self.open.get(node)
-        at = tuple([(id(known[r]), position, self.open.get(r) == layer) for r, position in consumers])
+        at = tuple([(id(options_of[r]), position, self.open.get(r) == layer) for r, position in consumers])
         key = (
             alike,
             self.size.tensor(node),
@@ -259,18 +262,18 @@ class SearchSpace:
 
         Nodes that are alike have the very same list.
         """
-        known = self._known.get(node)
-        if known is None and node not in self._known:
+        options = self._known.get(node)
+        if options is None and node not in self._known:
             kind = self._kind(node)
             if kind not in self._of_kind:
                 self._of_kind[kind] = self._options(node)
                 self._has_rule[kind] = self._rule_is_known(node)
-            known = self._known[node] = self._left_by_pins(node, self._of_kind[kind])
+            options = self._known[node] = self._left_by_pins(node, self._of_kind[kind])
             if not self._has_rule[kind]:
                 made = node.args[0] if node.target is operator.getitem else node
                 name = operator_name(made.target)  # type: ignore[union-attr]
                 self.unruled[name] = self.unruled.get(name, 0) + 1
-        return known
+        return options
 
     def _left_by_pins(self, node: fx.Node, options: list[Option] | None) -> list[Option] | None:
         """The options that the user's pins leave; the same list where they leave the same."""
@@ -292,8 +295,8 @@ class SearchSpace:
                 users = tuple([self.size.call(u) for u in node.users if u.op == "call_function"])
             rest = self.captured.rest_dtypes.get(name)
             pinned = self.pinned.get(name)
-            own = name if self.pins and node in self.pins else ""
-            return "parameter", self.size.tensor(node), rest, self.experts.parameters.get(node), pinned, users, own
+            label = name if self.pins and node in self.pins else ""
+            return "parameter", self.size.tensor(node), rest, self.experts.parameters.get(node), pinned, users, label
         if node.op != "call_function" or self.size.tensor(node) < 0 or node not in self.searched:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
         followed = self.experts.factors.get(node), self.sequence.get(node)
@@ -365,9 +368,9 @@ class SearchSpace:
             sharded = any(p.kind == "S" for p in layout)
             at_rest = itemsize * local_numel(shape, layout, self.axis_sizes)
             kept = bytes_kept(at_rest, bool(node.meta["differentiable"]))
-            update = update_seconds(self.profile, kept) / self.schedule.microbatches
+            update = update_seconds(self.profile, kept) / self.microbatches
             for gather in gathers if sharded else ["per_step"]:
-                options.append(Option((), (), layout, update, kept / self.schedule.stages, gather=gather))
+                options.append(Option((), (), layout, update, kept / self.stages, gather=gather))
         return options
 
     # -- prices between variables -----------------------------------------------------------------------------------

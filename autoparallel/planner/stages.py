@@ -23,21 +23,21 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
+from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan, StageCost
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
-from autoparallel.hardware import Profile
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
-from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import SPLIT, in_flight, rank_of_stage, require_schedule
 from autoparallel.placements import Invariant, Layout, dual_layout
 from autoparallel.placements.modes import Mode
-from autoparallel.placements.redistribution import Redistributor, local_numel
+from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
 from autoparallel.planner.cuts import most_even
 from autoparallel.planner.kept import kept_parts
+from autoparallel.planner.request import Request
 from autoparallel.planner.signatures import Signatures
 from autoparallel.planner.stage_rows import Row, largest_layer, moment_of
 from autoparallel.planner.thresholds import THRESHOLDS
@@ -58,33 +58,20 @@ class StagePlanner:
     Args:
         captured: the whole graph.
         plan: the layouts on the mesh axes other than the pipeline's.
-        profile, redistributor: what things cost there.
-        axis, ranks: the pipeline's axis.
-        memory_limit: bytes per device.
-        may_recompute: whether layers may run again in the backward.
+        may_recompute: the layers that may run again in the backward where nothing fits otherwise.
 
     Attributes:
         recompute: the layers that run again in the backward of the pipeline that was chosen last.
     """
 
-    def __init__(
-        self,
-        captured: Captured,
-        plan: Plan,
-        profile: Profile,
-        redistributor: Redistributor,
-        axis: str,
-        ranks: int,
-        memory_limit: float | None = None,
-        *,
-        may_recompute: bool = True,
-    ) -> None:
-        self.captured, self.plan, self.profile, self.redistributor = captured, plan, profile, redistributor
-        self.axis, self.ranks, self.memory_limit = axis, ranks, memory_limit
+    def __init__(self, captured: Captured, plan: Plan, request: Request, may_recompute: Sequence[str] = ()) -> None:
+        self.captured, self.plan = captured, plan
+        self.profile, self.redistributor = request.profile, request.redistributor
+        self.ranks, self.memory_limit = request.stages, request.memory_limit
         self.sizes = plan.axis_sizes
         self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
         self.forbidden = self._forbidden()
-        self.found = kept_parts(captured.graph, Signatures(captured.actual), plan.loss_chunks)
+        self.saved = kept_parts(captured.graph, Signatures(captured.actual), plan.loss_chunks)
         self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
         self.may_recompute = may_recompute
         self.recompute: tuple[str, ...] = ()
@@ -105,13 +92,13 @@ class StagePlanner:
         """
         best: PipelinePlan | None = None
         reasons: list[str] = []
-        layers = find_layers(self.captured.graph) if self.memory_limit is not None and self.may_recompute else []
+        layers = self.may_recompute if self.memory_limit is not None else ()
         if not checked:
             assert request.schedule is not None and request.microbatches is not None
             rows = self._rows(Sizes(self.captured.actual))
             per_rank = request.stages_per_rank or 1
             return self._plan(rows, request.schedule, per_rank, request.microbatches, request.cuts, layers)
-        for again in ([], layers) if layers else ([],):
+        for again in ((), layers) if layers else ((),):
             for count in counts:
                 fewer = {s: self.captured.actual[s] * counts[0] // count for s in self.captured.batches}
                 rows = self._rows(Sizes({**self.captured.actual, **fewer}))
@@ -120,16 +107,16 @@ class StagePlanner:
                         continue  # what runs again does so with the gradients of inputs, for which others wait
                     try:
                         require_schedule(schedule, self.ranks, per_rank, count)
-                        found = self._plan(rows, schedule, per_rank, count, request.cuts, again)
+                        pipeline = self._plan(rows, schedule, per_rank, count, request.cuts, again)
                     except (ValueError, CutError) as error:
                         reasons.append(f"with every layer recomputed in the backward, {error}" if again else str(error))
                         continue
-                    if best is None or found.seconds < best.seconds * (1 - 1e-6):
-                        best, self.recompute = found, self._chosen
+                    if best is None or pipeline.seconds < best.seconds * (1 - 1e-6):
+                        best, self.recompute = pipeline, self._chosen
             if best is not None:
                 return best
         why = dict.fromkeys([reasons[0], reasons[-1]])
-        raise PlanError(f"no pipeline over {self.axis}={self.ranks} can be planned: {'; '.join(why)}")
+        raise PlanError(f"no pipeline over {PIPELINE_AXIS}={self.ranks} can be planned: {'; '.join(why)}")
 
     def _choices(self, request: Pipeline) -> Iterator[tuple[str, int]]:
         if request.schedule is None:
@@ -155,18 +142,18 @@ class StagePlanner:
         """A pipeline of this kind; where there are ``layers``, some of them run again in the backward."""
         stages = per_rank * self.ranks
         if cuts is None:
-            found = self._cut([row.recomputed(layers) for row in rows], schedule, stages, count)
+            starts = self._cut([row.recomputed(layers) for row in rows], schedule, stages, count)
         else:
             if len(cuts) + 1 != stages:
                 raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the schedule needs {stages}")
             where = stages_of(self.captured, cuts)
-            found = [sum(where[row.node] < s for row in rows) for s in range(1, stages)]
-        bounds = [0, *found, len(rows)]
+            starts = [sum(where[row.node] < s for row in rows) for s in range(1, stages)]
+        bounds = [0, *starts, len(rows)]
         again = self._fewest_layers(rows, bounds, schedule, count, layers)
         self._chosen = tuple(layer for layer in layers if layer in again)
         costs = self._costs([row.recomputed(again) for row in rows], bounds, schedule, count)
-        keys = tuple(rows[i].node.meta["key"] for i in found)
-        plan = PipelinePlan(self.axis, self.ranks, schedule, count, keys, tuple(costs))
+        keys = tuple(rows[i].node.meta["key"] for i in starts)
+        plan = PipelinePlan(PIPELINE_AXIS, self.ranks, schedule, count, keys, tuple(costs))
         self._require_fits(plan)
         timeline = plan.played()
         return replace(plan, seconds=timeline.seconds, bubble=timeline.bubble)
@@ -183,8 +170,8 @@ class StagePlanner:
         held = in_flight(schedule, self.ranks, len(parts), count)
         for rank in range(self.ranks):
             mine = [s for s in range(len(parts)) if rank_of_stage(schedule, self.ranks, s) == rank]
-            own = [row.layer for s in mine for row in parts[s] if row.layer in layers]
-            first = [layer for layer in dict.fromkeys(own) if layer is not None]
+            names = [row.layer for s in mine for row in parts[s] if row.layer in layers]
+            first = [layer for layer in dict.fromkeys(names) if layer is not None]
 
             def needs(number: int, mine: Sequence[int] = mine, first: list[str] = first) -> float:
                 some = again.union(first[:number])
@@ -224,8 +211,8 @@ class StagePlanner:
         kept = []
         for stage, part in enumerate(parts):
             rank, total = rank_of_stage(schedule, self.ranks, stage), 0.0
-            for x, (own, borrowed) in {x: found for row in part for x, found in row.reads.items()}.items():
-                total += own if x not in homes else borrowed if homes[x] != rank else 0.0
+            for x, (held, borrowed) in {x: sizes for row in part for x, sizes in row.reads.items()}.items():
+                total += held if x not in homes else borrowed if homes[x] != rank else 0.0
                 homes.setdefault(x, rank)
             kept.append(total)
         return kept
@@ -267,7 +254,7 @@ class StagePlanner:
         used = np.concatenate([[0], np.cumsum([bool(row.reads) for row in rows])])[places]
         moved = np.array([self._crossing[p] if 0 < p < n else 0.0 for p in places])
         again = [0 < p < n and rows[p].again for p in places]
-        entering = np.array([self._entering[p] if known else 0.0 for p, known in zip(places, again, strict=True)])
+        entering = np.array([self._entering[p] if runs else 0.0 for p, runs in zip(places, again, strict=True)])
         moments = np.maximum.reduceat([row.moment for row in rows], places[:-1])
         moment = np.zeros((len(places), len(places)))  # [begin, end], as below
         for begin in range(len(places) - 1):
@@ -295,10 +282,10 @@ class StagePlanner:
 
         def needs(cuts: Sequence[int]) -> float:
             spans = list(enumerate(itertools.pairwise([0, *cuts, len(places) - 1])))
-            mine = [[(s, span) for s, span in spans if ranks[s] == rank] for rank in range(self.ranks)]
-            return max(float(sum(memory[s][i] for s, i in own) + max(moment[i] for _, i in own)) for own in mine)
+            parts = [[(s, span) for s, span in spans if ranks[s] == rank] for rank in range(self.ranks)]
+            return max(float(sum(memory[s][i] for s, i in part) + max(moment[i] for _, i in part)) for part in parts)
 
-        found, limit = free, self.memory_limit
+        cuts, limit = free, self.memory_limit
         if limit is not None and needs(free) > limit:
             # Each stage within its part, one moment for all of a rank's or for each; where none is, the largest stage
             # of the free cuts is named.
@@ -307,10 +294,10 @@ class StagePlanner:
                     np.where(per_rank * m + counted * moment <= limit, cost, np.inf)
                     for m, cost in zip(memory, costs, strict=True)
                 ]
-                found = most_even(limited) or free
-                if needs(found) <= limit:
+                cuts = most_even(limited) or free
+                if needs(cuts) <= limit:
                     break
-        return [places[i] for i in found]
+        return [places[i] for i in cuts]
 
     def _places(self, rows: Sequence[Row]) -> list[int]:
         """Where a stage may begin; not within a layer that runs again."""
@@ -324,13 +311,13 @@ class StagePlanner:
     def _forbidden(self) -> set[int]:
         """Where a cut would part those that use a buffer that changes."""
         number = {node: i for i, node in enumerate(self.nodes)}
-        found: set[int] = set()
+        numbers: set[int] = set()
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and self.captured.buffers.get(node.name) in self.captured.mutated_buffers:
                 places = [number[user] for user in node.users if user in number]
                 if places:
-                    found |= set(range(min(places) + 1, max(places) + 1))
-        return found
+                    numbers |= set(range(min(places) + 1, max(places) + 1))
+        return numbers
 
     # -- prices -----------------------------------------------------------------------------------------------------
 
@@ -367,9 +354,9 @@ class StagePlanner:
                 forward, backward = forward + moving, backward + (moving if flows else 0.0)
         layouts = dict(zip(operands, needs, strict=True))
         reads = {x: self._kept(x, by, layouts.get(by), size) for x, by in self._parameters(node).items()}
-        kept = sum(own for x, (own, _) in reads.items() if x not in seen)
+        kept = sum(held for x, (held, _) in reads.items() if x not in seen)
         seen.update(reads)
-        activations = self.found.get(node, 0.0) * result_bytes
+        activations = self.saved.get(node, 0.0) * result_bytes
         layer = layer_of(node)
         outside = float(result_bytes) if flows and any(layer_of(user) != layer for user in node.users) else 0.0
         moment = float(moved) if flows else 0.0
@@ -384,15 +371,15 @@ class StagePlanner:
 
     def _parameters(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
         """The parameters that a node reads, also through what follows from parameters alone; by which operand."""
-        found: dict[fx.Node, fx.Node] = {}
+        operands: dict[fx.Node, fx.Node] = {}
         pending, places = [(x, x) for x in node.all_input_nodes], set(self.nodes)
         while pending:
             x, by = pending.pop()
             if x.op == "placeholder" and x.name in self.captured.parameters:
-                found[x] = by
+                operands[x] = by
             elif x.op == "call_function" and x not in places and x.target is not operator.getitem:
                 pending += [(y, by) for y in x.all_input_nodes]
-        return found
+        return operands
 
     def _kept(self, x: fx.Node, by: fx.Node, used: Layout | None, size: Sizes) -> tuple[float, float]:
         """The bytes of a parameter, where it lies and where it is borrowed, which is read as ``by`` in a layout.

@@ -37,15 +37,9 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
         backward_seconds=(1 - share) * pipeline.seconds,
         gradient_seconds=gradients[most],
         update_seconds=updates[most],
-        memory={MEMORY: max(memory_by_rank(plan))},
+        memory={MEMORY: max(pipeline.memory_by_rank())},
         profile=profile.name,
     )
-
-
-def memory_by_rank(plan: Plan) -> list[float]:
-    """Bytes per device of each rank of the pipeline, all its stages together."""
-    assert plan.pipeline is not None
-    return plan.pipeline.memory_by_rank()
 
 
 def parameter_seconds(captured: Captured, plan: Plan) -> list[float]:

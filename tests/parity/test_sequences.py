@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel import Plan, PlanError
 from autoparallel.hardware import CPU, H100, Profile
-from autoparallel.planner.draft import call_of, draft
+from autoparallel.planner.draft import call_of
 from autoparallel.planner.request import Request
+from tests.captures import draft
 from tests.models.gpt import GPT, GPTConfig
 from tests.runtime.support import make, off, run_on_ranks
 

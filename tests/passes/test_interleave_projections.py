@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autoparallel import operators
-from autoparallel.capture.capture import capture
-from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.graph.captured import Captured
+from tests import captures
 from tests.models.fused import GATES, WAYS, FusedAttention, FusedConfig, GatedMLP
 from tests.passes.support import show
 
@@ -31,9 +30,7 @@ class Fused(nn.Module):
 
 
 def _captured(model: nn.Module, *args: Tensor, ranks: int = RANKS) -> Captured:
-    leaves, spec = pytree.tree_flatten((args, {}))
-    specs, batch = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=None, least_batch=8, batch=batch, ranks=ranks)
+    return captures.captured(model, *args, options={"ranks": ranks})
 
 
 def _targets(captured: Captured) -> list[object]:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture.capture import capture
-from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.graph.captured import Captured
 from autoparallel.passes.pad_vocabulary import find_vocabularies, pad_vocabulary
+from tests import captures
 from tests.passes.support import show
 
 VOCABULARY, WIDTH = 13, 4
@@ -46,9 +46,7 @@ IDS = torch.randint(0, VOCABULARY, (8, 3), generator=torch.Generator().manual_se
 
 
 def captured(model: nn.Module, *inputs: Any, shards: int, loss_fn: Any = None) -> Captured:
-    leaves, spec = pytree.tree_flatten((inputs, {}))
-    specs, batch = describe_inputs(leaves)
-    graph = capture(model, specs, spec, loss_fn=loss_fn, least_batch=8, batch=batch)
+    graph = captures.captured(model, *inputs, loss_fn=loss_fn)
     found = find_vocabularies(graph.graph, graph.parameters, shards)
     pad_vocabulary(graph.module, graph.parameters, found)
     graph.module.recompile()

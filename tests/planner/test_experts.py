@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import CPU
-from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.experts import find_experts
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.presets import constraints_for
+from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
-from autoparallel.program import wanted_outputs
 from tests.passes.support import captured
 
 EP = (("ep", 2),)
@@ -48,11 +47,7 @@ class Stack(nn.Module):
 
 
 def _search(graph: Captured, preset: str, mesh: tuple[tuple[str, int], ...]) -> Plan:
-    sizes = tuple(n for _, n in mesh)
-    redistributor = Redistributor(sizes, lambda kind, axes, size: CPU.step_seconds(sizes, kind, axes, size))
-    constraints = constraints_for(preset, [name for name, _ in mesh])
-    outputs = wanted_outputs(graph, "auto", len(mesh))
-    return cheapest(SearchSpace(graph, mesh, CPU, constraints, redistributor, outputs), preset)
+    return cheapest(SearchSpace(graph, Request(mesh, CPU, preset)))
 
 
 def _captured(model: nn.Module) -> Captured:

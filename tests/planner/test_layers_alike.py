@@ -10,18 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from autoparallel.capture.capture import capture
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.graph.captured import describe_inputs
 from autoparallel.hardware import H100, Profile
-from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner import layouts as search_module
 from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.presets import constraints_for
+from autoparallel.planner.request import Request
 from autoparallel.planner.solve import highs, hubs, integer_program, kinds
 from autoparallel.planner.solve.budget import minimise_with_budget
 from autoparallel.planner.solve.elimination import Infeasible, TooWide
@@ -30,7 +26,7 @@ from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.kinds import Layers
 from autoparallel.planner.solve.layered import LayeredNetwork, minimise
 from autoparallel.planner.space import SearchSpace
-from autoparallel.program import wanted_outputs
+from tests.captures import captured
 
 Mesh = tuple[int, ...]
 
@@ -71,14 +67,9 @@ def _space(width: int, layers: int, rows: int, mesh: Mesh, profile: Profile = H1
 
 def _space_of(model: nn.Module, width: int, rows: int, mesh: Mesh, profile: Profile = H100) -> SearchSpace:
     x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, 16, device="meta")
-    leaves, spec = pytree.tree_flatten(((x, y), {}))
-    specs, batch = describe_inputs(leaves)
-    captured = capture(model, specs, spec, loss_fn=F.mse_loss, least_batch=2 * int(np.prod(mesh)), batch=batch)
+    graph = captured(model, x, y, loss_fn=F.mse_loss, least_batch=2 * int(np.prod(mesh)))
     names = ("a", "b", "c")[: len(mesh)]
-    redistributor = Redistributor(mesh, lambda kind, axes, size: profile.step_seconds(mesh, kind, axes, size))
-    outputs = wanted_outputs(captured, "auto", len(mesh))
-    axes = tuple(zip(names, mesh, strict=True))
-    return SearchSpace(captured, axes, profile, constraints_for("auto", names), redistributor, outputs)
+    return SearchSpace(graph, Request(tuple(zip(names, mesh, strict=True)), profile))
 
 
 def _chain(
@@ -163,7 +154,7 @@ class TestLayers:
 
     @pytest.mark.parametrize(("layers", "mesh"), [(2, (8, 8)), (4, (8, 8)), (4, (2, 4, 4))], ids=str)
     def test_real_layers(self, layers: int, mesh: Mesh) -> None:
-        problem = _space(512, layers, 256, mesh).build()
+        problem = _space(512, layers, 256, mesh).problem
         found = minimise(problem.sizes, problem.factors, problem.layers)
         assert found.cost == pytest.approx(minimise(problem.sizes, problem.factors).cost, rel=1e-12)
         repeated = LayeredNetwork(problem.sizes, problem.factors, layers=problem.layers).kinds
@@ -173,7 +164,7 @@ class TestLayers:
         rest = []
         for layers in (8, 16):
             space = _space(512, layers, 256, (8, 8))
-            problem = space.build()
+            problem = space.problem
             rest.append((len(space._of_kind), len(space._ends_alike)))
             assert len(problem.sizes) > 10 * layers
         assert rest[0] == rest[1]
@@ -181,7 +172,7 @@ class TestLayers:
 
 class TestWideGraphs:
     def test_pairs_of_axes_come_close_and_the_bound_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        exact = cheapest(_space(256, 2, 256, (2, 2, 2)), "auto")
+        exact = cheapest(_space(256, 2, 256, (2, 2, 2)))
         assert exact.gap == 0.0
         space = _space(256, 2, 256, (2, 2, 2))
         calls = []
@@ -200,14 +191,14 @@ class TestWideGraphs:
         monkeypatch.setattr(hubs, "minimise", always_too_wide)
         monkeypatch.setattr(hubs, "BOUND_TABLE", 500)
         monkeypatch.setattr(hubs, "NARROWED_TABLE", 500)
-        pairs = cheapest(space, "auto")
+        pairs = cheapest(space)
         assert len(calls) > 3
         assert pairs.cost is not None and exact.cost is not None and pairs.lower_bound is not None
         assert exact.cost <= pairs.cost * (1 + 1e-12) <= 1.05 * exact.cost
         assert 0 < pairs.lower_bound < exact.cost
 
     def test_where_pairs_are_too_wide_one_axis_is_minimised_at_a_time(self) -> None:
-        problem = _space(256, 2, 256, (2, 2, 2)).build()
+        problem = _space(256, 2, 256, (2, 2, 2)).problem
         tried = []
 
         def solve(sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool) -> Sequence[int]:
@@ -285,10 +276,10 @@ class TestWideGraphs:
         with torch.device("meta"):
             model = ReadsAll(64, 12)
         space = _space_of(model, 64, 256, (8,))
-        problem = space.build()
+        problem = space.problem
         with pytest.raises(TooWide):
             minimise(problem.sizes, problem.factors)
-        plan = cheapest(space, "auto")
+        plan = cheapest(space)
         assert plan.gap is not None and 0 <= plan.gap < 2e-6
         assert evaluate(problem.factors, [0] * len(problem.sizes)) > plan.cost  # type: ignore[operator]
 
@@ -310,7 +301,7 @@ class TestWideGraphs:
 
 class TestPlans:
     def test_the_gap_is_kept_in_files_and_said(self) -> None:
-        plan = cheapest(_space(256, 2, 256, (8,)), "auto")
+        plan = cheapest(_space(256, 2, 256, (8,)))
         assert plan.gap == 0.0
         again = Plan.from_json(plan.to_json())
         assert (again.cost, again.lower_bound) == (plan.cost, plan.lower_bound)
@@ -318,4 +309,4 @@ class TestPlans:
 
     def test_a_limit_that_nothing_fits_names_what_takes_most(self) -> None:
         with pytest.raises(PlanError, match=r"the smallest that a plan needs is [\d.]+ MB, most of it for .*MB\)"):
-            cheapest(_space(256, 2, 256, (8,)), "auto", memory_limit=1e3)
+            cheapest(_space(256, 2, 256, (8,)), memory_limit=1e3)

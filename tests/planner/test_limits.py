@@ -14,13 +14,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoparallel.comm.world import Axes
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, PROFILES, Profile
-from autoparallel.planner.draft import Draft, call_of, draft
+from autoparallel.planner.draft import Draft, call_of
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import PRESETS, is_possible
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.planner.signatures import Signatures
-from tests.captures import shared_captures
+from tests.captures import draft, shared_captures
 from tests.planner.blocks import Blocks
 
 LAYERS, WIDTH, ROWS = 6, 16, 512

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU
-from autoparallel.planner.draft import Draft, call_of, draft
+from autoparallel.planner.draft import Draft, call_of
 from autoparallel.planner.request import Request
-from tests.captures import shared_captures
+from tests.captures import draft, shared_captures
 from tests.planner.blocks import Blocks
 
 ROWS, WIDTH = 256, 16

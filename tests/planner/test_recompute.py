@@ -11,10 +11,10 @@ from torch import nn
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
-from autoparallel.planner.draft import Draft, call_of, draft
+from autoparallel.planner.draft import Draft, call_of
 from autoparallel.planner.request import Request
 from autoparallel.report.diff import diff_plans
-from tests.captures import shared_captures
+from tests.captures import draft, shared_captures
 from tests.planner.blocks import Blocks
 
 LAYERS, WIDTH, ROWS = 4, 16, 512

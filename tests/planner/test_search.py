@@ -8,22 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from autoparallel.capture.capture import capture
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.graph.captured import Captured
 from autoparallel.hardware import H100, Profile
 from autoparallel.placements import parse_layout
-from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.presets import constraints_for
+from autoparallel.planner.request import Request
 from autoparallel.planner.solve.factors import evaluate
 from autoparallel.planner.solve.integer_program import solve
 from autoparallel.planner.solve.layered import minimise
 from autoparallel.planner.space import SearchSpace
-from autoparallel.program import wanted_outputs
+from tests.captures import captured
 
 Mesh = tuple[tuple[str, int], ...]
 ONE: Mesh = (("dp", 2),)
@@ -46,16 +43,11 @@ def _captured(width: int, hidden: int, rows: int) -> Captured:
     with torch.device("meta"):
         model = MLP(width, hidden)
         x = torch.empty(rows, width)
-    leaves, spec = pytree.tree_flatten(((x, x), {}))
-    specs, batch = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=F.mse_loss, least_batch=16, batch=batch)
+    return captured(model, x, x, loss_fn=F.mse_loss, least_batch=16)
 
 
-def _space(captured: Captured, mesh: Mesh, preset: str = "auto", profile: Profile = FAST_LINKS) -> SearchSpace:
-    sizes = tuple(n for _, n in mesh)
-    redistributor = Redistributor(sizes, lambda kind, axes, size: profile.step_seconds(sizes, kind, axes, size))
-    constraints = constraints_for(preset, [name for name, _ in mesh])
-    return SearchSpace(captured, mesh, profile, constraints, redistributor, wanted_outputs(captured, "auto", len(mesh)))
+def _space(graph: Captured, mesh: Mesh, preset: str = "auto", profile: Profile = FAST_LINKS) -> SearchSpace:
+    return SearchSpace(graph, Request(mesh, profile, preset))
 
 
 def _kinds(plan: Plan, parameter: str) -> str:
@@ -64,62 +56,61 @@ def _kinds(plan: Plan, parameter: str) -> str:
 
 @pytest.mark.parametrize("mesh", [ONE, TWO], ids=["one axis", "two axes"])
 def test_the_minimum_is_that_of_an_integer_program(mesh: Mesh) -> None:
-    problem = _space(_captured(64, 256, 32), mesh).build()
+    problem = _space(_captured(64, 256, 32), mesh).problem
     exact = minimise(problem.sizes, problem.factors)
     assert exact.cost == pytest.approx(solve(problem.sizes, problem.factors)[0].cost, rel=1e-9)
     assert max(problem.sizes) > 3
 
 
 def test_planning_twice_gives_the_same_plan() -> None:
-    captured = _captured(64, 256, 32)
-    plans = [cheapest(_space(captured, TWO), "auto").to_json() for _ in range(2)]
+    graph = _captured(64, 256, 32)
+    plans = [cheapest(_space(graph, TWO)).to_json() for _ in range(2)]
     assert plans[0] == plans[1]
 
 
 class TestPresets:
     def test_data_parallel_keeps_parameters_whole_and_cuts_the_batch(self) -> None:
-        plan = cheapest(_space(_captured(64, 256, 32), TWO, "data_parallel"), "data_parallel")
+        plan = cheapest(_space(_captured(64, 256, 32), TWO, "data_parallel"))
         assert {_kinds(plan, name) for name in plan.parameters} == {"II"}
         assert plan.operators["up/aten.linear#0"] == ("shard:...0", "shard:...0")
 
     def test_fsdp_cuts_every_parameter_at_rest_and_gathers_per_use(self) -> None:
-        plan = cheapest(_space(_captured(64, 256, 32), TWO, "fsdp"), "fsdp")
+        plan = cheapest(_space(_captured(64, 256, 32), TWO, "fsdp"))
         assert {_kinds(plan, name) for name in plan.parameters} == {"SS"}
         assert {p.gather for p in plan.parameters.values()} == {"per_use"}
 
     def test_tensor_parallel_pairs_columns_with_rows(self) -> None:
-        plan = cheapest(_space(_captured(1024, 4096, 32), (("tp", 4),), "tensor_parallel"), "tensor_parallel")
+        plan = cheapest(_space(_captured(1024, 4096, 32), (("tp", 4),), "tensor_parallel"))
         assert plan.parameters["up.weight"].at_rest == "S0"
         assert plan.parameters["down.weight"].at_rest == "S1"
         assert plan.operators["down/aten.linear#0"] == ("shard:k",)
 
     def test_a_batch_that_does_not_divide_is_said(self) -> None:
         with pytest.raises(PlanError, match=r"batch of 3 rows must divide by 2"):
-            cheapest(_space(_captured(64, 256, 3), ONE, "data_parallel"), "data_parallel")
+            cheapest(_space(_captured(64, 256, 3), ONE, "data_parallel"))
 
 
 class TestAuto:
     def test_a_small_layer_and_a_large_batch_cut_the_batch(self) -> None:
-        plan = cheapest(_space(_captured(256, 256, 65536), ONE), "auto")
+        plan = cheapest(_space(_captured(256, 256, 65536), ONE))
         assert plan.operators["up/aten.linear#0"] == ("shard:...0",)
 
     def test_large_layers_and_a_small_batch_cut_the_weights(self) -> None:
-        plan = cheapest(_space(_captured(8192, 32768, 16), ONE), "auto")
+        plan = cheapest(_space(_captured(8192, 32768, 16), ONE))
         assert _kinds(plan, "up.weight") == "S"
         assert plan.operators["up/aten.linear#0"] == ("shard:n",)
         assert plan.operators["down/aten.linear#0"] == ("shard:k",)
 
     def test_a_memory_limit_gathers_per_use_what_would_be_kept(self) -> None:
-        captured = _captured(1024, 1024, 65536)
-        space = _space(captured, ONE)
-        free = cheapest(space, "auto")
+        space = _space(_captured(1024, 1024, 65536), ONE)
+        free = cheapest(space)
         assert {p.gather for p in free.parameters.values()} == {"per_step"}
-        problem = space.build()
+        problem = space.problem
         choices = minimise(problem.sizes, problem.factors).choices
         usage = evaluate(problem.usage, choices)
-        tight = cheapest(space, "auto", memory_limit=usage - 1e6)
+        tight = cheapest(space, memory_limit=usage - 1e6)
         assert "per_use" in {p.gather for p in tight.parameters.values()}
 
     def test_a_limit_that_nothing_fits_names_what_is_needed(self) -> None:
         with pytest.raises(PlanError, match=r"no plan fits in 0\.0 MB .* the smallest that a plan needs is [\d.]+ MB"):
-            cheapest(_space(_captured(256, 256, 64), ONE), "auto", memory_limit=1e3)
+            cheapest(_space(_captured(256, 256, 64), ONE), memory_limit=1e3)

@@ -15,15 +15,15 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import CPU
+from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import SPLIT, require_schedule
 from autoparallel.plan import Plan
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.microbatches import microbatch_counts
-from autoparallel.planner.presets import constraints_for
+from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
-from autoparallel.program import wanted_outputs
-from tests.passes.support import captured, redistributor
+from tests.passes.support import captured
 
 PROFILE = replace(CPU, launch=1e-9, latency=1e-9)
 
@@ -44,10 +44,8 @@ class Uneven(nn.Module):
 
 def planner(model: nn.Module, width: int, ranks: int, limit: float | None = None, rows: int = 8) -> StagePlanner:
     graph = captured(model, torch.randn(rows, width), torch.randn(rows, width), loss_fn=F.mse_loss)
-    mesh = (("dp", 1),)
-    paths = redistributor(1)
-    space = SearchSpace(graph, mesh, PROFILE, constraints_for("auto", ["dp"]), paths, wanted_outputs(graph, "auto", 1))
-    return StagePlanner(graph, cheapest(space, "auto"), PROFILE, paths, "pp", ranks, limit)
+    request = Request((("dp", 1),), PROFILE, stages=ranks, memory_limit=limit)
+    return StagePlanner(graph, cheapest(SearchSpace(graph, request)), request, find_layers(graph.graph))
 
 
 WIDTHS = (64, 256, 256, 64, 64, 64, 512, 64)
@@ -208,11 +206,8 @@ def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() 
     graph = captured(Uneven(64, 64, 64), torch.randn(8, 64), torch.randn(8, 64), loss_fn=F.mse_loss)
     needs = []
     for preset in ("data_parallel", "fsdp"):
-        paths = redistributor(2)
-        space = SearchSpace(
-            graph, (("dp", 2),), PROFILE, constraints_for(preset, ["dp"]), paths, wanted_outputs(graph, "auto", 1)
-        )
-        found = StagePlanner(graph, cheapest(space, preset), PROFILE, paths, "pp", 2)
+        request = Request((("dp", 2),), PROFILE, preset, stages=2)
+        found = StagePlanner(graph, cheapest(SearchSpace(graph, request)), request)
         needs.append(sum(row.kept for row in found._rows(Sizes(graph.actual))))
     whole = 2 * 64 * 64 * 4
     assert needs == [4 * whole, 4 * whole / 2 + whole / 2]  # weight, gradient, two states; and the sum over its shard

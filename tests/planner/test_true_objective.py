@@ -22,10 +22,8 @@ from autoparallel.planner.draft import call_of
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.options import Option
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
-from autoparallel.program import wanted_outputs
 from autoparallel.rules.calls import tensor_operands
 
 FAST = dataclasses.replace(H100, name="fast", latency=1e-8, launch=1e-8, overlap=0.0)
@@ -132,11 +130,9 @@ class Referee:
 def _space(profile: Profile, ranks: int, rows: int, width: int, hidden: int) -> SearchSpace:
     with torch.device("meta"):
         model, x = Shared(width, hidden), torch.empty(rows, width)
-    axes = (("x", ranks),)
-    request = Request(axes, profile)
+    request = Request((("x", ranks),), profile)
     captured = Planner(model, request).capture(call_of((x,)))
-    constraints, wanted = constraints_for("auto", ["x"]), wanted_outputs(captured, request.outputs, len(request.axes))
-    return SearchSpace(captured, axes, profile, constraints, request.redistributor, wanted)
+    return SearchSpace(captured, request)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_no_plan_of_a_small_graph_is_cheaper_than_the_one_found(
     profile: Profile, ranks: int, rows: int, width: int, hidden: int
 ) -> None:
     space = _space(profile, ranks, rows, width, hidden)
-    plan, referee = cheapest(space, "auto"), Referee(space)
+    plan, referee = cheapest(space), Referee(space)
     assert referee.plans > 1000
     assert plan.cost == pytest.approx(referee.least, rel=1e-9)
 
@@ -162,5 +158,5 @@ def test_no_plan_of_a_small_graph_is_cheaper_than_the_one_found(
 def test_the_graphs_have_different_answers() -> None:
     """Else brute force would have confirmed one plan several times."""
     sizes = [(SLOW, 2, 4096, 64, 64), (SLOW, 2, 3, 512, 4096), (H100, 2, 4, 8, 8)]
-    found = {tuple(sorted(cheapest(_space(*size), "auto").operators.items())) for size in sizes}
+    found = {tuple(sorted(cheapest(_space(*size)).operators.items())) for size in sizes}
     assert len(found) == 3

@@ -15,8 +15,9 @@ from torch import nn
 
 from autoparallel import Plan, PlanError
 from autoparallel.hardware import PROFILES
-from autoparallel.planner.draft import call_of, draft
+from autoparallel.planner.draft import call_of
 from autoparallel.planner.request import Request
+from tests.captures import draft
 from tests.runtime.test_profile import Layers
 
 

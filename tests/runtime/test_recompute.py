@@ -18,7 +18,6 @@ import autoparallel
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.plan import Plan
 from autoparallel.predict.meter import Clock, Ledger
-from autoparallel.predict.stages import memory_by_rank
 from tests.models import build
 from tests.runtime.support import off, run_on_ranks
 
@@ -175,7 +174,7 @@ def _train_stages(shape: tuple[int, ...], schedule: str, per_rank: int, layers: 
     plain = compiled(example_inputs=batches[0])
     data = json.loads(plain.plan.to_json())
     if layers is None:
-        limit = 0.5 * max(memory_by_rank(plain.plan))
+        limit = 0.5 * max(plain.plan.pipeline.memory_by_rank())
         ours = compiled(memory_limit=limit, example_inputs=batches[0])
         data["pipeline"]["cuts"] = ours.plan.pipeline.cuts
         plain = compiled(plan=Plan.from_json(json.dumps(data)), pipeline=None)
@@ -209,7 +208,7 @@ def _train_stages(shape: tuple[int, ...], schedule: str, per_rank: int, layers: 
         "as predicted": peaks[2][1] == ours.plan.pipeline.traffic.calls[rank],
         "layers": ours.plan.recompute,
         "kept in the file": Plan.from_json(ours.plan.to_json()).recompute == ours.plan.recompute,
-        "memory": max(memory_by_rank(ours.plan)),
+        "memory": max(ours.plan.pipeline.memory_by_rank()),
         "limit": limit,
         "explained": ours.plan.explain(),
     }
