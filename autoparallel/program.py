@@ -104,6 +104,7 @@ class Target:
         reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
         node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
         checked: whether programs are checked and compiled, as those that run must be.
+        watch: is told of each pass.
     """
 
     prefix: str
@@ -113,6 +114,7 @@ class Target:
     reduce_dtype: torch.dtype | None = None
     node: int = 0
     checked: bool = True
+    watch: Watch = ignore
 
 
 def wanted_outputs(captured: Captured, mode: str, axes: int) -> list[Layout | None]:
@@ -153,7 +155,6 @@ def placing_passes(
     if outputs is None:
         outputs = wanted_outputs(captured, target.outputs, len(plan.mesh))
     modes = {key: plan.modes(key) for key in plan.operators}
-    sizes, placeholders = Sizes(captured.actual), {**parameters, **inputs}
     return [
         # Counts the blocks of fused projections by how the plan shards them, so it comes before anything is cut.
         Pass(
@@ -166,11 +167,11 @@ def placing_passes(
             partial(
                 specify_program,
                 modes=modes,
-                placeholders=placeholders,
+                placeholders={**parameters, **inputs},
                 outputs=outputs,
                 axes=plan.mesh,
                 prefix=target.prefix,
-                sizes=sizes,
+                sizes=Sizes(captured.actual),
                 parameters=captured.parameters,
             ),
             requires={Fact.CANONICAL, Fact.NAMED, Fact.GLOBAL, Fact.SETTLED},
@@ -179,20 +180,14 @@ def placing_passes(
         Pass(
             partial(
                 insert_collectives,
-                modes=modes,
-                placeholders=placeholders,
                 shared={key: parse_layout(text) for key, text in plan.shared.items()},
-                outputs=outputs,
-                axis_names=plan.axis_names,
-                prefix=target.prefix,
                 redistributor=target.redistributor,
-                sizes=sizes,
-                uneven=parameters,
             ),
             requires={Fact.DIFFERENTIABLE, Fact.BACKWARD, Fact.GLOBAL, Fact.SPECIFIED},
             provides={Fact.PLACED},
             removes={Fact.GLOBAL},
             places=True,
+            reads=lambda findings: {"specification": findings[Specification]},
         ),
     ]
 
@@ -288,14 +283,12 @@ def build_program(
     target: Target,
     inputs: Mapping[str, Layout],
     outputs: Sequence[Layout | None] | None = None,
-    watch: Watch = ignore,
 ) -> LocalProgram:
     """Runs the passes on ``captured`` (whose graph becomes the body).
 
     Args:
         inputs: the layouts in which ``DTensor`` inputs come.
         outputs: those in which outputs leave; unless told, those that the target wants.
-        watch: is told of each pass.
 
     Raises:
         PlanError: when the plan cannot be carried out.
@@ -303,7 +296,7 @@ def build_program(
     passes = program_passes(captured, plan, target, inputs, outputs)
     module = captured.module
     try:
-        findings = run_passes(passes, module, watch, checked=target.checked)
+        findings = run_passes(passes, module, target.watch, checked=target.checked)
     except ChunkError as error:
         raise PlanError(str(error)) from error
     layouts = [node.meta["placements"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
@@ -346,12 +339,11 @@ class StagedProgram:
         return "\n".join(f"stage {i}:\n{program.text()}" for i, program in enumerate(self.programs))
 
 
-def build_stages(captured: Captured, plan: Plan, target: Target, training: bool, watch: Watch) -> StagedProgram:
+def build_stages(captured: Captured, plan: Plan, target: Target, training: bool) -> StagedProgram:
     """Cuts a graph as its plan says and builds the local program of every stage, the same on all ranks.
 
     Args:
         training: whether the call is one that is differentiated.
-        watch: is told of each pass of each stage.
 
     Raises:
         PlanError: when the model cannot be run in such stages and microbatches.
@@ -385,9 +377,7 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool,
         recompute = tuple(layer for layer in plan.recompute if (stage, layer) in layers)
         received = {c.name: layouts[c.name] for c in graph.received}
         sent = [whole] * count + [layouts[c.name] for c in graph.sent]
-        programs.append(
-            build_program(graph.captured, replace(plan, recompute=recompute), target, received, sent, watch)
-        )
+        programs.append(build_program(graph.captured, replace(plan, recompute=recompute), target, received, sent))
     ordered = tuple(crossings[number] for number in sorted(crossings))
     return StagedProgram(captured, pipeline, tuple(graphs), tuple(programs), ordered)
 

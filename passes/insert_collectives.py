@@ -16,7 +16,7 @@ After:
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import fx
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
-from autoparallel.graph.sizes import Sizes
+from autoparallel.passes.specification import Specification
 from autoparallel.placements import Invariant, Layout, divides, shards_of
 from autoparallel.placements.modes import Mode
 from autoparallel.placements.redistribution import Redistributor, Step
@@ -44,62 +44,47 @@ class Redistribution:
 def insert_collectives(
     module: fx.GraphModule,
     *,
-    modes: Mapping[str, Sequence[Mode]],
-    placeholders: Mapping[str, Layout],
+    specification: Specification,
     shared: Mapping[str, Layout],
-    outputs: Sequence[Layout | None],
-    axis_names: Sequence[str],
-    prefix: str,
     redistributor: Redistributor,
-    sizes: Sizes,
-    uneven: Collection[str] = (),
 ) -> None:
     """Rewrites ``module`` in place.
 
     Args:
-        modes: node key to how the operator runs on each mesh axis.
-        placeholders: placeholder name to its layout; others are Invariant.
+        specification: the modes of operators and the layouts of placeholders and outputs. The shards of parameters may
+            differ in size: ``hoist_parameter_chains`` takes their redistributions out of the body.
         shared: node key to the layout that all consumers read the tensor in.
-        outputs: the layout each output must have; None leaves it as it is, with sums completed.
-        axis_names: the mesh axes in order.
-        prefix: the name under which the mesh is bound.
         redistributor: finds the steps of a redistribution.
-        sizes: the sizes to price them with.
-        uneven: the placeholders whose shards may differ in size (parameters: ``hoist_parameter_chains`` takes their
-            redistributions out of the body).
     """
-    writer = _Writer(module.graph, axis_names, prefix, redistributor, sizes, shared, uneven)
+    writer = _Writer(module.graph, specification, shared, redistributor)
     for node in list(module.graph.nodes):
         if node.op == "placeholder":
-            node.meta["placements"] = placeholders.get(node.name, writer.invariant)
+            node.meta["placements"] = specification.placeholders.get(node.name, writer.invariant)
         elif node.op == "call_function" and is_tensor(node):
             if node.target is operator.getitem:
                 node.meta["placements"] = node.args[0].meta["placements"]
             else:
-                writer.localize(node, modes[node.meta["key"]])
+                writer.localize(node, specification.modes[node.meta["key"]])
         elif node.op == "call_function" and tensor_operands(node):
             writer.keep_global(node)
         elif node.op == "output":
-            writer.finish(node, outputs)
+            writer.finish(node, specification.outputs)
 
 
 class _Writer:
     def __init__(
         self,
         graph: fx.Graph,
-        axis_names: Sequence[str],
-        prefix: str,
-        redistributor: Redistributor,
-        sizes: Sizes,
+        specification: Specification,
         shared: Mapping[str, Layout],
-        uneven: Collection[str],
+        redistributor: Redistributor,
     ) -> None:
-        self.uneven = frozenset(uneven)
-        self.graph, self.names, self.prefix = graph, axis_names, prefix
-        self.redistributor, self.sizes, self.shared = redistributor, sizes, shared
+        self.graph, self.shared, self.redistributor = graph, shared, redistributor
+        self.names, self.prefix, self.sizes = specification.names, specification.prefix, specification.sizes
+        self.uneven = specification.parameters.keys()
         self.axis_sizes = redistributor.axis_sizes
-        self.invariant: Layout = (Invariant,) * len(axis_names)
-        self.groups = [group_name(prefix, axis_names, (i,)) for i in range(len(axis_names))]
+        self.invariant = specification.whole_layout
+        self.groups = [group_name(self.prefix, self.names, (i,)) for i in range(len(self.names))]
         self.versions: dict[tuple[fx.Node, Layout], fx.Node] = {}
 
     def localize(self, node: fx.Node, modes: Sequence[Mode]) -> None:

@@ -38,10 +38,10 @@ def build(
     Raises:
         PlanError: where the model cannot be run so.
     """
-    target = replace(request.target(prefix), checked=checked)
+    target = replace(request.target(prefix), checked=checked, watch=watch)
     if plan.staging is not None:
-        return build_stages(captured, plan, target, call.is_training, watch)
-    return build_program(captured, plan, target, input_layouts(captured, call.specs, call.layouts), watch=watch)
+        return build_stages(captured, plan, target, call.is_training)
+    return build_program(captured, plan, target, input_layouts(captured, call.specs, call.layouts))
 
 
 def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> None:

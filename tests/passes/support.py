@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
-from autoparallel.capture.capture import capture
-from autoparallel.graph.captured import Captured, describe_inputs
+from autoparallel.graph.captured import Captured
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.history import program_lines as show
 from autoparallel.passes.insert_collectives import insert_collectives
@@ -17,6 +15,7 @@ from autoparallel.passes.specification import Specification, specify_program
 from autoparallel.placements import parse_layout
 from autoparallel.placements.modes import parse_mode
 from autoparallel.placements.redistribution import Redistributor
+from tests.captures import captured
 
 
 class MLP(nn.Module):
@@ -53,12 +52,6 @@ PAIR_MODES = {"w1/aten.linear#0": ["shard:n"], "w2/aten.linear#0": ["shard:k"]}
 PAIR_PARAMETERS = {"w1.weight": "S0", "w2.weight": "S1"}
 
 
-def captured(model: nn.Module, *args: Any, loss_fn: Any = None) -> Captured:
-    leaves, spec = pytree.tree_flatten((args, {}))
-    specs, rows = describe_inputs(leaves)
-    return capture(model, specs, spec, loss_fn=loss_fn, least_batch=8, batch=rows)
-
-
 def redistributor(*sizes: int) -> Redistributor:
     """Prices that follow the bytes, with a cost for every collective."""
     return Redistributor(sizes, lambda kind, axes, size: 1e-6 + size * 1e-9)
@@ -77,26 +70,27 @@ def placed(
     whole = ",".join("I" for _ in axes)
     at_rest = parameters or {}
     results = graph.graph.output_node().args[0]
-    common: dict[str, Any] = {
-        "modes": {
+    specification = specify_program(
+        graph.module,
+        modes={
             n.meta["key"]: tuple(parse_mode(m) for m in modes.get(n.meta["key"], ["I"] * len(axes)))
             for n in graph.graph.nodes
             if n.op == "call_function"
         },
-        "placeholders": {
+        placeholders={
             placeholder: parse_layout(at_rest.get(name, whole)) for placeholder, name in graph.parameters.items()
         },
-        "outputs": [None if text is None else parse_layout(text) for text in (outputs or [whole] * len(results))],
-        "prefix": "mesh0",
-        "sizes": Sizes(graph.actual),
-    }
-    specification = specify_program(graph.module, axes=axes, parameters=graph.parameters, **common)
+        outputs=[None if text is None else parse_layout(text) for text in (outputs or [whole] * len(results))],
+        axes=axes,
+        prefix="mesh0",
+        sizes=Sizes(graph.actual),
+        parameters=graph.parameters,
+    )
     insert_collectives(
         graph.module,
+        specification=specification,
         shared={key: parse_layout(text) for key, text in (shared or {}).items()},
-        axis_names=[name for name, _ in axes],
         redistributor=redistributor(*(size for _, size in axes)),
-        **common,
     )
     graph.module.recompile()
     return graph.module, specification

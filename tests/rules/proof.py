@@ -279,15 +279,17 @@ class Run:
     def localize(self) -> None:
         """Makes the local program and cuts the operands and the cotangent."""
         names = NAMES[-len(self.mesh) :]
-        common: dict[str, Any] = {
-            "modes": {self.node.meta["key"]: self.modes},
-            "placeholders": {f"x{i}": layout for i, layout in enumerate(self.needs)},
-            "outputs": [self.result],
-            "prefix": "proof",
-            "sizes": Sizes({}),
-        }
-        specification = specify_program(self.module, axes=[*zip(names, self.mesh, strict=True)], **common)
-        insert_collectives(self.module, shared={}, axis_names=names, redistributor=_redistributor(self.mesh), **common)
+        specification = specify_program(
+            self.module,
+            modes={self.node.meta["key"]: self.modes},
+            placeholders={f"x{i}": layout for i, layout in enumerate(self.needs)},
+            outputs=[self.result],
+            axes=[*zip(names, self.mesh, strict=True)],
+            prefix="proof",
+            sizes=Sizes({}),
+        )
+        redistributor = _redistributor(self.mesh)
+        insert_collectives(self.module, specification=specification, shared={}, redistributor=redistributor)
         self.module.recompile()
         verify_placements(self.module, specification)
         generator = self.reference.generator
