@@ -277,11 +277,7 @@ class _Cutter:
         present = {node.name for node in copies if node.op == "placeholder"}
         whole = self.captured
         captured = replace(
-            whole,
-            module=fx.GraphModule(torch.nn.Module(), graph),
-            parameters={n: p for n, p in whole.parameters.items() if n in present},
-            buffers={n: b for n, b in whole.buffers.items() if n in present},
-            constants={n: t for n, t in whole.constants.items() if n in present},
+            whole.part(graph),
             inputs=[n if n in present else None for n in whole.inputs] + [c.name for c in received],
             mutated_buffers=[whole.mutated_buffers[i] for i in buffers],
             outputs=[],

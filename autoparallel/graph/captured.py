@@ -177,6 +177,17 @@ class Captured:
         """The same graph once more, for another program to be made of."""
         return replace(self, module=fx.GraphModule(nn.Module(), copy_graph(self.graph)))
 
+    def part(self, graph: fx.Graph) -> Captured:
+        """The same with another graph, and what is known of those of its placeholders that this one has, too."""
+        names = {node.name for node in graph.nodes if node.op == "placeholder"}
+        return replace(
+            self,
+            module=fx.GraphModule(nn.Module(), graph),
+            parameters={node: name for node, name in self.parameters.items() if node in names},
+            buffers={node: name for node, name in self.buffers.items() if node in names},
+            constants={node: value for node, value in self.constants.items() if node in names},
+        )
+
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """The same graph once more."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx, nn
+from torch import fx
 
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
@@ -90,16 +90,8 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
 
     def shortened(kept: Sequence[int]) -> Short:
         graph = leave_out_layers(captured.graph, runs, kept)
-        left = {node.name for node in graph.nodes if node.op == "placeholder"}
         left_layers = {layer_of(node) for node in graph.nodes}
-        short = replace(
-            captured,
-            module=fx.GraphModule(nn.Module(), graph),
-            parameters={node: name for node, name in captured.parameters.items() if node in left},
-            buffers={node: name for node, name in captured.buffers.items() if node in left},
-            constants={node: value for node, value in captured.constants.items() if node in left},
-            runs=(),
-        )
+        short = replace(captured.part(graph), runs=())
         recompute = tuple(layer for layer in plan.recompute if layer in left_layers)
         calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
         key = plan.loss_chunks, plan.microbatches, tuple(kept), calls
