@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def check(model: nn.Module, inputs: Any = (X, Y), loss_fn: Any = F.cross_entropy
         reference = run_reference(task.copy(), tolerance == "auto", limits.__setitem__)
         rank = run_rank(task.copy(), lambda step, _: limits[step])
         report = make_report(task, [rank], reference, tolerance, 0.0)
-        return report.with_deviation(localized(task, report), 0.0) if localize and not report.ok else report
+        return replace(report, deviation=localized(task, report)) if localize and not report.ok else report
 
 
 def names(report: VerifyReport, kind: str) -> set[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,7 +115,7 @@ def verify(
         left = max(timeout - (time.perf_counter() - started), 1.0)
         job = Job("the search for the first deviation", "localize", 0, 1, _run_localization)
         [deviation] = run_processes([job], (task, report), left)
-        report = report.with_deviation(deviation, time.perf_counter() - started)
+        report = replace(report, deviation=deviation, seconds=time.perf_counter() - started)
     return report
 
 

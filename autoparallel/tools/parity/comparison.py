@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autoparallel.runtime.agreement import tensor_digest
 from autoparallel.tools.parity.verification import Difference
 
 Record = tuple[int, str, str, Tensor | None]
@@ -92,19 +92,13 @@ def seen_of(model: nn.Module, records: Sequence[Record]) -> dict[str, Any]:
         kinds = zip(coordinate, parameter.placements, strict=True)
         shard = tuple(c for c, placement in kinds if not placement.is_replicate())
         layouts[name] = tuple(map(str, parameter.placements))
-        shards[name] = (shard, _digest(parameter.to_local().detach()))
+        shards[name] = (shard, tensor_digest(parameter.to_local()))
     seen = {
-        (step, f"{kind} {name}".strip()): _digest(x)
+        (step, f"{kind} {name}".strip()): tensor_digest(x)
         for step, kind, name, x in records
         if kind in ("loss", "norm") and x is not None
     }
     return {"file": records, "shards": shards, "seen": seen, "layouts": layouts}
-
-
-def _digest(x: Tensor) -> str:
-    """A tensor's bits."""
-    data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
-    return hashlib.sha256(data).hexdigest()
 
 
 def compare_ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -119,10 +119,6 @@ class VerifyReport:
     notes: tuple[str, ...]
     seconds: float
     deviation: Deviation | None = None
-
-    def with_deviation(self, deviation: Deviation, seconds: float) -> VerifyReport:
-        """The same report with the first operator that deviates."""
-        return replace(self, deviation=deviation, seconds=seconds)
 
     @property
     def ok(self) -> bool:
