@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,27 +37,22 @@ def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) ->
         plain: the model, whose buffers and attributes the call may change.
         problem: why this rank cannot make the call, if it cannot.
     """
-    if call.autocast is not None:  # the program has its casts already
-        with torch.autocast(kinds.maker.mesh.device_type, enabled=False):
-            return _run(kinds, plain, call, problem)
-    return _run(kinds, plain, call, problem)
-
-
-def _run(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) -> Any:
-    kind = kinds.agree(call, problem)
     store = kinds.store
-    try:
-        store.begin_call()
-        if store.window is not None and torch.is_grad_enabled():
-            _require_weight(kind, store.window)
-        draws = kind.runner.captured.draws
-        results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
-        settle(store.prefix)
-        kinds.calls += call.is_training
-        return _deliver(kind, results, call, plain, store, kinds.maker.mesh)
-    except BaseException as error:
-        note_raised(error)
-        raise
+    # The program has its casts already.
+    with nullcontext() if call.autocast is None else torch.autocast(kinds.maker.mesh.device_type, enabled=False):
+        kind = kinds.agree(call, problem)
+        try:
+            store.begin_call()
+            if store.window is not None and torch.is_grad_enabled():
+                _require_weight(kind, store.window)
+            draws = kind.runner.captured.draws
+            results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
+            settle(store.prefix)
+            kinds.calls += call.is_training
+            return _deliver(kind, results, call, plain, store, kinds.maker.mesh)
+        except BaseException as error:
+            note_raised(error)
+            raise
 
 
 def _require_weight(kind: Kind, window: Any) -> None:
