@@ -200,7 +200,6 @@ class TestBooster:
         for found in autoparallel.launch(load("booster_clipping").train, 1, ranks=2, timeout=TIMEOUT):
             assert found == (pytest.approx(losses, abs=1e-9), pytest.approx(norms, abs=1e-9))
 
-    @pytest.mark.slow
     def test_accumulation_on_two_processes_is_the_plain_loop(self) -> None:
         resnet, model, data, order = self.digits(1200)
         windows = windows_of(resnet.microbatches(data, order), 4)
@@ -224,7 +223,6 @@ class TestByFeature:
         assert name == "base" or any(line.endswith("# new") for line in own)
 
     @pytest.mark.wide
-    @pytest.mark.slow_where(lambda name: name not in ("checkpoint", "experts", "pipeline"))
     @pytest.mark.parametrize("name", NAMES)
     def test_two_processes_train_what_one_trains(self, name: str, tmp_path: Path) -> None:
         example, base = load(name), load("base")
