@@ -52,10 +52,10 @@ def _minimise_in_turn(
         for turn, free in enumerate(itertools.cycle(groups)):
             if idle == len(groups) - 1 if last else turn == len(groups):
                 break
-            kept = _kept(problem, held, [axis for axis in axes if axis not in free])
-            sizes = [len(states) for states in kept]
-            found = solve(sizes, problem.factors.restricted(kept), problem.usage.restricted(kept), within)
-            choices = [int(states[choice]) for states, choice in zip(kept, found, strict=True)]
+            left = _states_left(problem, held, [axis for axis in axes if axis not in free])
+            sizes = [len(states) for states in left]
+            numbers = solve(sizes, problem.factors.restricted(left), problem.usage.restricted(left), within)
+            choices = [int(states[choice]) for states, choice in zip(left, numbers, strict=True)]
             cost = evaluate(problem.factors, choices)
             idle += 1
             if cost < least:
@@ -65,19 +65,19 @@ def _minimise_in_turn(
     return best
 
 
-def _kept(problem: Problem, held: dict[fx.Node, Option], axes: Sequence[int]) -> list[States]:
+def _states_left(problem: Problem, held: dict[fx.Node, Option], axes: Sequence[int]) -> list[States]:
     """Of every variable the states that are, on some axes, what is held there."""
-    kept: list[States] = [np.arange(size) for size in problem.sizes]
-    known: dict[Hashable, States] = {}
+    states: list[States] = [np.arange(size) for size in problem.sizes]
+    alike: dict[Hashable, States] = {}
     left: dict[fx.Node, list[Option]] = {}
     for node, variable in problem.variables.items():
-        own = held.get(node)
-        key = id(variable.options), tuple([_on(own, axis) for axis in axes])
-        if key not in known:
-            agree = [all(_agrees(o, own, axis) for axis in axes) for o in variable.options]
-            known[key] = np.flatnonzero(agree) if any(agree) else np.arange(len(agree))
-        kept[variable.number] = known[key]
-        left[node] = [variable.options[i] for i in known[key]]
+        chosen = held.get(node)
+        key = id(variable.options), tuple([_on(chosen, axis) for axis in axes])
+        if key not in alike:
+            agree = [all(_agrees(o, chosen, axis) for axis in axes) for o in variable.options]
+            alike[key] = np.flatnonzero(agree) if any(agree) else np.arange(len(agree))
+        states[variable.number] = alike[key]
+        left[node] = [variable.options[i] for i in alike[key]]
     readers: dict[fx.Node, set[Layout]] = {node: {o.result for o in left[node]} for node in problem.readers}
     for node, options in left.items():
         for i, operand in enumerate(problem.operands(node)):
@@ -85,8 +85,8 @@ def _kept(problem: Problem, held: dict[fx.Node, Option], axes: Sequence[int]) ->
                 readers[operand] |= {o.needs[i] for o in options}
     for node, (layouts, number) in problem.readers.items():
         which = tuple([i for i, layout in enumerate(layouts) if layout in readers[node]])
-        kept[number] = known.setdefault(("layouts", which), np.array(which))
-    return kept
+        states[number] = alike.setdefault(("layouts", which), np.array(which))
+    return states
 
 
 def _on(option: Option | None, axis: int) -> Hashable:

@@ -47,9 +47,9 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> dict[
     Args:
         loss_chunks: into how many chunks of rows the loss is cut; what is made in chunks never exists whole.
     """
-    known: dict[Hashable, Saved] = {}
+    saved_by_kind: dict[Hashable, Saved] = {}
     owners: dict[fx.Node, fx.Node] = {}
-    found: set[fx.Node] = set()
+    saved_nodes: set[fx.Node] = set()
     beside: dict[fx.Node, float] = {}
     for node in graph.nodes:
         if node.op != "call_function":
@@ -59,19 +59,19 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> dict[
             owners[node] = node
             continue
         key = size.call(node), *[tuple(map(str, x.meta["val"].stride())) for x in operands]
-        if key not in known:
-            known[key] = _run(node, operands, size)
-        saved = known[key]
+        if key not in saved_by_kind:
+            saved_by_kind[key] = _run(node, operands, size)
+        saved = saved_by_kind[key]
         owners[node] = node if saved.seen is None else owners.get(operands[saved.seen], operands[saved.seen])
         for x in [*(operands[i] for i in saved.operands), *([node] if saved.result else [])]:
-            found.add(owners.get(x, x))
+            saved_nodes.add(owners.get(x, x))
         if saved.beside:
             largest = node if saved.largest is None else operands[saved.largest]
             beside[largest] = beside.get(largest, 0.0) + saved.beside
     heads = find_heads(graph) if loss_chunks > 1 else ()
     chunked = {node for head in heads for node in (head.product, *head.between)}
-    kept = (found | beside.keys()) - chunked
-    return {node: float(node in found) + beside.get(node, 0.0) for node in graph.nodes if node in kept}
+    left = (saved_nodes | beside.keys()) - chunked
+    return {node: float(node in saved_nodes) + beside.get(node, 0.0) for node in graph.nodes if node in left}
 
 
 def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
