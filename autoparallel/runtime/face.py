@@ -43,8 +43,10 @@ class Face(nn.Module):
             self.__class__ = type(type(self).__name__, (type(self),), container)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the plain model, but for those that are this object's."""
+        """Sets an attribute of the plain model, but for those that are this object's; ``training`` is both's."""
         plain = self.__dict__.get("_plain")
+        if plain is not None and name == "training":
+            plain.training = value
         if plain is None or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:

@@ -359,7 +359,6 @@ class ParallelModule(Face):
                 stacklevel=2,
             )
         super().train(mode)
-        self._plain.training = mode
         return self
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

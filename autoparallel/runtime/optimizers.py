@@ -17,7 +17,9 @@ from autoparallel.runtime.local_steps import LocalStep, Part, part_of, twin_of
 from autoparallel.runtime.owned_steps import OwnedStep
 
 _STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep | OwnedStep] = weakref.WeakKeyDictionary()
-_CLIPPERS: weakref.WeakSet[Clipper] = weakref.WeakSet()
+_CLIPPERS: weakref.WeakKeyDictionary[Clipper, None] = weakref.WeakKeyDictionary()
+"""As they were made, which every rank does in the same order: what one optimizer holds of several is reduced in it."""
+
 _LENT: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 _REPLACED: dict[int, weakref.ref[torch.Tensor]] = {}
 _HOOKED = False
@@ -34,7 +36,7 @@ def watch_optimizers(clipper: Clipper) -> None:
     """From now on an optimizer that holds the model's parameters finds their gradients reduced when it steps, clipped
     where the model was compiled so, and left out where a clipping decided that."""
     global _HOOKED
-    _CLIPPERS.add(clipper)
+    _CLIPPERS[clipper] = None
     if not _HOOKED:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
@@ -62,14 +64,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         problem = store.assigned()
         if problem is not None:
             raise RuntimeError(problem)
-        store.settle()
+        closure = _closure_of(args, kwargs)
+        if closure is None or store.window is not None:
+            store.settle()
         store.steps += 1
         part = part_of(optimizer)
         if part is None:
             _count_change(p for p in _held(optimizer) if id(p) in clipper.own and p.grad is not None)
-        with_clip = _after_closure(args, kwargs, partial(_clip_after_closure, clipper))
-        if with_clip is not None:  # its gradients are made, and clipped, inside of the step
-            changed = args, kwargs = with_clip
+        if closure is not None:  # its gradients are made, reduced with those before, and clipped inside of the step
+            changed = args, kwargs = _after_closure(args, kwargs, partial(_end_closure, clipper))
             continue
         with torch.no_grad():
             if clipper.limits is not None:
@@ -102,11 +105,12 @@ def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[An
     """See [Note: a step on a twin] in ``local_steps``."""
     twin = twin_of(optimizer)
     begin = partial(_begin, optimizer, twin)
-    changed = _after_closure(args, kwargs, begin)
-    if changed is None:
+    if _closure_of(args, kwargs) is None:
         with torch.no_grad():
             begin()
         changed = args, kwargs
+    else:
+        changed = _after_closure(args, kwargs, begin)
     return (twin, *changed[0][1:]), changed[1]
 
 
@@ -123,11 +127,16 @@ def _leave(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _STEPS[optimizer].end(optimizer, args[0])
 
 
-def _after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> tuple[Any, Any] | None:
-    """The arguments of ``step``, their closure followed by something more; None where there is no closure."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return None
+def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of ``step``."""
+    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure
+
+
+def _after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None]) -> tuple[Any, Any]:
+    """The arguments of ``step``, their closure followed by something more."""
+    closure = _closure_of(args, kwargs)
+    assert closure is not None
 
     def both() -> Any:
         loss = closure()
@@ -138,7 +147,8 @@ def _after_closure(args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable
     return ((args[0], both, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": both})
 
 
-def _clip_after_closure(clipper: Clipper) -> None:
+def _end_closure(clipper: Clipper) -> None:
+    clipper.store.settle()
     if clipper.limits is not None:
         clipper.clip_for_step(None)
 
