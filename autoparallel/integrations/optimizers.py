@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
+from autoparallel.runtime.module import ParallelModule
+from autoparallel.runtime.norm import clip_coefficient
 
 
 def hand_over(optimizer: torch.optim.Optimizer) -> None:
@@ -40,3 +43,40 @@ def require_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             "clipped: clip by names, model.clip_grad_norm_({'encoder.*': 1.0}), or by the optimizer's groups, "
             "model.clip_grad_norm_(optimizer) with a 'max_norm' in each"
         )
+
+
+def holders(parameters: Iterable[Tensor], models: Sequence[ParallelModule]) -> list[ParallelModule]:
+    """The models that parameters are of.
+
+    Raises:
+        ValueError: where they are not all that each of these models trains.
+    """
+    given = {id(p): p for p in parameters}
+    found = [model for model in models if any(id(p) in given for p in model.parameters())]
+    own = {id(p) for model in found for p in model.parameters()}
+    if not given.keys() <= own or not all(
+        holds_all((p for p in model.parameters() if id(p) in given), model) for model in found
+    ):
+        raise ValueError(
+            "the optimizer holds some of a compiled module's parameters, and its gradients are clipped together: give "
+            "the optimizer all of them, or clip by names in configure_gradient_clipping(), with "
+            "self.net.clip_grad_norm_({'encoder.*': 1.0})"
+        )
+    return found
+
+
+def clip_together(models: Sequence[ParallelModule], max_norm: float) -> Tensor:
+    """Scales the gradients of models so that the norm of all of them is at most ``max_norm``.
+
+    Returns:
+        The norm before, a scalar on the device.
+    """
+    if len(models) == 1:
+        return models[0].clip_grad_norm_(max_norm)
+    norm = torch.stack([model.grad_norm() for model in models]).norm()
+    coefficient = clip_coefficient(norm, max_norm)
+    for model in models:
+        for p in model.parameters():
+            if p.grad is not None:
+                _torch.local_of(p.grad).mul_(coefficient)
+    return norm

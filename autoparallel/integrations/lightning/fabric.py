@@ -1,11 +1,4 @@
-"""A strategy of Lightning Fabric for compiled models::
-
-    import autoparallel.integrations.lightning
-
-    fabric = Fabric(strategy="autoparallel", devices=8)
-
-and the loop stays as it is. ``strategy=AutoparallelStrategy(mesh={"dp": 4, "tp": 2})`` says more.
-"""
+"""A strategy of Lightning Fabric: what ``fabric.setup`` is given is compiled."""
 
 from __future__ import annotations
 
@@ -24,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.api import compile
 from autoparallel.comm.world import MeshShape, axes_of, make_mesh
+from autoparallel.integrations.lightning.precision import require_true_precision
 from autoparallel.integrations.optimizers import hand_over, require_all
 from autoparallel.runtime.module import ParallelModule
 
@@ -62,12 +56,7 @@ class AutoparallelStrategy(DDPStrategy):
         Raises:
             ValueError: for a precision that chooses a dtype for each operator, before anything is started.
         """
-        precision = str(self.precision.precision)
-        if not precision.endswith("-true"):
-            raise ValueError(
-                f"precision={precision!r} chooses a dtype for each operator: give AutoparallelStrategy "
-                "compile_options={'precision': MixedPrecisionPolicy(...)} instead"
-            )
+        require_true_precision(str(self.precision.precision))
         super().setup_environment()
         if self.mesh_shape is not None:
             self.mesh = make_mesh(self.root_device.type, axes_of(self.mesh_shape))
