@@ -15,6 +15,7 @@ from autoparallel.runtime.local_steps import register_optimizer
 from autoparallel.runtime.meter import Meter
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.pipeline import PipelineError
+from autoparallel.runtime.rerun import Finding, Rerun
 from autoparallel.tools.launch import launch
 from autoparallel.tools.parity.verification import VerifyError, VerifyReport
 from autoparallel.tools.processes import ProcessError
@@ -22,7 +23,8 @@ from autoparallel.tools.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "CaptureError", "Checkpoint", "CheckpointError", "ClipGradNorm", "Meter", "ParallelModule", "Pipeline",
-    "PipelineError", "Plan", "PlanError", "ProcessError", "RankMismatchError", "RuleError", "Traffic", "VerifyError",
-    "VerifyReport", "compile", "count_traffic", "latest", "launch", "register_optimizer", "register_rule", "verify",
+    "CaptureError", "Checkpoint", "CheckpointError", "ClipGradNorm", "Finding", "Meter", "ParallelModule", "Pipeline",
+    "PipelineError", "Plan", "PlanError", "ProcessError", "RankMismatchError", "Rerun", "RuleError", "Traffic",
+    "VerifyError", "VerifyReport", "compile", "count_traffic", "latest", "launch", "register_optimizer",
+    "register_rule", "verify",
 ]  # fmt: skip

@@ -106,11 +106,15 @@ RUN = {
     "docs/batches.md": (GIVEN + COMPILED, "assert x.shape[0] <= 64 and model.encoder.weight.grad is not None"),
     "docs/clipping.md": (GIVEN + COMPILED, "assert norms and norm > 0"),
     "docs/checkpoints.md": (GIVEN + COMPILED + "step = 3; optimizer.step()", "assert start == 3"),
+    "docs/watching.md": (
+        GIVEN + COMPILED + "optimizer.zero_grad()",
+        "assert not rerun.findings and os.path.exists('runs/steps.jsonl')",
+    ),
     "docs/accumulation.md": (GIVEN + COMPILED + "model = MyModel()", "model(x, y).backward()"),
 }
 """Pages, what their readers have already, and what holds in the end."""
-LEFT_OUT = ("autoparallel.launch(", '"llama-3-8b')
-"""Every rank runs all of a page; nobody has the weights of a model of 8 billion."""
+LEFT_OUT = ("autoparallel.launch(", '"llama-3-8b', '"measured.json"')
+"""Every rank runs all of a page; nobody has the weights of a model of 8 billion, or has measured a step."""
 
 
 def _run(page: str, folder: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.tracking import GeneralTracker
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,8 +27,51 @@ from autoparallel.api import compile
 from autoparallel.comm.world import Axes, count_ranks, make_mesh, mesh_text
 from autoparallel.integrations.optimizers import hand_over, holds_all
 from autoparallel.planner.presets import SEQUENCE_AXES, TENSOR_AXIS
+from autoparallel.runtime.meter import Meter
 from autoparallel.runtime.microbatches import NotKept
 from autoparallel.runtime.module import ParallelModule
+
+
+class MeterTracker(GeneralTracker):
+    """A tracker of Accelerate that adds what a :class:`autoparallel.Meter` says to what is logged::
+
+        accelerator = Accelerator(log_with=[MeterTracker("runs/steps.jsonl")])
+        ...
+        accelerator.log({"loss": loss.item()})      # once a step
+
+    Args:
+        path: the file to which the first rank adds a line of JSON for each ``log``; its folder is made.
+
+    Attributes:
+        meter: of the model that was prepared first; None before.
+    """
+
+    name = "autoparallel"
+    requires_logging_directory = False
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.meter: Meter | None = None
+
+    @property
+    def tracker(self) -> Meter | None:
+        """The meter."""
+        return self.meter
+
+    def follow(self, model: ParallelModule) -> None:
+        """Measures a model, unless it measures one already."""
+        self.meter = self.meter or Meter(model, self.path)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
+        """Ends a step of the meter, and adds ``values`` to its record.
+
+        Raises:
+            RuntimeError: before a model was prepared.
+        """
+        if self.meter is None:
+            raise RuntimeError("MeterTracker.log(): no model is measured yet; call accelerator.prepare(model) before")
+        self.meter.step(extra=dict(values) if step is None else {**values, "logged_step": step})
 
 
 class Accelerator(accelerate.Accelerator):
@@ -117,7 +161,11 @@ class Accelerator(accelerate.Accelerator):
     def _compiled(self, model: nn.Module) -> nn.Module:
         if isinstance(model, ParallelModule):
             return model
-        return compile(model.to(self.device), self.mesh, **self.compile_options)
+        compiled = compile(model.to(self.device), self.mesh, **self.compile_options)
+        for tracker in self.log_with:
+            if isinstance(tracker, MeterTracker):
+                tracker.follow(compiled)
+        return compiled
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

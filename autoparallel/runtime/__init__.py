@@ -18,5 +18,5 @@ May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``gra
 - ``state``, ``slices``: parameters as ``DTensor``s, and a rank's part of them; ``initial_values`` of meta parameters;
   ``whole``: full parameters for a while;
   ``randomness``: the random stream.
-- ``meter``: what steps took.
+- ``meter``: what steps took; ``rerun``: a suspicious step, computed once more.
 """

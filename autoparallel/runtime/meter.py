@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,12 @@ class Meter:
         self._steps = 0
         self._begin()
 
-    def step(self, count: int | None = None) -> dict[str, Any]:
+    def step(self, count: int | None = None, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What has happened since the last call of this, or since the meter was made; waits for the device.
 
         Args:
             count: the tokens or rows of all ranks' batches; unless told, those of the calls that were planned for.
+            extra: what else belongs to the step, such as the loss, as JSON's types; it is added to the record.
 
         Returns:
             ``step``, ``calls`` in training, ``programs`` that were compiled meanwhile, ``seconds``;
@@ -61,6 +63,7 @@ class Meter:
 
         Raises:
             RuntimeError: before the first call of the model.
+            ValueError: where ``extra`` has a name that the record has.
         """
         plan, kinds = self._model.plan, self._model._kinds
         if self._is_cuda:
@@ -81,6 +84,9 @@ class Meter:
             record["waited_seconds"] = waited_seconds() - self._waited
         if self._over_ranks:
             record["ranks"] = self._of_all(record)
+        if common := sorted(record.keys() & (extra or {}).keys()):
+            raise ValueError(f"extra has {common[0]!r}, which the meter's record has already: give it another name")
+        record |= extra or {}
         if self._path is not None and kinds.exchange.agreement.is_first:
             with self._path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
