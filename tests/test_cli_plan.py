@@ -68,7 +68,8 @@ def test_planned_here_and_run_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     out, page = tmp_path / "plan.json", tmp_path / "report.html"
     status = main(
         ["plan", "--model", MODEL, "--mesh", "dp=2,tp=2", "--hardware", "cpu", "--batch", "16", "--plan",
-         "tensor_parallel", "--compare", "fsdp", "--out", str(out), "--report", str(page), "--explain", "--passes"]
+         "tensor_parallel", "--compare", "fsdp", "--out", str(out), "--report", str(page), "--explain", "--passes",
+         "--beside", "dp=1,tp=4"]
     )  # fmt: skip
     printed = capsys.readouterr()
     assert status == 0
@@ -87,7 +88,8 @@ def test_planned_here_and_run_there(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert text == out.read_text(), "what ran is the file"
     parsed = _Page()
     parsed.feed(page.read_text())
-    assert not parsed.asked, "one file, and nothing from the network"
+    assert parsed.asked == ["script"], "one file, and nothing from the network"
+    assert "(dp=1, tp=4)" in parsed.text and "The best plan on each mesh" in parsed.text
     assert "layers.0-1.0" in parsed.text and "dim 0 over tp" in parsed.text and "Memory of a device" in parsed.text
 
 
@@ -152,6 +154,7 @@ def test_a_profile_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--plan", "best"], "unknown plan 'best'"),
         (["--out", "there/is/no/plan.json"], "there/is/no/plan.json cannot be written"),
         (["--report", "."], ". cannot be written"),
+        (["--report", "page.html", "--beside", "dp=3"], "--beside (dp=3) has not the"),
         (["--model", "there/config.json", "--batch", "8"], "there is no file there/config.json"),
     ],
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.prediction import Prediction, Workload
 from autoparallel.hardware import Profile
 from autoparallel.report.explain import OPERATORS, SENT, UNSHARDED, headline, operators_table, plan_sections
-from autoparallel.report.html import Bars, Chart, Curve, page
+from autoparallel.report.html import Bars, Chart, Curve, Sections, page
 from autoparallel.report.words import fold
 from autoparallel.text import Block, Table, duration, operations, units
 
@@ -98,20 +98,38 @@ def _sent_by_kind(prediction: Prediction) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------- as a page
 
 
-def report(compared: Comparison) -> str:
-    """The comparison, and all that its first plan says of itself, as one HTML file."""
+def report(compared: Comparison, *others: Comparison) -> str:
+    """The comparison, and all that its first plan says of itself, as one HTML file; and, to switch to, the same of what
+    other meshes would do."""
+    named = {mesh_text(one.plan.whole_mesh): _view(one) for one in (compared, *others)}
+    if not others:
+        return page(compared.title, named)
+    between: dict[str, tuple[Decisions, Prediction]] = {}
+    for one in (compared, *others):
+        between[mesh_text(one.plan.whole_mesh)] = next(iter(one.plans.values()))
+    across = comparison_blocks(replace(compared, plans=between, problems={}))
+    times = Bars({name: prediction.times for name, (_, prediction) in between.items()}, duration)
+    memory = Bars({name: prediction.peak for name, (_, prediction) in between.items()}, units)
+    every: Sections = {
+        "The best plan on each mesh": across, "Where the time goes": [times], "Memory of a device": [memory]
+    }  # fmt: skip
+    return page(compared.title, {**named, "all of them": every})
+
+
+def _view(compared: Comparison) -> Sections:
+    """What a page shows of one comparison."""
     plan = compared.plan
     predictions = {name: prediction for name, (_, prediction) in compared.plans.items()}
     beside: list[Block] = [f"{compared.step}.", *comparison_blocks(compared)]
     sections = _sections(plan, predictions, compared.profile)
     sections[UNSHARDED] += _whole_parameters(plan)
-    return page(compared.title, {"The plan beside the alternatives": beside, **sections})
+    return {"The plan beside the alternatives": beside, **sections}
 
 
 def plan_report(plan: Decisions) -> str:
     """A plan alone, as one HTML file."""
     predictions = {} if plan.prediction is None else {"predicted": plan.prediction}
-    return page(headline(plan), _sections(plan, predictions, None))
+    return page(headline(plan), {"": _sections(plan, predictions, None)})
 
 
 def _sections(

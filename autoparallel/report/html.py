@@ -1,8 +1,13 @@
-"""Blocks as one HTML file that needs no network: tables, and charts as inline SVG; every text is escaped."""
+"""Blocks as one HTML file that needs no network: tables, and charts as inline SVG; every text is escaped.
+
+Views are switched by style alone. The one script, which looks for words in tables, is ours and holds nothing of a plan;
+where none may run, as in a notebook's frame, the box for the words is not shown.
+"""
 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +24,24 @@ table { border-collapse: collapse; margin: .5em 0; } td, th { padding: .2em .8em
 vertical-align: top; border-bottom: 1px solid #e3e5e8; white-space: pre-line; } th { color: #59616c; font-weight: 600; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } tr.chosen { background: #f1f5ff; }
 svg { display: block; margin: .5em 0; }
+input[type=radio] { position: absolute; opacity: 0; } .view { display: none; }
+label { display: inline-block; padding: .2em .9em; margin: 0 .3em .3em 0; border: 1px solid #c9ced6; border-radius: 4px;
+cursor: pointer; } input:focus-visible + label { outline: 2px solid #4269d0; }
+#words { font: inherit; padding: .2em .6em; width: 22em; } table.searched tr.out { display: none; }
 """
+SEARCH = """
+const words = document.getElementById("words");
+words.hidden = false;
+words.addEventListener("input", () => {
+  const wanted = words.value.toLowerCase();
+  for (const table of document.querySelectorAll("table")) {
+    table.classList.toggle("searched", wanted !== "");
+    for (const row of table.rows)
+      row.classList.toggle("out", row.cells[0].tagName === "TD" && !row.textContent.toLowerCase().includes(wanted));
+  }
+});
+"""
+"""Shows only the rows of tables that hold what is typed."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +75,35 @@ Chart = Bars | Curve
 """What a page draws beside the blocks of plain text."""
 
 
-def page(title: str, sections: Mapping[str, Sequence[Block | Chart]]) -> str:
-    """A page of titled sections; one that holds nothing is left out."""
-    parts = [f"<h1>{_e(title)}</h1>"]
-    for heading, blocks in sections.items():
-        if blocks:
-            parts += [f"<h2>{_e(heading)}</h2>", *map(_block, blocks)]
-    body = "\n".join(parts)
+Sections = Mapping[str, Sequence[Block | Chart]]
+"""Blocks by their headings; a section that holds nothing is left out."""
+
+
+def page(title: str, views: Mapping[str, Sections]) -> str:
+    """A page of titled sections.
+
+    Args:
+        views: by name, what is shown of each when it is chosen; of several, the first is chosen at first.
+    """
+    style, switch, bodies = STYLE, [], []
+    for i, (name, sections) in enumerate(views.items()):
+        if len(views) > 1:
+            style += f"#view{i}:checked ~ #body{i} {{ display: block; }} "
+            style += f"#view{i}:checked + label {{ background: #f1f5ff; border-color: #4269d0; }}\n"
+            checked = " checked" * (not i)
+            switch.append(
+                f'<input type="radio" name="view" id="view{i}"{checked}><label for="view{i}">{_e(name)}</label>'
+            )
+        bodies.append(f"<div{f' id=body{i} class=view' * (len(views) > 1)}>")
+        for heading, blocks in sections.items():
+            if blocks:
+                bodies += [f"<h2>{_e(heading)}</h2>", *map(_block, blocks)]
+        bodies.append("</div>")
+    look = '<p><input type="search" id="words" placeholder="module, operator, collective" hidden></p>'
+    body = "\n".join([f"<h1>{_e(title)}</h1>", look, *switch, *bodies])
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_e(title)}</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+        f"<style>{style}</style></head>\n<body>\n{body}\n<script>{SEARCH}</script></body></html>\n"
     )
 
 
@@ -101,36 +142,44 @@ def _table(table: Table) -> str:
 
 
 def _bars(bars: Bars) -> str:
-    """A row of boxes for each sum, one after the other."""
-    rows = []
+    """A row of boxes for each sum, one after the other, over a scale; and all sizes as a table, the small ones too."""
+    rows, kinds = [], dict.fromkeys(part for parts in bars.bars.values() for part, size in parts.items() if size)
     for name, parts in bars.bars.items():
         end, boxes = 0.0, []
         for part, size in parts.items():
             boxes.append(Span(end, end + size, part, f"{part}: {bars.show(size)}"))
             end += size
         rows.append((name, boxes, bars.show(end)))
-    return _boxes(rows, 170, 700)
+    cells = [[kind, *(bars.show(parts.get(kind, 0.0)) for parts in bars.bars.values())] for kind in kinds]
+    return _boxes(rows, 170, 700, bars.show) + "\n" + _table(Table(("", *bars.bars), cells, right=(*bars.bars,)))
 
 
 def _timeline(timeline: Timeline) -> str:
     """A row of boxes for each of those that wait for each other, with all of the time behind them."""
     waiting = Span(0.0, timeline.seconds, "waiting", "waiting")
     rows = [(name, [waiting, *spans], duration(spans[-1].end)) for name, spans in timeline.rows.items()]
-    return _boxes(rows, 60, 860)
+    return _boxes(rows, 60, 860, duration)
 
 
-def _boxes(rows: Sequence[tuple[str, Sequence[Span], str]], left: int, width: int) -> str:
-    """Rows of boxes that say what they are when they are pointed at, and what their colours mean.
+def _boxes(rows: Sequence[tuple[str, Sequence[Span], str]], left: int, width: int, show: Callable[[float], str]) -> str:
+    """Rows of boxes that say what they are when they are pointed at, a scale, and what their colours mean.
 
     Args:
         rows: the name of each, its boxes, and what is written behind them.
         left, width: where boxes begin, and how far they reach.
+        show: writes a number of the scale.
     """
     every = [span for _, spans, _ in rows for span in spans if span.end > span.begin]
-    scale = width / (max((span.end for span in every), default=0.0) or 1.0)
+    most = max((span.end for span in every), default=0.0) or 1.0
+    scale = width / most
     kinds = [kind for kind in dict.fromkeys(span.kind for span in every) if kind != "waiting"]
     colours = {"waiting": WAITING, **{kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}}
-    lines = [f'<svg width="1000" height="{26 * len(rows) + 24}" role="img">']
+    low = 26 * len(rows)
+    lines = [f'<svg width="1000" height="{low + 46}" role="img">']
+    for mark in _marks(most):
+        x = left + scale * mark
+        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{low}" stroke="#c9ced6"/>')
+        lines.append(_words(x, low + 14, show(mark), 'fill="#59616c" text-anchor="middle"'))
     for i, (name, spans, behind) in enumerate(rows):
         y, end = 26 * i, 0.0
         lines.append(_words(0, y + 15, name))
@@ -144,12 +193,19 @@ def _boxes(rows: Sequence[tuple[str, Sequence[Span], str]], left: int, width: in
             if span.label and wide >= LABELLED:
                 lines.append(_words(x + wide / 2, y + 14, span.label, 'fill="#fff" text-anchor="middle"'))
         lines.append(_words(left + scale * end + 6, y + 15, behind))
-    x, y = float(left), 26 * len(rows) + 4
+    x, y = float(left), low + 26
     for kind in kinds:
         lines.append(f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="{colours[kind]}"/>')
         lines.append(_words(x + 16, y + 11, kind))
         x += 30 + 6.6 * len(kind)
     return "\n".join([*lines, "</svg>"])
+
+
+def _marks(most: float) -> list[float]:
+    """Round numbers from 0 to at most ``most``, five to eleven of them."""
+    step = 10.0 ** math.floor(math.log10(most))
+    step = next(step * part for part in (1.0, 0.5, 0.2, 0.1) if most / (step * part) >= 4)
+    return [i * step for i in range(int(most / step + 1e-9) + 1)]
 
 
 def _curve(curve: Curve) -> str:

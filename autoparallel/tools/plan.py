@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.comm.world import Axes, axes_of
+from autoparallel.comm.world import Axes, axes_of, mesh_text
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
@@ -69,6 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME=S0,*", help="forbid a layout")
     parser.add_argument("--pins", metavar="PLAN", help="a saved plan that is kept as far as the model still has it")
     parser.add_argument("--compare", default="all", help="presets beside the plan, with commas; all or none")
+    parser.add_argument(
+        "--beside",
+        type=mesh,
+        action="append",
+        default=[],
+        metavar="MESH",
+        help="another mesh of as many devices, which the report shows to switch to; may be given several times",
+    )
     parser.add_argument("--real-tensors", action="store_true", help="give the factory real memory, not meta tensors")
     parser.add_argument("--seed", type=int, default=0, help="seed of the factory (default: 0)")
     parser.add_argument("--explain", action="store_true", help="print the whole plan, too")
@@ -109,9 +118,21 @@ def run(options: argparse.Namespace) -> int:
         plan.save_trace(options.trace)
         print(f"wrote {options.trace}")
     if options.report:
-        Path(options.report).write_text(report(compared))
+        others = [_on_other_mesh(options, source, request, call, captured, axes) for axes in options.beside]
+        Path(options.report).write_text(report(compared, *others))
         print(f"wrote {options.report}")
     return 0
+
+
+def _on_other_mesh(
+    options: argparse.Namespace, source: Source, request: Request, call: Call, captured: Captured, axes: Axes
+) -> Comparison:
+    """What would be decided on another mesh of as many devices."""
+    try:
+        asked = request.on(axes)
+        return compare(source, asked, call, captured, _presets(options, asked))
+    except (PlanError, ValueError) as error:
+        raise UsageError(f"--beside {mesh_text(axes)}: {error}") from error
 
 
 def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | int]:
@@ -121,6 +142,11 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
     require_writable(options.report)
     require_writable(options.trace)
     mesh = options.devices if options.devices is not None else options.mesh
+    for other in options.beside:
+        if isinstance(other, int) or not options.report:
+            raise UsageError("--beside is a mesh by its axes (dp=8,tp=8), for --report to show")
+        if _devices(other) != _devices(mesh):
+            raise UsageError(f"--beside {mesh_text(other)} has not the {_devices(mesh)} devices of the mesh")
     plan = plan_of(options.plan)
     if isinstance(mesh, int):
         if mesh < 1:
@@ -156,6 +182,11 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
         source = from_factory(options.model, options.batch, options.seq, options.seed, options.real_tensors)
     call = call_of(source.args, source.kwargs, source.loss_fn is not None)
     return source, replace(request, loss_fn=source.loss_fn), call, axes if mesh == 1 else mesh
+
+
+def _devices(mesh: Axes | int) -> int:
+    """How many devices a mesh has, or a number of them is."""
+    return mesh if isinstance(mesh, int) else math.prod(size for _, size in mesh)
 
 
 def _refusal(request: Request) -> str:

@@ -7,7 +7,7 @@ import json
 from autoparallel.data import from_data, to_data
 from autoparallel.decisions.frontier import Frontier, Tried, frontier_of
 from autoparallel.report.frontier import frontier_blocks
-from autoparallel.report.html import Bars, Curve, page
+from autoparallel.report.html import Bars, Curve, _marks, page
 from autoparallel.text import Span, Table, Timeline, plain_text, units
 
 TABLE = Table(("what", "bytes"), [("<a>", "1 B"), ("longer", "200 B")], right=["bytes"], chosen=1)
@@ -57,7 +57,7 @@ def test_what_was_compared_is_a_picture() -> None:
     assert picture[1].endswith("c") and picture[1].count("-") == 68  # two points lie on the line of the limit
     assert any("auto" in line and "1 layer run again" in line for line in lines)
     assert any("fsdp" in line and "9.0 GB (too much)" in line for line in lines)
-    text = page("<title>", {"Seconds against memory": blocks})
+    text = page("<title>", {"": {"Seconds against memory": blocks}})
     assert text.count("<circle") == 4 and "<title>hybrid, 3.0 s, 8.0 GB</title>" in text
     assert frontier_blocks(frontier_of(compared[:1], None)) == frontier_blocks(None) == []
 
@@ -65,7 +65,7 @@ def test_what_was_compared_is_a_picture() -> None:
 def test_a_page() -> None:
     bars = Bars({"auto": {"parameters": 3.0, "nothing": 0.0}, "fsdp": {"parameters": 1.0}}, units)
     curve = Curve([(0.0, 1.0), (2.0, 4.0)], 8.0, "a device has this")
-    text = page("<title>", {"First": ["a < b", TABLE], "Empty": [], "Charts": [TIMELINE, bars, curve]})
+    text = page("<title>", {"": {"First": ["a < b", TABLE], "Empty": [], "Charts": [TIMELINE, bars, curve]}})
     assert text.startswith("<!doctype html>") and "<h1>&lt;title&gt;</h1>" in text
     assert "<h2>First</h2>\n<p>a &lt; b</p>" in text and "Empty" not in text
     assert "<tr><td>&lt;a&gt;</td><td class=n>1 B</td></tr>" in text
@@ -74,3 +74,5 @@ def test_a_page() -> None:
     assert "<title>&lt;first&gt;</title>" in text and "<title>waiting</title>" in text
     assert "<title>parameters: 3 B</title>" in text and "nothing" not in text
     assert "polyline" in text and "a device has this" in text
+    assert _marks(3.0) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0] and len(_marks(0.0999)) == 10
+    assert "<tr><td>parameters</td><td class=n>3 B</td><td class=n>1 B</td></tr>" in text

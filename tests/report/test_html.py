@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 from html.parser import HTMLParser
 
 import torch
@@ -19,6 +20,9 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
 from autoparallel.predict.cost import workload_of
 from autoparallel.report.comparison import Comparison, report
+from autoparallel.report.html import SEARCH
+
+VOID = ("meta", "rect", "line", "polyline", "input")
 
 
 class Page(HTMLParser):
@@ -37,12 +41,12 @@ class Page(HTMLParser):
         self.tags.append(tag)
         if tag == "tr":
             self.rows.append([])
-        if tag not in ("meta", "rect", "line", "polyline"):
+        if tag not in VOID:
             self.open.append(tag)
         self.asked += [str(v) for k, v in attrs if k in ("src", "href", "xlink:href", "style") and v]
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in ("meta", "rect", "line", "polyline"):
+        if tag not in VOID:
             assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
@@ -67,7 +71,8 @@ def test_a_report_of_a_plan() -> None:
     text = report(Comparison("<script>Net</script> & co", work, H100, plans, problems))
     page = Page(text)
     assert not page.open and page.tags.count("html") == 1 and "svg" in page.tags and "polyline" in page.tags
-    assert "script" not in page.tags and "b" not in page.tags and "i" not in page.tags
+    assert page.tags.count("script") == text.count("<script") == 1 and f"<script>{SEARCH}</script>" in text
+    assert "b" not in page.tags and "i" not in page.tags
     assert not page.asked and "http" not in text
     for said in ("<script>Net</script> & co", "does <i>not</i> fit", "evil::<script>alert(1)</script>", "per use",
                  "all_reduce", "dim 0 over dp+tp", "optimizer states", "aten.linear: ", "a h100 has this"):  # fmt: skip
@@ -76,10 +81,33 @@ def test_a_report_of_a_plan() -> None:
     frame = Page(shown := plan._repr_html_())
     assert frame.tags == ["iframe"] and not frame.text, "a notebook gets one element, with the page in an attribute"
     inner = Page(html.unescape(shown.partition('srcdoc="')[2].partition('" sandbox')[0]))
-    assert not inner.open and "svg" in inner.tags and "script" not in inner.tags
+    assert not inner.open and "svg" in inner.tags and "allow-scripts" not in shown, "nothing runs in a notebook"
     assert "the preset 'fsdp', on the mesh (dp=2, tp=2)" in inner.text and "dim 0 over dp+tp" in inner.text
     alone = Plan.from_json(plan.to_json())._repr_html_()
     assert "dim 0 over dp+tp" in alone and "Where the time goes" not in alone, "of a file, decisions alone"
+
+
+def test_other_meshes_are_views_of_one_page() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    call = call_of((torch.randn(8, 16), torch.randint(0, 4, (8,))), with_target=True)
+    compared = []
+    for axes in ((("dp", 4),), (("dp", 2), ("tp", 2))):
+        planner = Planner(model, Request(axes=axes, profile=CPU, plan="data_parallel", loss_fn=F.cross_entropy))
+        captured = planner.capture(call)
+        made = draft_captured(planner, captured, call)
+        work = workload_of(captured, call, CPU)
+        compared.append(Comparison("Net", work, CPU, {"data_parallel": (made.plan, made.prediction)}, {}))
+    text = report(*compared)
+    page = Page(text)
+    assert not page.open and page.tags.count("input") == 4  # a search, and a view of each mesh and of all
+    assert re.findall(r"<label for=\"(view\d)\">([^<]*)", text) == [
+        ("view0", "(dp=4)"), ("view1", "(dp=2, tp=2)"), ("view2", "all of them")
+    ]  # fmt: skip
+    assert all(f"#view{i}:checked ~ #body{i} {{ display: block; }}" in text for i in range(3))
+    assert text.count(" checked>") == 1 and 'id="view0" checked>' in text
+    both = Page(text.partition("id=body2")[2].partition("<table>")[2].partition("</table>")[0])
+    assert [row[0] for row in both.rows[1:]] == ["(dp=4)", "(dp=2, tp=2)"]
 
 
 def test_a_pipeline_is_shown_over_time_and_stage_by_stage() -> None:
