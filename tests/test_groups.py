@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
+import copy
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import autoparallel
 from autoparallel import _torch
 from autoparallel.comm.groups import axis_of_group, bind, communicator_of, with_data_axis
-from tests.distributed import open_pool, run_in
+from autoparallel.runtime.agreement import Agreement
+from tests.distributed import open_pool, run_distributed, run_in
+from tests.runtime.support import batch, make, parameters_off
 
 
 def _start() -> None:
@@ -44,3 +52,76 @@ def test_a_new_start_does_not_meet_destroyed_groups() -> None:
     finally:
         pool.close()
     assert all(found.values()), found
+
+
+LAYOUT = [[0, 2], [1, 3]]
+
+
+def _collectives_by_place() -> dict[str, object]:
+    """What the group over both axes of a mesh does, whose ranks do not lie in their order."""
+    mesh = DeviceMesh("cpu", torch.tensor(LAYOUT), mesh_dim_names=("dp", "tp"))
+    communicator, axis = communicator_of(f"{bind(mesh)}/dp+tp")
+    place = communicator.index(axis)
+    rows = torch.arange(4) + 10 * place  # to place i goes row i
+    counts = [i + place + 1 for i in range(4)]
+    sent = torch.cat([torch.full((n,), 10 * place + i) for i, n in enumerate(counts)])
+    others = [f"rank {rank} said {word}" for rank, word in enumerate(_said(mesh))]
+    return {
+        "place": (communicator.ranks(axis).index(dist.get_rank()), place),
+        "all_gather": communicator.all_gather(torch.tensor([place]), axis)().flatten().tolist(),
+        "reduce_scatter": communicator.reduce_scatter(rows, axis)().item(),
+        "all_to_all": communicator.all_to_all(rows, axis)().tolist(),
+        "all_to_all_rows": communicator.all_to_all_rows(sent, counts, counts, axis).tolist(),
+        "agreement": others,
+    }
+
+
+def _said(mesh: DeviceMesh) -> list[str]:
+    """What each rank has said, in the order of the agreement's ranks."""
+    agreement = Agreement(mesh)
+    said = dict(zip(agreement.ranks, agreement.gather(str(dist.get_rank())), strict=True))
+    shared = agreement.share(lambda item: item * 10, [0, 1, 2, 3, 4, 5])
+    assert shared == [0, 10, 20, 30, 40, 50]
+    return [said[rank] for rank in range(4)]
+
+
+def test_places_on_several_axes_are_those_of_the_mesh() -> None:
+    for rank, found in enumerate(run_distributed(_collectives_by_place, world_size=4)):
+        place = (LAYOUT[0] + LAYOUT[1]).index(rank)
+        rows = [10 * other + place for other in range(4) for _ in range(place + other + 1)]
+        assert found == {
+            "place": (place, place),
+            "all_gather": [0, 1, 2, 3],
+            "reduce_scatter": 60 + 4 * place,
+            "all_to_all": [10 * other + place for other in range(4)],
+            "all_to_all_rows": rows,
+            "agreement": [f"rank {one} said {one}" for one in range(4)],
+        }
+
+
+def _steps_on(layout: list[list[int]], plan: str) -> float | str:
+    mesh = DeviceMesh("cpu", torch.tensor(layout), mesh_dim_names=("dp", "tp"))
+    model = make()
+    plain = copy.deepcopy(model)
+    try:
+        compiled = autoparallel.compile(model, mesh, plan=plan, loss_fn=F.mse_loss)
+    except ValueError as error:
+        return str(error)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (compiled, plain)]
+    for step in range(2):
+        x, y = batch(step)
+        compiled(x, y).backward()
+        F.mse_loss(plain(x), y).backward()
+        compiled.clip_grad_norm_(0.1)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return parameters_off(compiled, plain)
+
+
+def test_a_mesh_whose_axes_take_turns_is_right_and_one_that_runs_backwards_is_refused() -> None:
+    for plan in ("fsdp", "tensor_parallel"):
+        assert all(off < 1e-9 for off in run_distributed(_steps_on, LAYOUT, plan, world_size=4))
+    refused = run_distributed(_steps_on, [[0, 1], [3, 2]], "fsdp", world_size=4)
+    assert all("'tp' do not increase" in words and "What to change" in words for words in refused)

@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from autoparallel.comm import ranges, waiting
 
 CONTROL = "autoparallel control"
 """The description of the groups over which ranks agree; what they say there is not training traffic."""
+
+T = TypeVar("T")
 
 Wait = Callable[[], torch.Tensor]
 
@@ -53,6 +55,46 @@ class Communicator(Protocol):
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+@dataclass(frozen=True)
+class _Group:
+    """The ranks along some axes of a mesh, through this one.
+
+    Attributes:
+        group: the process group, in which ranks always stand by their numbers.
+        size: how many there are.
+        index: this rank's place among them, by the mesh.
+        order: for each place of the mesh the place in the process group; None where they are the same.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+    order: list[int] | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, row: Sequence[int], rank: int) -> _Group:
+        """The group of a row of ranks, as the mesh has them."""
+        members = sorted(row)
+        order = [members.index(one) for one in row]
+        return cls(group, len(row), row.index(rank), None if members == list(row) else order)
+
+    def by_place(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows in the order of the process group, in that of the mesh."""
+        return rows if self.order is None else rows[self.order]
+
+    def by_number(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows in the order of the mesh, in that of the process group."""
+        return rows if self.order is None else rows[_inverse(self.order)]
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _permuted(items: Sequence[T], order: Sequence[int]) -> list[T]:
+    return [items[i] for i in order]
+
+
 @dataclass
 class MeshGroups:
     """The communicator of a ``DeviceMesh``; every collective is started at once and returns a function that waits.
@@ -61,30 +103,32 @@ class MeshGroups:
 
     Attributes:
         mesh: the mesh.
-        groups: by name, the process group, its size, and this rank's place in it.
+        groups: by name.
         sliced: whether waiting for a collective may be interrupted (see ``waiting.wait``).
         first: what must be done before the next collective (see ``before_next_collective``).
     """
 
     mesh: DeviceMesh
-    groups: dict[str, tuple[dist.ProcessGroup, int, int]]
+    groups: dict[str, _Group]
     sliced: bool = False
     first: Callable[[], None] | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether its process groups have not been destroyed."""
-        return all(_torch.is_open(group) for group, _, _ in self.groups.values())
+        return all(_torch.is_open(one.group) for one in self.groups.values())
 
     def size(self, axis: str) -> int:
-        return self.groups[axis][1]
+        return self.groups[axis].size
 
     def index(self, axis: str) -> int:
-        return self.groups[axis][2]
+        return self.groups[axis].index
 
     def ranks(self, axis: str) -> list[int]:
-        """The ranks along an axis through this one, by their numbers in the world."""
-        return dist.get_process_group_ranks(self.groups[axis][0])
+        """The ranks along an axis through this one, by their numbers in the world, in the order of the mesh."""
+        one = self.groups[axis]
+        ranks = dist.get_process_group_ranks(one.group)
+        return ranks if one.order is None else _permuted(ranks, one.order)
 
     def settle(self) -> None:
         """Does what must be done before the next collective."""
@@ -103,7 +147,7 @@ class MeshGroups:
         """
         self.settle()
         with ranges.named(lambda: f"{kind} {axis}"):
-            work = begin(self.groups[axis][0])
+            work = begin(self.groups[axis].group)
 
         def wait() -> torch.Tensor:
             with ranges.named(lambda: f"wait for {kind} {axis}"):
@@ -135,16 +179,17 @@ class MeshGroups:
             return _copied(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
         sent, received = as_real(x).view(-1), as_real(out).view(-1)
-        return self._start(
+        wait = self._start(
             "all_gather", axis, out, lambda group: _torch.all_gather_single(received, sent, group=group, async_op=True)
         )
+        return lambda: self.groups[axis].by_place(wait())
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
         """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
         if self.size(axis) == 1:
             return _copied(x[0])
         out = x.new_empty(x.shape[1:])
-        sent, received = as_real(x).view(-1), as_real(out).view(-1)
+        sent, received = as_real(self.groups[axis].by_number(x)).view(-1), as_real(out).view(-1)
         return self._start(
             "reduce_scatter", axis, out,
             lambda group: _torch.reduce_scatter_single(received, sent, group=group, async_op=True),
@@ -155,22 +200,28 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x)
         out = torch.empty_like(x)
-        received, sent = as_real(out), as_real(x)
-        return self._start(
+        received, sent = as_real(out), as_real(self.groups[axis].by_number(x))
+        wait = self._start(
             "all_to_all", axis, out, lambda group: dist.all_to_all_single(received, sent, group=group, async_op=True)
         )
+        return lambda: self.groups[axis].by_place(wait())
 
     def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
         """Sends the first ``sent[0]`` rows of ``x`` to rank 0, and so on; returns the rows received, by rank."""
         if self.size(axis) == 1:
             return x.clone()
+        order = self.groups[axis].order
+        if order is not None:
+            x = torch.cat(_permuted(x.split(list(sent)), _inverse(order)))
+            sent, received = _permuted(sent, _inverse(order)), _permuted(received, _inverse(order))
         out = x.new_empty((sum(received), *x.shape[1:]))
         rows, parts = as_real(x.contiguous()), as_real(out)
         wait = self._start(
             "all_to_all", axis, out,
             lambda group: dist.all_to_all_single(parts, rows, list(received), list(sent), group, True),
         )  # fmt: skip
-        return wait()
+        wait()
+        return out if order is None else torch.cat(_permuted(out.split(list(received)), order))
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:
@@ -203,12 +254,10 @@ def bind(mesh: DeviceMesh) -> str:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not part of the mesh")
-    groups: dict[str, tuple[dist.ProcessGroup, int, int]] = {}
-    for i, name in enumerate(names):
-        groups[name] = (mesh.get_group(i), mesh.size(i), coordinate[i])
+    groups = {name: _Group(mesh.get_group(i), mesh.size(i), coordinate[i]) for i, name in enumerate(names)}
     for count in range(2, len(names) + 1):
         for axes in itertools.combinations(range(len(names)), count):
-            groups["+".join(names[i] for i in axes)] = _joint_group(mesh, axes, coordinate)
+            groups["+".join(names[i] for i in axes)] = _joint_group(mesh, axes)
     _BOUND[key] = bound = MeshGroups(mesh, groups, _torch.is_gloo(dist.group.WORLD, mesh.device_type))
     _name_groups(bound)
     return key
@@ -226,8 +275,8 @@ def _forget_closed() -> None:
 
 def _name_groups(bound: MeshGroups) -> None:
     """A group that several meshes share (the world) is named after the axes of the mesh that was bound last."""
-    for name, (group, _, _) in bound.groups.items():
-        _GROUP_NAMES[group.group_name] = group, active_axes(name, bound.size)
+    for name, one in bound.groups.items():
+        _GROUP_NAMES[one.group.group_name] = one.group, active_axes(name, bound.size)
 
 
 def active_axes(axis: str, size: Callable[[str], int]) -> str:
@@ -235,25 +284,20 @@ def active_axes(axis: str, size: Callable[[str], int]) -> str:
     return "+".join(name for name in axis.split("+") if size(name) > 1) or axis
 
 
-def _joint_group(mesh: DeviceMesh, axes: Sequence[int], coordinate: Sequence[int]) -> tuple[Any, int, int]:
+def _joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> _Group:
     """One process group over several axes, the first axis outermost."""
     rest = [i for i in range(mesh.ndim) if i not in axes]
-    size, index = math.prod(mesh.size(i) for i in axes), 0
-    for i in axes:
-        index = index * mesh.size(i) + coordinate[i]
-    rows = mesh.mesh.permute(*rest, *axes).reshape(-1, size)
-    if rows.shape[0] == 1 and size == dist.get_world_size():
-        return dist.group.WORLD, size, index
-    mine = None
+    rows = mesh.mesh.permute(*rest, *axes).reshape(-1, math.prod(mesh.size(i) for i in axes)).tolist()
+    rank = dist.get_rank()
+    mine = next(row for row in rows if rank in row)
+    if len(mine) == dist.get_world_size():
+        return _Group.of(dist.group.WORLD, mine, rank)
     part = mesh.mesh.numel() < dist.get_world_size()  # then the other ranks take no part in making groups
-    for row in rows.tolist():
-        if part and dist.get_rank() not in row:
-            continue
-        timeout = _torch.timeout_of(dist.group.WORLD, mesh.device_type)
-        group = dist.new_group(row, timeout=timeout, use_local_synchronization=part)
-        if dist.get_rank() in row:
-            mine = group
-    return mine, size, index
+    timeout = _torch.timeout_of(dist.group.WORLD, mesh.device_type)
+    made = [
+        dist.new_group(row, timeout=timeout, use_local_synchronization=part) for row in rows if row is mine or not part
+    ]
+    return _Group.of(made[0 if part else rows.index(mine)], mine, rank)
 
 
 _EXPANDED: dict[DeviceMesh, tuple[DeviceMesh, list[dist.ProcessGroup]]] = {}
@@ -305,7 +349,7 @@ def whole_group(key: str) -> dist.ProcessGroup:
     """The process group of all ranks of a bound mesh."""
     bound = _BOUND[key]
     assert isinstance(bound, MeshGroups)
-    return bound.groups["+".join(bound.mesh.mesh_dim_names or ())][0]
+    return bound.groups["+".join(bound.mesh.mesh_dim_names or ())].group
 
 
 def before_next_collective(key: str, check: Callable[[], None]) -> None:

@@ -65,6 +65,13 @@ def usable_mesh(mesh: DeviceMesh | None, model: nn.Module, is_open: bool = False
         raise ValueError(f"the mesh has {mesh.mesh.numel()} ranks, the world has {dist.get_world_size()}")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh; call compile() on the mesh's ranks only")
+    for i, name in enumerate(names):
+        if bool((mesh.mesh.diff(dim=i) < 0).any()):  # torch reads a DTensor's parts in the order of the process group
+            raise ValueError(
+                f"the ranks along the mesh axis {name!r} do not increase: {mesh.mesh.tolist()}\nWhat to change: give "
+                "DeviceMesh ranks that increase along every axis, as init_device_mesh does. Axes may take turns, as in "
+                "[[0, 2], [1, 3]]"
+            )
     return mesh
 
 

@@ -81,7 +81,7 @@ class Agreement:
     """The ranks of one mesh, talking about what they are about to do."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.ranks: list[int] = mesh.mesh.flatten().tolist()
+        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())  # as they stand in every process group
         self.alone = len(self.ranks) == 1
         key = tuple(self.ranks)
         if key not in _CONTROLS or not _CONTROLS[key].is_open:

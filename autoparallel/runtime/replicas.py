@@ -75,10 +75,9 @@ class Replicas:
             return
         agreement.control.mismatches += 1
         found = agreement.gather({name: (mask, value) for name, mask, value in self._values()})
-        ranks = sorted(agreement.ranks)
         lines: list[str] = []
         for name in dict.fromkeys(name for values in found for name in values):
-            having = {rank: values[name] for rank, values in zip(ranks, found, strict=True) if name in values}
+            having = {rank: values[name] for rank, values in zip(agreement.ranks, found, strict=True) if name in values}
             mask = next(mask for mask, _ in having.values())
             lines.extend(
                 f"  {name}: {text}"
@@ -130,7 +129,7 @@ class Replicas:
 
 def _rows(mesh: DeviceMesh, agreement: Agreement) -> Tensor:
     """Where each rank of a mesh stands among the rows of an exchange; int64 [*mesh]."""
-    return torch.searchsorted(torch.tensor(sorted(agreement.ranks)), mesh.mesh.long())
+    return torch.searchsorted(torch.tensor(agreement.ranks), mesh.mesh.long())
 
 
 def _axes(mask: int, mesh: DeviceMesh) -> tuple[int, ...]:
