@@ -351,8 +351,7 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
     pipeline = plan.staging
     assert pipeline is not None
     leave_only_loss(captured)
-    if training:
-        _require_loss(captured)
+    require_stageable(captured, target.outputs, pipeline.microbatches, training)
     kept = _kept(captured, target.outputs)
 
     def price(giver: int, taker: int) -> float:
@@ -361,7 +360,6 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
         node = target.node or math.inf
         return 0.0 if mine == its else 1.0 if mine // node == its // node else 2.0
 
-    _require_combinable(captured, kept, pipeline.microbatches)
     try:
         layers = {(stage, layer_of(node)) for node, stage in stages_of(captured, pipeline.cuts).items()}
         graphs = cut_stages(captured, pipeline.cuts, kept, price)
@@ -380,6 +378,23 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
         programs.append(build_program(graph.captured, replace(plan, recompute=recompute), target, received, sent))
     ordered = tuple(crossings[number] for number in sorted(crossings))
     return StagedProgram(captured, pipeline, tuple(graphs), tuple(programs), ordered)
+
+
+def require_stageable(captured: Captured, outputs: str, microbatches: int, training: bool) -> None:
+    """Refuses what no cuts and no schedule could run.
+
+    Args:
+        outputs: as ``compile()`` takes it.
+        microbatches: how many there are; one can be of any loss.
+        training: whether the call is one that is differentiated.
+
+    Raises:
+        PlanError: naming what to change.
+    """
+    if training:
+        _require_loss(captured)
+    if microbatches > 1:
+        _require_combinable(captured, _kept(captured, outputs))
 
 
 def _kept(captured: Captured, outputs: str) -> list[int]:
@@ -403,9 +418,7 @@ def _require_loss(captured: Captured) -> None:
         )
 
 
-def _require_combinable(captured: Captured, kept: list[int], microbatches: int) -> None:
-    if microbatches == 1:
-        return
+def _require_combinable(captured: Captured, kept: list[int]) -> None:
     weight = captured.weight
     if weight is not None and weight.kind == "unknown":
         raise PlanError(

@@ -291,6 +291,7 @@ def _joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> _Group:
     rank = dist.get_rank()
     mine = next(row for row in rows if rank in row)
     if len(mine) == dist.get_world_size():
+        assert dist.group.WORLD is not None
         return _Group.of(dist.group.WORLD, mine, rank)
     part = mesh.mesh.numel() < dist.get_world_size()  # then the other ranks take no part in making groups
     timeout = _torch.timeout_of(dist.group.WORLD, mesh.device_type)
@@ -384,8 +385,7 @@ def names_of_groups(mesh: DeviceMesh) -> dict[str, str]:
     for communicator in _BOUND.values():
         if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
             return {
-                group.group_name: active_axes(name, communicator.size)
-                for name, (group, _, _) in communicator.groups.items()
+                one.group.group_name: active_axes(name, communicator.size) for name, one in communicator.groups.items()
             }
     return {mesh.get_group(i).group_name: name for i, name in enumerate(mesh.mesh_dim_names or ())}
 

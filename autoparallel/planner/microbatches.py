@@ -22,6 +22,7 @@ from autoparallel.planner.paddings import paddings
 from autoparallel.planner.programs import microbatches_of
 from autoparallel.planner.request import Request
 from autoparallel.planner.thresholds import THRESHOLDS
+from autoparallel.program import require_stageable
 
 STAGE_PRESETS = ("data_parallel", "fsdp", "tensor_parallel")
 """The presets whose layouts are cut into stages, too."""
@@ -137,7 +138,7 @@ def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
     """The numbers of microbatches that are tried together, then more of them, one after the other, within a limit.
 
     Raises:
-        PlanError: where the batch cannot be cut.
+        PlanError: where the batch cannot be cut, or the model not be run in stages; before anything is searched.
     """
     captured, call, request, settled = evaluator.captured, evaluator.call, evaluator.request, evaluator.settled
     if settled.pipeline is not None:
@@ -148,6 +149,7 @@ def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
         raise PlanError(
             f"the batch size is fixed at {call.batch}, so that it cannot be cut into microbatches: {captured.why_fixed}"
         )
+    require_stageable(captured, request.outputs, min(first), call.is_training)
     yield first
     count = 2 * first[0]
     if request.memory_limit is not None and evaluator.pipeline.microbatches is None:

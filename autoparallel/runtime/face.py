@@ -13,6 +13,12 @@ from torch.distributed.tensor import DTensor
 from autoparallel import _torch
 from autoparallel.runtime.state import lay_like
 
+_TABLES = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)  # fmt: skip
+"""What both faces of a model share; those that are called when it is loaded are called by the plain model."""
+
 _CONTAINER = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__")
 """What Python looks up on a class only: ``model[0]`` of an ``nn.Sequential``."""
 
@@ -35,8 +41,8 @@ class Face(nn.Module):
 
     def __init__(self, plain: nn.Module, methods: Collection[str]) -> None:
         super().__init__()
-        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[table] = plain.__dict__[table]  # one table for both faces of the model
+        for table in _TABLES:
+            self.__dict__[table] = plain.__dict__[table]
         self._methods = methods
         self.training = plain.training
         if container := {name: _of_plain(name) for name in _CONTAINER if hasattr(type(plain), name)}:

@@ -451,17 +451,21 @@ class ParallelModule(Face):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Adds the place in the stream of random numbers, where the model may draw."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._plain._save_to_state_dict(destination, prefix, keep_vars)
         if any(kind.runner.captured.draws for kind in self._kinds) or may_draw(self._plain):
-            destination[f"{prefix}_extra_state"] = to_tensor(STREAM.place())
+            destination[self._name_of_place(prefix)] = to_tensor(STREAM.place())
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Goes on drawing from where the state was saved; a state without a place leaves the stream as it is."""
-        rest = dict(state_dict)
-        saved = rest.pop(f"{prefix}_extra_state", None)
-        super()._load_from_state_dict(rest, prefix, *others)
+        saved = state_dict.pop(self._name_of_place(prefix), None)
+        self._plain._load_from_state_dict(state_dict, prefix, *others)
         if saved is not None:
             STREAM.move(from_tensor(saved))
+
+    def _name_of_place(self, prefix: str) -> str:
+        """Beside the plain model's own extra state, if it has one."""
+        has_own = type(self._plain).get_extra_state is not nn.Module.get_extra_state
+        return f"{prefix}random._extra_state" if has_own else f"{prefix}_extra_state"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A model of its own on the same mesh, with the same values, whose parameters lie as this one's do; all ranks

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.graph.calls import Call
@@ -189,7 +190,10 @@ class Outputs(torch.autograd.Function):
                 "backward(create_graph=True) through a model compiled by autoparallel is not supported: a second "
                 "derivative would be taken of one rank's part only.\nWhat to change: compute it on the plain model."
             )
-        return None, ctx.delivery.weighted(grads[0]), None
+        (grad,) = grads
+        if isinstance(grad, DTensor):  # something made of the parameters was added to the output
+            grad = grad.full_tensor()
+        return None, ctx.delivery.weighted(grad), None
 
 
 class Refuse(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ from autoparallel.hardware import CPU
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import SPLIT, require_schedule
 from autoparallel.plan import Plan
+from autoparallel.planner.draft import call_of
+from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.microbatches import microbatch_counts
+from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
@@ -122,6 +126,27 @@ def test_what_cannot_be_cut_says_why() -> None:
         microbatch_counts(3, 4, Pipeline())
     with pytest.raises(ValueError, match="2 stages per rank, not 1"):
         require_schedule("zero_bubble_v", 2, 1, 4)
+
+
+class WithPenalty(Uneven):
+    """A loss that is no mean over rows: a penalty is added, as a router's is."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        out = super().forward(x)
+        return {"loss": out.square().mean() + 0.1 * out.mean(0).square().sum()}
+
+
+def test_what_no_cut_could_run_is_refused_before_the_search() -> None:
+    call = call_of((torch.empty(8, 8),), with_target=False)
+    for microbatches, refused in ((None, True), (4, True), (1, False)):
+        pipeline = Pipeline(microbatches=microbatches)
+        request = Request((("dp", 1),), PROFILE, stages=2, pipeline=pipeline)
+        search = Planner(WithPenalty(8, 8, 8), request)
+        graph = search.capture(call)
+        with mock.patch.object(Evaluator, "plan", side_effect=LookupError):  # of the first candidate that is searched
+            raises = pytest.raises(PlanError, match=r"a mean over: .*returns \(sum, count\)")
+            with raises if refused else pytest.raises(LookupError):
+                search.search(graph, call)
 
 
 def test_the_schedule_that_waits_least_is_chosen() -> None:
