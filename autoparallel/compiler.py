@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -215,21 +214,10 @@ class Compiler:
             settled = Settled(at_rest, first.pipeline, first.recompute) if first is not None else Settled(at_rest)
             make = self.settings.agreement.from_first
             with self._progress.phase("plan"):
-                plan = Plan.from_json(make(partial(self._search, captured, call, settled)))
+                plan = Plan.from_json(make(lambda: self.planner.search(captured, call, settled).to_json()))
         prepare(self.request, captured, plan, call)
         self.first = first or plan
         return plan
-
-    def _search(self, captured: Captured, call: Call, settled: Settled) -> str:
-        """The best plan's JSON; an uneven batch that a preset cannot cut is planned freely, around parameters as they
-        lie."""
-        try:
-            return self.planner.search(captured, call, settled).to_json()
-        except PlanError:
-            if settled.at_rest is None or call.batch % math.prod(self.request.sizes) == 0:
-                raise
-        freely = replace(self.request, plan="auto")
-        return Planner(self.settings.model, freely).search(captured, call, settled).to_json()
 
     def _attach(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
         """Builds the program, or every stage's, and attaches this rank's to the parameters, which then lie as

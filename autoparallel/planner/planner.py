@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from autoparallel.capture.capture import capture
+from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
@@ -81,6 +82,8 @@ class Planner:
     ) -> Plan:
         """The best plan; the graph stays as it is.
 
+        An uneven batch that a preset cannot cut is planned freely, around parameters as they lie.
+
         Args:
             settled: what an earlier plan of the model has settled.
             evaluator: of this request, which may know much of it already.
@@ -93,7 +96,13 @@ class Planner:
         if known is not None:
             return known
         evaluator = evaluator or Evaluator(self.request, captured, call, settled)
-        plan = best(proposals(evaluator), evaluator.plan).require()
+        try:
+            plan = best(proposals(evaluator), evaluator.plan).require()
+        except PlanError:
+            is_even = call.batch % math.prod(self.request.sizes) == 0
+            if settled.at_rest is None or is_even or self.request.plan == "auto":
+                raise
+            return Planner(self.model, replace(self.request, plan="auto")).search(captured, call, settled)
         self._predicted = plan, call.specs, evaluator.predicted(plan)
         plan = replace(plan, frontier=evaluator.frontier(plan))
         if self.cache is not None:
