@@ -7,13 +7,16 @@
 
 The lines that differ from an ordinary script are marked with "<-". Every start goes on from the newest complete
 checkpoint in `--path`: the parameters, the optimizer, the schedule, the dropout masks and the order of the data are
-those of a run that nobody has interrupted.
+those of a run that nobody has interrupted. At SIGTERM, which schedulers send before they kill, the run saves once more
+and ends (`slurm.sh` has its job queued again).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,6 +52,20 @@ def make_data(dtype: torch.dtype) -> TensorDataset:
     return TensorDataset(x.to(dtype), labels)
 
 
+def watch_for_end() -> Callable[[], bool]:
+    """A function that tells, all ranks alike, whether one of them was told to end; all ranks call it together."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+
+    def is_told() -> bool:
+        count = torch.tensor(len(told))
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return bool(count)
+
+    return is_told
+
+
 def train(options: argparse.Namespace) -> None:
     dtype = torch.float64 if options.double else torch.float32
     torch.manual_seed(0)
@@ -71,8 +88,9 @@ def train(options: argparse.Namespace) -> None:
     if leader:
         print(f"from step {step}", flush=True)
 
+    is_told, over = watch_for_end(), step >= options.steps  # <-
     with (options.path / "losses.jsonl").open("a") as record:
-        while step < options.steps:
+        while not over:
             for batch in loader:
                 loss = model(*model.local_rows(batch))
                 loss.backward()
@@ -82,9 +100,10 @@ def train(options: argparse.Namespace) -> None:
                 step += 1
                 if leader:
                     print(json.dumps({"step": step, "loss": loss.item()}), file=record, flush=True)
-                if step % options.every == 0 or step == options.steps:  # <-
-                    model.save(options.path, step=step, keep=2, asynchronous=step < options.steps, **states)  # <-
-                if step == options.steps:
+                over = step == options.steps or is_told()  # <-
+                if step % options.every == 0 or over:  # <-
+                    model.save(options.path, step=step, keep=2, asynchronous=not over, **states)  # <-
+                if over:
                     break
 
 

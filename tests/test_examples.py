@@ -290,6 +290,37 @@ def children(process: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_of_slurm_saves_at_the_signal_and_is_queued_again(tmp_path: Path) -> None:
+    run, tools, queue = Interrupted(tmp_path / "run"), tmp_path / "bin", tmp_path / "queue"
+    tools.mkdir()
+    (tools / "srun").write_text('#!/bin/sh\nexec "$@"\n')
+    shown = 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$QUEUE"; fi'
+    (tools / "scontrol").write_text(f"#!/bin/sh\n{shown}\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    environment = ENVIRONMENT | {
+        "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1", "RANKS": "2", "QUEUE": str(queue),
+        "PORT": "0", "SCRIPT": str(EXAMPLES / "resume.py"),
+    }  # fmt: skip
+
+    def start(steps: int) -> subprocess.Popen[bytes]:
+        job = ["bash", str(EXAMPLES / "slurm.sh"), *run.options(steps, "fsdp", every=10**6)]
+        return subprocess.Popen(job, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    process = start(10**6)
+    run.wait_for(30, process)
+    process.send_signal(signal.SIGTERM)
+    process.wait(TIMEOUT)
+    assert queue.read_text() == "requeue 7\n"
+    saved = len(run.losses())
+    assert start(saved + 5).wait(TIMEOUT) == 0
+    assert [step for step, _ in run.losses()] == [*range(1, saved + 6)], "no step is lost, and none made twice"
+    assert queue.read_text() == "requeue 7\n", "a run that has come to its end is not queued again"
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers of torchrun in /proc")
 class TestResume:
