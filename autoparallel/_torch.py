@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -129,6 +130,14 @@ _TORCH = torch.__file__.rpartition("/")[0] + "/"
 def cast_module(module: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Casts all parameters and buffers of a module in place; ``Module.to`` drops imaginary parts."""
     return module._apply(cast)
+
+
+swap_tensors = FunctionType(
+    torch.utils.swap_tensors.__code__,
+    vars(torch.utils) | {"weakref": SimpleNamespace(getweakrefs=lambda tensor: [])},
+)
+"""``torch.utils.swap_tensors``, also where there are weak references to a tensor, as recurrent layers have to their
+weights: they refer to the Python object, which stays what it is."""
 
 
 def make_spec(

@@ -137,7 +137,7 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
         advice = advice.rstrip(".") or "write it without a higher-order operator"
     elif ".item()" in text:
         advice = "a tensor's value is read into Python: keep it a tensor"
-    elif "functorch tensor" in text:
+    elif "functorch tensor" in text or "Expected FakeTensor" in text:  # the latter of torch 2.11, of torch.func.jvp
         advice = (
             "write the derivative out, or put it into an autograd.Function: not all that torch.func does inside of "
             "a model can be traced"

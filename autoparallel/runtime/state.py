@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import swap_tensors
 
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
@@ -128,7 +127,7 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
 
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
     """Makes a parameter what ``new`` is; it keeps its hooks, and what it says to the engine about them."""
-    swap_tensors(parameter, new)
+    _torch.swap_tensors(parameter, new)
     move_hooks(parameter, parameter)
 
 

@@ -136,7 +136,7 @@ class MultiheadAttention(nn.Module):
         return out, weights
 
 
-@program(batch=sequences)
+@program(batch=sequences, ranks=True)
 class Gru(nn.Module):
     def __init__(self) -> None:
         super().__init__()
