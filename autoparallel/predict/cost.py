@@ -15,6 +15,7 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.placements.modes import Mode
 from autoparallel.rules import Rule, rule_for
+from autoparallel.rules.core import TensorFactors
 
 OPTIMIZER_STATES = 2
 """Optimizer states kept for each trainable parameter: Adam's two moments."""
@@ -52,8 +53,9 @@ def operator_seconds(
     backward = profile.compute_seconds(2 * points, 2 * moved_bytes, dtype)
     if rule is None or not rule.exchange:
         return forward, backward
-    moving = _exchange_seconds(profile, rule, modes, axis_sizes, size, dtype.itemsize)
-    return forward + moving, backward + 2 * moving
+    sent, returned = _exchange_seconds(profile, rule, modes, axis_sizes, size, dtype.itemsize)
+    # The backward sends the rows and the gradients of what came back, and gets the gradients of the rows.
+    return forward + sent + returned, backward + 2 * sent + returned
 
 
 def _exchange_seconds(
@@ -63,22 +65,25 @@ def _exchange_seconds(
     axis_sizes: Sequence[int],
     size: Callable[[Any], int],
     itemsize: int,
-) -> float:
-    """The time in which an operator that exchanges rows sends them away and brings their results back."""
+) -> tuple[float, float]:
+    """The time in which an operator that exchanges rows sends them away, and that in which it gets their results."""
     axes = [i for i, mode in enumerate(modes) if mode.kind == "shard" and mode.factor == rule.exchanged()]
-    if not axes or rule.exchange is None:
-        return 0.0
-    elements = 0.0
-    for tensor in (rule.operands[0], rule.result):
-        points = float(itemsize)
-        for factor in {f for dim in tensor for f in dim}:
-            points *= size(rule.sizes[factor])
-            for mode, n in zip(modes, axis_sizes, strict=True):
-                points /= n if mode.kind == "shard" and mode.factor in (factor, rule.exchanged()) else 1
-        elements += points
-    for axis in axes:  # as the group sees it: the rows of all its ranks
-        elements *= axis_sizes[axis]
-    return profile.step_seconds(axis_sizes, "all_to_all", axes, int(elements))
+    if not axes:
+        return 0.0, 0.0
+
+    def seconds(tensor: TensorFactors) -> float:
+        factors = {factor for dim in tensor for factor in dim}
+        local = float(itemsize)
+        for factor in factors:
+            local *= size(rule.sizes[factor])
+        for mode, n in zip(modes, axis_sizes, strict=True):
+            if mode.kind == "shard" and mode.factor in (*factors, rule.exchanged()):
+                local /= n
+        for axis in axes:  # as the group sees it: the rows of all its ranks
+            local *= axis_sizes[axis]
+        return profile.step_seconds(axis_sizes, "all_to_all", axes, int(local))
+
+    return seconds(rule.operands[0]), seconds(rule.result)
 
 
 def bytes_kept(bytes_at_rest: int, trainable: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoparallel.hardware import H100
+from autoparallel.operators.experts import grouped_linear
 from autoparallel.placements.modes import parse_mode
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
@@ -103,3 +105,33 @@ def test_the_hand_count_is_that_of_the_loop_that_computes() -> None:
     for _ in itertools.product(range(5), range(3)):
         count += 4 * (6 // 2)
     assert made == 2 * count
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4, CHANNELS, OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return grouped_linear(x, self.w, x.argmax(-1) % 4)
+
+
+@pytest.mark.parametrize(("modes", "ranks"), [("shard:s@e,I", 2), ("shard:s@e,shard:s", 8), ("shard:s@e,shard:s@e", 8)])
+def test_rows_that_are_exchanged_are_paid_for_once(modes: str, ranks: int) -> None:
+    """The rows go to their experts and come back; backward they go once more, with the gradients of what came back."""
+    rows, sizes = 64, (2, 4)
+    captured = Planner(Experts(), Request((("x", 2), ("y", 4)), H100)).capture(call_of((torch.empty(rows, CHANNELS),)))
+    (node,) = (n for n in captured.graph.nodes if n.op == "call_function" and "grouped" in str(n.target))
+    node.target = grouped_linear  # as in graphs that are made of torch's own operator
+    rule, chosen = rule_for(node), [parse_mode(mode) for mode in modes.split(",")]
+    assert rule is not None
+    without = dataclasses.replace(rule, exchange=None)
+    size, axes = captured.size, [i for i, mode in enumerate(modes.split(",")) if "@" in mode]
+    found, alone = (operator_seconds(ARITHMETIC, r, chosen, sizes, size, 1.0, torch.float32) for r in (rule, without))
+    group = math.prod(sizes[axis] for axis in axes)
+    sent, returned = (
+        ARITHMETIC.step_seconds(sizes, "all_to_all", axes, rows * width * 4 // ranks * group)
+        for width in (CHANNELS, OUT)
+    )
+    assert found[0] - alone[0] == pytest.approx(sent + returned)
+    assert found[1] - alone[1] == pytest.approx(2 * sent + returned)
