@@ -49,6 +49,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` manages a module's parameters."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
 

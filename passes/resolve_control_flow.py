@@ -15,6 +15,13 @@ from autoparallel.operators.control_flow import RUNS, control_operator
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from autoparallel.passes.refusal import Refusal
 
+INSTEAD_OF_FLEX = (
+    "use F.scaled_dot_product_attention(q, k, v, attn_mask=...), with what score_mod adds, or -inf where block_mask "
+    "masks, as a tensor, or with is_causal=True"
+)
+"""What to do instead of FlexAttention, whose functions speak of whole heads and positions, and which has no gradient
+on the fake CPU tensors of a trace."""
+
 
 def resolve_control_flow(module: fx.GraphModule) -> None:
     """Rewrites the graph of ``module`` in place, and the graphs that it may run.
@@ -34,10 +41,11 @@ def resolve_control_flow(module: fx.GraphModule) -> None:
                 "let it return new tensors (mutates_args=()), and write them with copy_()",
             )
         if name not in RUNS:
+            instead = "write it with torch.cond, while_loop or scan, or without a higher-order operator"
             raise Refusal(
                 node,
                 f"the model calls torch.ops.higher_order.{name}, which no program can make",
-                "write it with torch.cond, while_loop or scan, or without a higher-order operator",
+                INSTEAD_OF_FLEX if name == "flex_attention" else instead,
             )
         arguments = [
             module.get_submodule(str(x.target)) if isinstance(x, fx.Node) and x.op == "get_attr" else x

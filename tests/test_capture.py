@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils import _pytree as pytree
 
 import autoparallel
+from autoparallel.capture import capture as capture_module
 from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
 from tests.models import build
@@ -147,6 +149,25 @@ class _Clusters(nn.Module):
         return self.head(x, x.argmax(-1)).loss  # the line
 
 
+class _Flex(nn.Module):
+    """FlexAttention; it may carry a gradient, which torch has none of on CPUs."""
+
+    def __init__(self, trains: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8), requires_grad=trains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = (x * self.scale).expand(1, 1, 8, 8)
+        return flex_attention(q, q, q, score_mod=lambda score, *at: score + at[2] - at[3])  # the line
+
+
+class _TrainsFlex(_Flex):
+    def __init__(self) -> None:
+        super().__init__(trains=True)
+
+    forward = _Flex.forward
+
+
 class _Outer(nn.Module):
     """The line is in a submodule."""
 
@@ -171,6 +192,8 @@ REFUSED = {
     "changes its input": (_ChangesInput, r"changes its input x in place", r"x\.clone\(\)"),
     "changes a part of its input": (_ChangesPart, r"changes its input x in place", r"x\.clone\(\)"),
     "changes a parameter": (_ChangesParameter, r"changes its parameter .*scale in place", "buffer|optimizer"),
+    "flex attention": (_Flex, "flex_attention|FlexAttention", "scaled_dot_product_attention"),
+    "flex attention that trains": (_TrainsFlex, "FlexAttention", "scaled_dot_product_attention"),
     "an error of the model's own": (_Breaks, r"cannot be captured", "What to change|mat"),
 }
 
@@ -186,6 +209,20 @@ def test_a_refusal_names_the_line_and_says_what_to_change(name: str, where: str)
     assert re.search(what, message), message
     assert re.search(advice, message), message
     assert f'test_capture.py", line {line_of(kind.forward, "# the line")}' in message, message
+
+
+@pytest.mark.parametrize(("rows", "attempts"), [(8, 1), (4, 2)])
+def test_what_fails_anyhow_is_not_tried_with_a_fixed_batch(
+    rows: int, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it was traced with more rows than it has, as a batch that is smaller than twice the mesh is."""
+    made: list[str] = []
+    attempt = capture_module._capture
+    monkeypatch.setattr(
+        capture_module, "_capture", lambda *args, **options: made.append("") or attempt(*args, **options)
+    )
+    assert f"got [{rows}, 8]" in refusal(_Breaks(), torch.rand(rows, 8))
+    assert len(made) == attempts
 
 
 def test_a_fork_of_the_generator_is_refused() -> None:

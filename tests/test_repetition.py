@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autoparallel.capture import capture as capture_module
 from autoparallel.capture.layers import Stack
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.layers import draw_of
 from tests import captures
 
 LAYERS = 7
@@ -116,6 +117,45 @@ def test_the_graph_is_that_of_the_whole_trace(stacks: list[list[Stack]], monkeyp
         f"blocks.6.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")
     ]
     _require_same(captured, _whole(model, monkeypatch))
+
+
+class Noisy(Block):
+    """Draws twice; `dead` draws once more, and nobody reads it."""
+
+    dead = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dead:
+            torch.rand_like(x)
+        return super().forward(F.dropout(x, 0.1)) * torch.rand(8)
+
+
+class Wasteful(Noisy):
+    dead = True
+
+
+class Dropping(Model):
+    """Draws before the layers and after them, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        return F.dropout(super().forward(F.dropout(x, 0.2)), 0.3) + torch.rand(4)
+
+
+def test_draws_count_on_from_layer_to_layer(stacks: list[list[Stack]], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Dropping(Noisy)
+    captured, whole = _capture(model), _whole(model, monkeypatch)
+    assert stacks == [[Stack("model.blocks", 1, LAYERS - 1)]]
+    assert captured.draws == whole.draws == 2 * LAYERS + 3
+    assert [n for node in captured.graph.nodes if (n := draw_of(node)) is not None] == list(range(captured.draws))
+    _require_same(captured, whole)
+    assert [len(run.members) for run in captured.runs] == [LAYERS - 1]
+
+
+def test_draws_that_nobody_reads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Dropping(Wasteful)
+    captured, whole = _capture(model), _whole(model, monkeypatch)
+    assert captured.draws == whole.draws == 3 * LAYERS + 3
+    _require_same(captured, whole)
 
 
 @pytest.mark.parametrize(

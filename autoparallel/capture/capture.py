@@ -32,6 +32,7 @@ from autoparallel.capture.recorder import IN_THE_MODEL, LOSS, Recorder, StateCha
 from autoparallel.capture.refusals import (
     explain_failure,
     explain_mutation,
+    place_of,
     require_positions,
     require_same_dtypes,
     require_same_memory,
@@ -88,8 +89,11 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
     attempts += [closed(specs)] * any(s.open for s in specs if isinstance(s, InputSpec))
     attempts += [closed(specs, batch=False)] * any(s.batch for s in specs if isinstance(s, InputSpec))
     failed: CaptureError | None = None
+    vain: list[Any] = []  # what a model cannot be called with, traced or not
     fixed: dict[str, None] = {}
     for attempt in attempts:
+        if failed is not None and _examples(attempt, options) == vain:
+            continue
         try:
             with _torch.without_fake_errors():
                 captured = _capture(model, attempt, *others, fixed=fixed, **options)
@@ -97,6 +101,7 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
             if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open
                 raise
             failed = error  # the last one speaks of the sizes of the call
+            vain = _examples(attempt, options) if isinstance(error, _InVain) else vain
             fixed[str(error).splitlines()[0].partition(" at ")[2]] = None
             continue
         captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
@@ -107,6 +112,24 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
     if failed.__cause__ is not None:
         raise CaptureError(f"{failed}\n{_arguments(model, specs, others[0], options)}") from failed.__cause__
     raise failed
+
+
+class _InVain(CaptureError):
+    """The model fails in the same line without a trace, where no size is open."""
+
+
+def _examples(specs: Sequence[InputSpec | Any], options: Mapping[str, Any]) -> list[Any]:
+    """What tells apart the inputs that a model is traced with, but for what of them is left open."""
+    scale = _scale(options["least_batch"], options["batch"])
+    return [_traced_shape(s, scale) if isinstance(s, InputSpec) else isinstance(s, NumberSpec) for s in specs]
+
+
+def _scale(least_batch: int, batch: int) -> int:
+    return max(1, -(-least_batch // max(batch, 1)))
+
+
+def _traced_shape(spec: InputSpec, scale: int) -> tuple[int, ...]:
+    return (spec.shape[0] * scale, *spec.shape[1:]) if spec.batch else tuple(spec.shape)
 
 
 def _capture(
@@ -148,7 +171,7 @@ def _capture(
         CaptureError: when the model cannot be captured.
     """
     mode = make_fake_mode()
-    scale = max(1, -(-least_batch // max(batch, 1)))
+    scale = _scale(least_batch, batch)
     memo: dict[int, Any] = {}
     names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     buffer_names = {id(b): name for name, b in reversed(list(model.named_buffers(remove_duplicate=False)))}
@@ -169,8 +192,7 @@ def _capture(
                 leaves.append(torch.empty((), dtype=spec.dtype) if is_open else spec)
                 dynamic.append({} if is_open else None)
                 continue
-            shape = (spec.shape[0] * scale, *spec.shape[1:]) if spec.batch else spec.shape
-            fake = torch.empty(shape, dtype=spec.dtype)
+            fake = torch.empty(_traced_shape(spec, scale), dtype=spec.dtype)
             leaves.append(fake.requires_grad_(spec.requires_grad))
             rows = {0: Dim.AUTO} if spec.batch and symbolic and scale * batch > 1 else {}
             dynamic.append(rows | {dim: Dim.AUTO for dim, _ in spec.open})
@@ -258,6 +280,10 @@ def _capture(
                     captured = trace(stacks)
                 except NotAlike:
                     captured = trace([])
+                except CaptureError as error:
+                    if failed is None or error.__cause__ is None or place_of(error.__cause__) != place_of(failed):
+                        raise
+                    raise _InVain(explain_failure(failed, model)) from failed  # it speaks of sizes, not of symbols
         captured.state.merge(whole.recorder.state())
         captured.state.merge(reads.state())
         captured.state.merge(read_of_loss(loss_fn))
@@ -300,17 +326,17 @@ def _alike(specs: Sequence[InputSpec | Any]) -> list[list[tuple[int, int]]]:
 
 def _rehearse(
     whole: Training, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], reads: GlobalsRead
-) -> tuple[list[Stack], bool]:
+) -> tuple[list[Stack], Exception | None]:
     """Runs the whole model once, without a trace, to see what it reads of Python: the stacks of layers that need not be
-    traced, and whether it failed."""
+    traced, and how it failed, if it did."""
     try:
         stacks = find_stacks(whole, make, run, reads)
     except CaptureError:
         raise
-    except Exception:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
-        return [], True
+    except Exception as error:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
+        return [], error
     inside = tuple(f"{stack.path}." for stack in stacks)
-    return ([] if any(f"model.{name}".startswith(inside) for name in whole.found.attributes) else stacks), False
+    return ([] if any(f"model.{name}".startswith(inside) for name in whole.found.attributes) else stacks), None
 
 
 def _with_line(

@@ -8,13 +8,13 @@ them are traced, and the graph is filled up with copies.
 operators, the same constants, the same shapes, reading the same places of the layer before, the same values of what
 came before all layers, and their own parameters under the same names, of the same kind.  The model without the inner
 layers of its stacks is run and recorded, too, and must say the same everywhere else.  After tracing, the graph's last
-two layers of a stack must again be equal, node by node, and what follows may read the last one alone.  Where anything
-differs, the whole model is traced.
+two layers of a stack must again be equal, node by node, and what follows may read the last one alone.  Draws of random
+numbers count on from layer to layer, as in a trace of all.  Where anything differs, the whole model is traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,7 +24,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoparallel.graph.layers import Kinds, compare
+from autoparallel.graph.captured import Captured
+from autoparallel.graph.layers import Kinds, compare, draw_of, with_draw
 
 _KEPT = 2  # layers of a stack that are traced
 _LEAST_SAVED = 3  # layers that are not traced; for fewer it does not pay
@@ -294,15 +295,16 @@ class NotAlike(Exception):
     """The traced layers of a stack are not copies of each other."""
 
 
-def fill_up(graph: fx.Graph, stack: Stack, parameters: dict[str, str], buffers: dict[str, str]) -> None:
+def fill_up(graph: fx.Graph, stack: Stack, captured: Captured) -> None:
     """Inserts the layers that were not traced, as copies of the last traced one of their stack.
 
     Args:
-        parameters, buffers: placeholder name to name in the model; those of the copies are added.
+        captured: it learns the parameters, the buffers and the draws of the copies.
 
     Raises:
         NotAlike: where the traced layers differ; the graph is not changed then.
     """
+    parameters, buffers = captured.parameters, captured.buffers
     names = {**parameters, **buffers}
     owned = {node: names[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in names}
     first, second = _stretches(graph, stack)
@@ -310,6 +312,9 @@ def fill_up(graph: fx.Graph, stack: Stack, parameters: dict[str, str], buffers: 
     old, older = f"{stack.path}.{stack.template}.", f"{stack.path}.{stack.template - 1}."
     if alike is None or any(owned.get(x) != older + owned.get(y, "").removeprefix(old) for y, x in alike.own.items()):
         raise NotAlike(f"two layers of {stack.path} differ")
+    draws = _draws_of_layer(graph, stack, first, second, captured.draws)
+    _count_on(second[-1], draws * len(stack.left_out()))
+    captured.draws += draws * len(stack.left_out())
     held = [node for node, name in owned.items() if name.startswith(old)]
     inside = set(second)
     before, point, place = second, second[-1], held[-1] if held else None
@@ -325,6 +330,8 @@ def fill_up(graph: fx.Graph, stack: Stack, parameters: dict[str, str], buffers: 
         for node in second:
             with graph.inserting_after(point):
                 copy = graph.node_copy(node, lambda n, copies=copies: copies.get(n, n))  # type: ignore[misc]
+            if (number := draw_of(node)) is not None:
+                copy.args = with_draw(copy, number + draws * (i - stack.template))
             copy.meta = {**node.meta, "module": _moved(node.meta["module"], stack, i)}
             copy.meta["key"] = _moved(node.meta["key"], stack, i)
             copies[node], point = copy, copy
@@ -348,6 +355,32 @@ def _stretches(graph: fx.Graph, stack: Stack) -> tuple[list[fx.Node], list[fx.No
     if not all(places) or [*places[0], *places[1]] != list(range(places[0][0], places[1][-1] + 1)):
         raise NotAlike(f"the calls of two layers of {stack.path} do not follow each other")
     return [calls[i] for i in places[0]], [calls[i] for i in places[1]]
+
+
+def _draws_of_layer(
+    graph: fx.Graph, stack: Stack, first: Sequence[fx.Node], second: Sequence[fx.Node], count: int
+) -> int:
+    """How many draws a layer makes: by so much the numbers of the second layer are larger than those of the first.
+
+    Args:
+        count: of the draws of the trace, those included whose results nobody reads: the graph does not show where they
+            were made.
+    """
+    numbers = {draw_of(node) for node in graph.nodes} - {None}
+    pairs = [(draw_of(a), draw_of(b)) for a, b in zip(first, second, strict=True)]
+    steps = {b - a for a, b in pairs if a is not None and b is not None} or {0}
+    if len(numbers) != count or len(steps) != 1:
+        raise NotAlike(f"not all that the layers of {stack.path} draw can be seen")
+    return steps.pop()
+
+
+def _count_on(last: fx.Node, more: int) -> None:
+    """Gives the draws behind a call the numbers that they have after so many draws more."""
+    node = last.next
+    while node.op != "root":
+        if (number := draw_of(node)) is not None:
+            node.args = with_draw(node, number + more)
+        node = node.next
 
 
 def _is_in(node: fx.Node, path: str) -> bool:

@@ -112,8 +112,7 @@ def describing_passes(
 
 
 def filling_passes(stacks: Sequence[Stack], captured: Captured) -> PassList:
-    """The layers that were not traced take their places; ``captured`` learns their parameters and buffers."""
+    """The layers that were not traced take their places; ``captured`` learns their parameters, buffers and draws."""
     inner = [replace(stack, path=stack.path.removeprefix("model.")) for stack in stacks]
-    names = {"parameters": captured.parameters, "buffers": captured.buffers}
-    passes = [Pass(partial(on_graph(fill_up), stack=stack, **names), requires=CAPTURED) for stack in inner]
+    passes = [Pass(partial(on_graph(fill_up), stack=stack, captured=captured), requires=CAPTURED) for stack in inner]
     return PassList(passes, given=CAPTURED, promised=CAPTURED)

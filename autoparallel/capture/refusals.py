@@ -16,6 +16,7 @@ from autoparallel._torch import free_unbacked_symbols
 from autoparallel.capture.data_access import explain_new_memory
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of
+from autoparallel.passes.resolve_control_flow import INSTEAD_OF_FLEX
 from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -104,11 +105,22 @@ _PRODUCTS = (
 )  # fmt: skip
 
 
+def _own_frames(frames: Collection[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Those of an error's frames that are neither torch's nor ours: the model's and its libraries'."""
+    package = __file__.rpartition("/capture/")[0]
+    return [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((f"{package}/", "<"))]
+
+
+def place_of(error: BaseException) -> object:
+    """What kind of error was raised, and in which line of a model."""
+    own = _own_frames(traceback.extract_tb(error.__traceback__))
+    return type(error), [(f.filename, f.lineno) for f in own[-1:]]
+
+
 def explain_failure(error: Exception, model: nn.Module) -> str:
     """What a model does that cannot be traced, with its line and a cure."""
     frames = traceback.extract_tb(error.__traceback__)
-    package = __file__.rpartition("/capture/")[0]
-    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((f"{package}/", "<"))]
+    own = _own_frames(frames)
     if own:
         where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}'
     else:
@@ -116,6 +128,9 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
         where = f'"{code.co_filename}", line {code.co_firstlineno}, in forward'
     text = str(error).strip()
     kind = type(error).__name__
+    if any(f.filename.endswith("/nn/attention/flex_attention.py") for f in frames):
+        what, advice = "FlexAttention is no operator that a program can make", INSTEAD_OF_FLEX
+        return f"{type(model).__name__} cannot be captured at {where}\n{what}\nWhat to change: {advice}."
     if "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text or "DynamicOutput" in kind:
         what, advice = _explain_value(error, own[-1].line or "" if own else "")
         return f"{type(model).__name__} cannot be captured at {where}\n{what}\nWhat to change: {advice}."

@@ -6,10 +6,13 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from autoparallel.operators.draws import NUMBERS
 
 
 def layer_of(node: fx.Node) -> str | None:
@@ -23,6 +26,18 @@ def layer_around(path: str) -> str | None:
     parts = path.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else None
+
+
+def draw_of(node: fx.Node) -> int | None:
+    """The number of the draw that a call makes, among those of a call of the model; None where it draws nothing."""
+    place = NUMBERS.get(node.target)  # type: ignore[arg-type]
+    return None if place is None else cast(int, node.args[place])
+
+
+def with_draw(node: fx.Node, number: int) -> tuple[Any, ...]:
+    """The arguments of a call that draws, with another number of the draw."""
+    place = NUMBERS[node.target]  # type: ignore[index]
+    return (*node.args[:place], number, *node.args[place + 1 :])
 
 
 def layers_of(node: fx.Node) -> tuple[str, ...]:
@@ -130,14 +145,15 @@ class Kinds:
         return self._values[id(value)], node.meta.get("differentiable"), node.meta.get("backward"), factors
 
     def call(self, node: fx.Node) -> tuple[Hashable, list[fx.Node]]:
-        """A call without what it reads, and what it reads."""
+        """A call without what it reads, and what it reads; of a draw, its number is left out, too."""
         reads: list[fx.Node] = []
+        args = node.args if draw_of(node) is None else with_draw(node, 0)
 
         def note(x: fx.Node) -> str:
             reads.append(x)
             return "_"
 
-        arguments = repr(fx.map_arg((node.args, node.kwargs), note))
+        arguments = repr(fx.map_arg((args, node.kwargs), note))
         return (node.target, arguments, self.of(node), node.meta["key"].rpartition("/")[2]), reads
 
 

@@ -187,5 +187,10 @@ draw_permutation = _library.draw_permutation.default
 draw_poisson = _library.draw_poisson.default
 traced_dropout = _library.dropout.default
 
-DRAWS = (dropout, draw, draw_classes, draw_gamma, draw_integers, draw_permutation, draw_poisson)
+NUMBERS: dict[Callable[..., Tensor], int] = {
+    dropout: 2, draw: 3, draw_classes: 3, draw_gamma: 1, draw_integers: 3, draw_permutation: 1, draw_poisson: 1,
+}  # fmt: skip
+"""Where the number of the draw stands among the arguments of each operator, by which a graph gives it."""
+
+DRAWS = tuple(NUMBERS)
 """Every operator of a program whose result is random."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.runtime.support import batch, make, mesh_of, off, raised, run_on_ranks
@@ -77,6 +78,8 @@ def _inputs() -> dict[str, Any]:
 
     results["second derivative"] = raised(lambda: model(inputs["encoding"], y).backward(create_graph=True))
     results["wrapped"] = raised(lambda: DistributedDataParallel(model))
+    fully_shard(model, mesh=mesh_of(1))
+    results["sharded again"] = raised(lambda: model(x, y))
     return results
 
 
@@ -100,6 +103,7 @@ def test_structures_of_tensors(found: dict[str, Any]) -> None:
         ("dtype", "It was called with batch [8, 8] float32, the target [8, 4] float64."),
         ("second derivative", "create_graph=True"),
         ("wrapped", "cannot be wrapped in DistributedDataParallel"),
+        ("sharded again", "fully_shard() was applied to the compiled model"),
     ],
 )
 def test_what_is_refused_says_why(found: dict[str, Any], name: str, words: str) -> None:
