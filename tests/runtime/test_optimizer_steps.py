@@ -207,6 +207,38 @@ def test_only_the_step_sees_plain_tensors() -> None:
         assert results["raised"] and results["loss"] > 0, results
 
 
+def _in_a_closure(has_closure: bool) -> tuple[dict[Any, int], list[Tensor]]:
+    """What a window of two microbatches sends, the last of them in the optimizer's step or before it."""
+    model, _ = compiled_pair(Net, 2, plan="data_parallel")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(*batch(0)).backward()
+    optimizer.step(), optimizer.zero_grad()
+    with autoparallel.count_traffic() as traffic:
+        with model.no_sync():
+            model(*batch(1)).backward()
+
+        def closure() -> Tensor:
+            loss: Tensor = model(*batch(2))
+            loss.backward()
+            return loss
+
+        if has_closure:
+            optimizer.step(closure)  # type: ignore[arg-type]
+        else:
+            closure()
+            optimizer.step()
+    return traffic.collectives, [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def _with_and_without_a_closure() -> bool:
+    (sent, parameters), (expected, theirs) = _in_a_closure(True), _in_a_closure(False)
+    return sent == expected and sum(sent.values()) > 0 and all(map(torch.equal, parameters, theirs))
+
+
+def test_a_step_with_a_closure_reduces_what_was_accumulated_before_it_once() -> None:
+    assert all(run_on_ranks(_with_and_without_a_closure, world_size=2))
+
+
 def test_what_is_registered_is_checked() -> None:
     with pytest.raises(TypeError, match="takes a class"):
         autoparallel.register_optimizer(torch.optim.Optimizer([nn.Parameter(torch.ones(1))], {}), per="element")  # type: ignore[type-var]
