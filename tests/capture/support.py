@@ -123,8 +123,12 @@ SUPPORT: Mapping[str, tuple[Patch, ...]] = {
 """By subject what is taken away, all of it together."""
 
 
-SHARDED = frozenset(("complex_numbers",))
-"""Subjects that need support where something is sharded only."""
+SHARDED: Mapping[str, tuple[str, str]] = {
+    "fourier_mixer": ("tensor_parallel", "tp"),
+    "spectral_filter": ("fsdp", "dp"),
+    "complex_parameter": ("fsdp", "dp"),
+}
+"""Programs that need support where something is sharded only: the plan, and the axis of two ranks."""
 
 UNTOUCHED: Mapping[str, tuple[str, ...]] = {
     "nothing flows there": (
@@ -149,8 +153,7 @@ UNTOUCHED: Mapping[str, tuple[str, ...]] = {
         "buffer_replaced",
     ),
     "complex, but on two ranks no gradient through what is complex is exchanged": (
-        "spectral_filter", "complex_rotary", "polar", "complex_parameter", "complex_linear", "complex_output",
-        "short_time_fourier", "real_and_imaginary",
+        "complex_rotary", "polar", "complex_linear", "complex_output", "short_time_fourier", "real_and_imaginary",
     ),
     "the loss is known, and the others are detached in any case": ("dict_with_loss", "sum_and_count"),
 }  # fmt: skip
@@ -203,9 +206,10 @@ def end_of_verify(program: Program, dropout: float, taken: bool) -> str:
             stack.enter_context(patch())
         options: Any = {"before_step": before_step}
         try:
-            if program.subject in SHARDED:
-                options |= {"steps": 1, "plan": "tensor_parallel"}
-                return "passes" if verify(model, {"tp": 2}, inputs, program.loss_fn, **options).ok else "fails"
+            if program.name in SHARDED:
+                plan, axis = SHARDED[program.name]
+                options |= {"steps": 1, "plan": plan}
+                return "passes" if verify(model, {axis: 2}, inputs, program.loss_fn, **options).ok else "fails"
             return "passes" if check(model, inputs, program.loss_fn, **options).ok else "fails"
         except Exception as error:  # noqa: BLE001 - that is noticed, too
             return type(error).__name__
