@@ -318,7 +318,7 @@ def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
 
 def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Numbers of the storages of tensors; a ``DTensor``'s own has no memory to compare."""
-    return [t.untyped_storage()._cdata for t in tensors]
+    return list(map(torch._C._storage_id, tensors))  # type: ignore[attr-defined]
 
 
 MODULE = "autoparallel module"

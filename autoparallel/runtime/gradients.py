@@ -342,6 +342,8 @@ class GradientStore:
 
     def _call_hooks(self) -> None:
         """See [Note: when hooks on parameters are called]."""
+        if not self._complete:
+            return
         complete, self._complete = self._complete, {}
         with torch.no_grad():
             for name, (chain, value) in complete.items():
@@ -410,7 +412,8 @@ class GradientStore:
                     by_dtype.setdefault(parameter.dtype, []).append(_torch.local_of(parameter.grad))
             for grads in by_dtype.values():
                 torch._foreach_div_(grads, divisor)
-        self._call_hooks_of_window(held)
+        if held:
+            self._call_hooks_of_window(held)
 
     def begin_window(self, window: Any) -> None:
         """Starts a window of ``accumulate()``.

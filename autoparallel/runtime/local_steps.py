@@ -13,6 +13,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from operator import is_
 from typing import Any, Literal, TypeVar
@@ -74,7 +75,10 @@ def part_of(optimizer: Optimizer) -> Part | None:
 
 def step_of(kind: type[Optimizer]) -> Any:
     """The function that a class's ``step`` is, without what torch puts around it; a subclass may share it."""
-    return inspect.unwrap(kind.step)
+    return _unwrapped(kind.step)
+
+
+_unwrapped = lru_cache(inspect.unwrap)
 
 
 for _name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop"):
