@@ -110,6 +110,8 @@ EQUAL = (
 @pytest.mark.wide_where(lambda forward: forward not in (lstm, choice))
 @pytest.mark.parametrize("forward", EQUAL, ids=lambda f: f.__name__)
 def test_equal_to_eager(forward: Any) -> None:
+    if forward is lstm and torch.__version__.startswith(("2.11.", "2.12.")):
+        pytest.skip("torch 2.11 traces the last states of an LSTM with one dim too many (docs/supported.md)")
     assert difference(forward, steps=1) < TOLERANCE
 
 
