@@ -114,6 +114,14 @@ def make_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def is_composite(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator is differentiated through the others that it calls, and neither writes nor gives a view."""
+    schema = operator._schema
+    return not any(argument.alias_info for argument in (*schema.arguments, *schema.returns)) and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    )
+
+
 def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
     """What a trace took for granted of its symbols, and whether torch's own code asked for it.
 

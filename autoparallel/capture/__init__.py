@@ -8,6 +8,7 @@ May import ``graph``, ``passes``, ``rules``, ``operators``, ``text`` and ``_torc
 - ``layers``: those that repeat, traced once.
 - ``tracing``: what decides about gradients beside operators, made visible to a trace: ``functions``
   (``autograd.Function``) and ``backward_hooks``; ``trace`` is what one trace notes of them.
+- ``composites``: what stands for operators that are composed of others and have no rule.
 - ``caches``: those of generation, which no program makes.
 - ``recorder``: records what a copy of the model reads and writes of its attributes; ``observed_classes`` tell it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators.

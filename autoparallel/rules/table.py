@@ -174,6 +174,7 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     operators.pool_indices: reductions.pooled_indices,
     aten.sum.default: partial(reductions.reduction, kind="sum"),
     aten.sum.dim_IntList: partial(reductions.reduction, kind="sum"),
+    aten.nansum.default: partial(reductions.reduction, kind="sum", linear=False),
     aten.mean.default: partial(reductions.reduction, kind="mean"),
     aten.mean.dim: partial(reductions.reduction, kind="mean"),
     aten.histc.default: reductions.histogram,

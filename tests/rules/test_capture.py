@@ -142,6 +142,51 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         x.unsqueeze(2), y[:, :2].unsqueeze(2), x[:, :2].unsqueeze(2), dropout_p=1e-12, enable_gqa=True
     ),
     "squeeze": lambda x, y, b: x[:, :1].squeeze() + x[:, 0].unsqueeze(1).squeeze(1),
+    # Operators that torch composes of others:
+    "synonyms": lambda x, y, b: (
+        torch.concat([x.absolute().negative(), torch.concatenate([x, y])])
+        .multiply(2)
+        .subtract(b)
+        .divide(b)
+        .true_divide(3)
+    ),
+    "synonyms_of_comparisons": lambda x, y, b: (
+        x * (x.greater(y) & x.less_equal(b)) + x * torch.not_equal(x, 0) * torch.isclose(x, x)
+    ),
+    "synonyms_of_functions": lambda x, y, b: (
+        torch.special.expit(x) + torch.special.softmax(x, -1) + torch.special.logsumexp(x, -1, keepdim=True)
+        + x.arctan() + x.arctan2(y) + torch.special.xlogy(x, b) + torch.special.erf(x) + x.fix()
+    ),
+    "stacks": lambda x, y, b: (
+        torch.hstack([x, y]).sum() + torch.vstack([x, y]).amax() + torch.dstack([x, y])
+        + torch.column_stack([x, y]).sum()
+    ),
+    "tile": lambda x, y, b: x.tile(2, 1) * b.tile(2)[:4],
+    "flips": lambda x, y, b: x.fliplr() * y.flipud() + x.msort(),
+    "differences": lambda x, y, b: (
+        x.diff(dim=1).sum(1, keepdim=True) + torch.trapezoid(x, dim=1)[:, None] + torch.cumulative_trapezoid(x, dim=1)
+    ),
+    "norms": lambda x, y, b: (
+        torch.linalg.norm(x, dim=-1) + torch.linalg.vecdot(x, y) + torch.linalg.norm(x)
+        + torch.linalg.matrix_norm(x)[:, None]
+        + torch.std_mean(x)[0] + x.var() + torch.var_mean(x)[0] + x.std() + x.nanmean(-1)
+    ),
+    "products": lambda x, y, b: (
+        torch.inner(x, b) + torch.cross(x[..., :3], y[..., 1:], -1).sum(-1)
+        + torch.linalg.matmul(x, b) + x.kron(b)[..., 0]
+    ),
+    "grids": lambda x, y, b: (
+        torch.meshgrid(b, b, indexing="ij")[0].sum(-1) * torch.broadcast_tensors(x, b)[1]
+        + x * torch.cartesian_prod(b, b)[:4, 0]
+    ),
+    "embedding_losses": lambda x, y, b: (
+        F.cosine_embedding_loss(x[:, 0], y[:, 0], x.new_ones(len(x))) + F.margin_ranking_loss(x, y, torch.ones_like(x))
+        + F.triplet_margin_loss(x, y, b + y) + F.hinge_embedding_loss(x, torch.ones_like(x))
+        + F.multilabel_soft_margin_loss(x[:, 0], y[:, 0].sigmoid())
+    ),
+    "quantile": lambda x, y, b: x.quantile(0.3, dim=1) + x.nanquantile(0.5, dim=1),
+    "chained": lambda x, y, b: torch.linalg.multi_dot([b, y[0].T, y[0], b]),
+    "pad_circular": lambda x, y, b: F.pad(x, (1, 1), mode="circular") + F.channel_shuffle(x, 2).sum(),
     "rotary": lambda x, y, b: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, 2)))).flatten(2),
 }  # fmt: skip
 

@@ -85,8 +85,9 @@ def record(value: Tensor, key: Any, values: dict[Any, Tensor], gradients: dict[A
         value.register_hook(lambda grad: _keep(gradients, key, grad))
 
 
-def _keep(table: dict[Any, Tensor], key: Any, grad: Tensor) -> None:
-    table[key] = grad.detach().clone()
+def _keep(table: dict[Any, Tensor], key: Any, grad: Tensor | None) -> None:
+    if grad is not None:  # a custom Function may give None for what is differentiable
+        table[key] = grad.detach().clone()
 
 
 def arguments_of(captured: Captured, task: Task, batch: Batch) -> dict[str, Any]:
