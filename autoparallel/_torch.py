@@ -122,6 +122,12 @@ def is_composite(operator: torch._ops.OpOverload) -> bool:
     )
 
 
+def dtype_of_cast(*args: Any, **kwargs: Any) -> torch.dtype | None:
+    """The dtype among the arguments of ``Module.to``."""
+    dtype: torch.dtype | None = torch._C._nn._parse_to(*args, **kwargs)[1]
+    return dtype
+
+
 def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
     """What a trace took for granted of its symbols, and whether torch's own code asked for it.
 

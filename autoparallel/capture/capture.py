@@ -70,9 +70,15 @@ from autoparallel.passes.mark_gradients import Detached
 from autoparallel.passes.refusal import Refusal
 from autoparallel.passes.replace_random_operators import Draws
 from autoparallel.passes.runner import run_passes
+from autoparallel.text import LOGGER
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+AS_COMPILED = (
+    "the model asks whether it is compiled at %s, and is told that it is: the way that it goes otherwise cannot be "
+    "traced (%s)"
+)
 
 
 def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **options: Any) -> Captured:
@@ -241,12 +247,22 @@ def _capture(
         wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 
-    def trace(stacks: list[Stack]) -> Captured:
+    def trace(stacks: list[Stack], as_compiled: bool = False) -> Captured:
         wrapper = make()
         leave_out(wrapper, stacks)
-        calls = _calls_of(wrapper)
+        calls = _calls_of(wrapper, as_compiled)
         try:
             program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
+        except CaptureError as error:
+            if as_compiled or calls.asked_at is None:
+                raise
+            try:
+                captured = trace(stacks, as_compiled=True)
+            except CaptureError:
+                raise error from None
+            reason = str(error).partition("\nWhat to change")[0].splitlines()[-1]
+            LOGGER.warning(AS_COMPILED, calls.asked_at, reason)
+            return captured
         finally:
             fixed.update(dict.fromkeys(calls.fixed.values()))
         captured = _describe(
@@ -260,7 +276,7 @@ def _capture(
         return captured
 
     def run(wrapper: nn.Module) -> Any:
-        with everything_seen(_calls_of(wrapper)):
+        with everything_seen(_calls_of(wrapper, as_compiled=False)):
             return wrapper(args, kwargs)
 
     require_full_hooks(model)
@@ -352,11 +368,11 @@ def _with_line(
     return CaptureError(error.message(first_line(again, lambda: error.has_changed(wrapper.recorder, reads))))
 
 
-def _calls_of(wrapper: nn.Module) -> Trace:
+def _calls_of(wrapper: nn.Module, as_compiled: bool) -> Trace:
     """What a trace of a copy of the model notes beside operators."""
     assert isinstance(wrapper, Training)
     paths = {id(module): path for path, module in wrapper.model.named_modules()}
-    return Trace(wrapper.found.originals, paths, wrapper.found.given)
+    return Trace(wrapper.found.originals, paths, wrapper.found.given, as_compiled)
 
 
 def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:

@@ -24,8 +24,10 @@ class Trace:
         originals: of the objects in the traced copy of the model, by id, what they are copies of.
         paths: of the modules of the copy, by id.
         given: the tensors that the copy and its inputs have before the call, by id.
+        as_compiled: what the model is told that asks ``torch.compiler.is_compiling()``.
 
     Attributes:
+        asked_at: the line at which it asks first; None for a model that does not.
         calls: what stands behind the names in ``autoparallel::call``.
         hooks: the tensor hooks behind the names in ``autoparallel::hook``.
         fixed: the lines at which the model fixed a size that was open, by the size.
@@ -33,8 +35,15 @@ class Trace:
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
     """
 
-    def __init__(self, originals: Mapping[int, Any], paths: Mapping[int, str], given: Collection[int] = ()) -> None:
-        self.originals, self.paths, self.given = originals, paths, given
+    def __init__(
+        self,
+        originals: Mapping[int, Any],
+        paths: Mapping[int, str],
+        given: Collection[int] = (),
+        as_compiled: bool = False,
+    ) -> None:
+        self.originals, self.paths, self.given, self.as_compiled = originals, paths, given, as_compiled
+        self.asked_at: str | None = None
         self.has_leaves = False
         self.calls: dict[str, OpaqueCall] = {}
         self.hooks: dict[str, HookTemplate] = {}

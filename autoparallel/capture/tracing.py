@@ -3,7 +3,8 @@
 ``torch.export`` records operators.  While a model is traced, :func:`everything_seen` makes what else decides about
 gradients visible, too: an ``autograd.Function``, a tensor's hook and a module's backward hooks each leave a call that
 stands for them (see ``operators.opaque``); inference mode, which no program has, is ``no_grad``; and a call whose
-effect on gradients no program can have raises, with line and cure.
+effect on gradients no program can have raises, with line and cure.  A model that asks whether it is compiled goes the
+way of the plain model.
 
 Most of it goes through a ``TorchFunctionMode``, which belongs to the thread.  Where torch has no such door, a name of
 torch is replaced while any thread traces, by one that does as torch does on all other threads.
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -113,6 +115,42 @@ def _set_replacement(self: _torch.ShapeEnv, symbol: Any, size: Any, message: str
     return _SET_REPLACEMENT(self, symbol, size, message)
 
 
+def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Does nothing where nothing is cast; the copy that is traced has no device."""
+    if listening() is None:
+        return _TO(self, *args, **kwargs)
+    dtype = _torch.dtype_of_cast(*args, **kwargs)
+    tensors = (*self.parameters(), *self.buffers())
+    if dtype is not None and any(x.dtype != dtype for x in tensors if x.is_floating_point() or x.is_complex()):
+        raise refuse(
+            f"a {type(self).__name__} is cast to {dtype} inside of the model",
+            "cast it before compile(), or cast what it is given and gives (self.layer(x.float()).to(x.dtype))",
+        )
+    return self
+
+
+def _is_compiling() -> bool:
+    return _answer(_IS_COMPILING)
+
+
+def _is_exporting() -> bool:
+    return _answer(_IS_EXPORTING)
+
+
+def _answer(ask: Callable[[], bool]) -> bool:
+    """What the plain model would be told, unless it cannot be traced so; torch's own code is told the truth."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name.startswith("is_"):  # such as torch._dynamo's: asks for its caller
+        frame = frame.f_back
+    trace = listening()
+    if trace is None or frame is None or frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        return ask()
+    trace.asked_at = trace.asked_at or line_of_frame(frame)
+    return trace.as_compiled
+
+
+_IS_COMPILING, _IS_EXPORTING = torch.compiler.is_compiling, torch.compiler.is_exporting
+_TO = torch.nn.Module.to
 _SET_REPLACEMENT = _torch.ShapeEnv._set_replacement
 _FORWARD_AD = torch.autograd.forward_ad
 _ENTER_DUAL_LEVEL = _FORWARD_AD.enter_dual_level
@@ -123,6 +161,9 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.SingleLevelFunction, "apply", classmethod(function_apply)),
     (_torch.modules, "BackwardHook", backward_hook),
     (_torch.ShapeEnv, "_set_replacement", _set_replacement),
+    (torch.compiler, "is_compiling", _is_compiling),
+    (torch.compiler, "is_exporting", _is_exporting),
+    (torch.nn.Module, "to", _to),
     (torch.inference_mode, "__enter__", _enter_inference_mode),
     (torch.inference_mode, "__exit__", _exit_inference_mode),
     (_FORWARD_AD, "enter_dual_level", _enter_dual_level),

@@ -122,7 +122,7 @@ class Evaluator:
         if request.constraints(candidate.preset).data and fixed and any(isinstance(s, InputSpec) for s in call.specs):
             raise PlanError(
                 f"the plan {candidate.preset!r} shards the batch, but the batch size is fixed at {call.batch}: "
-                f"{graph.why_fixed}; or use plan='tensor_parallel'"
+                f"{graph.why_fixed}; or use plan='auto', which needs no open batch"
             )
         return SearchSpace(
             graph,

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autoparallel.graph.captured import Captured, Constant
+from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.rules.calls import is_tensor
 from autoparallel.tools.parity.task import Batch, Task
@@ -97,7 +98,7 @@ def arguments_of(captured: Captured, task: Task, batch: Batch) -> dict[str, Any]
         parameter = task.model.get_parameter(path)
         values[name] = parameter.detach().clone().requires_grad_(parameter.requires_grad)
     for name, path in captured.buffers.items():
-        values[name] = task.model.get_buffer(path).detach().clone()
+        values[name] = tensor_at(task.model, path).detach().clone()
     for at, leaf in zip(captured.inputs, pytree.tree_leaves((batch.args, batch.kwargs)), strict=True):
         if at is not None:
             values[at] = leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

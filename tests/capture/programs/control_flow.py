@@ -280,3 +280,33 @@ class LazyLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(self.a(x))
+
+
+@program()
+class AsksWhetherItIsCompiled(nn.Module):
+    """A model that does something else under torch.compile: ours is the plain model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            h = h.detach()
+        return h.tanh() if torch._dynamo.is_compiling() else 2 * h
+
+
+@program()
+class ChecksItsInputsUnlessCompiled(nn.Module):
+    """The way of the plain model reads a value, that of torch.compile does not: the latter is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
+            raise ValueError("an input is not finite")
+        out: Tensor = self.a(x)
+        return out

@@ -232,3 +232,29 @@ def called_under_autocast(run: Run) -> None:
 class Two2(Two):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x))
+
+
+@program()
+class CastsRouterToItsDtype(nn.Module):
+    """``self.router = self.router.to(dtype)`` in forward, which changes nothing, as mixtures of experts have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.router = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(self.a.weight.dtype)
+        return self.router(x).softmax(-1) * self.a(x)
+
+
+@program(refused="cast it before compile()")
+class CastsRouterToAnotherDtype(nn.Module):
+    """The same, which casts the parameters for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.router = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)  # refused
+        return self.router(x.float()).softmax(-1) * self.a(x)
