@@ -71,7 +71,7 @@ class _Loop(nn.Module):
 
 class _Samples(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.distributions.Normal(x, x.abs() + 1).rsample()  # the line
+        return torch.distributions.Normal(x, x.abs() + 1, validate_args=True).rsample()  # the line
 
 
 class _Nonzero(nn.Module):

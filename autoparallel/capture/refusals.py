@@ -192,7 +192,8 @@ def _explain_value(error: Exception, line: str) -> tuple[str, str]:
         )
     if any("/torch/distributions/" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
         return "a distribution of torch checks the values that it is given", (
-            "make it with validate_args=False, or call Distribution.set_default_validate_args(False) before"
+            "make it with validate_args=False, or call torch.distributions.Distribution.set_default_validate_args("
+            "False), which torch.compile does"
         )
     if "DynamicOutput" in type(error).__name__:
         return "a size depends on a tensor's values", (
