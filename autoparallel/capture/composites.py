@@ -18,11 +18,21 @@ from autoparallel.rules import has_rule
 
 aten = torch.ops.aten
 
-LOOPS = frozenset({
+ONE_CALL = frozenset({
+    # Composed of a step for every position of a sequence, which torch runs in one kernel.
     aten.lstm.input, aten.lstm.data, aten.gru.input, aten.gru.data, aten.rnn_tanh.input, aten.rnn_tanh.data,
     aten.rnn_relu.input, aten.rnn_relu.data,
+    # Composed of one that has no gradient where nobody asks for it, as in a trace.
+    aten.embedding_bag.default, aten.embedding_bag.padding_idx,
 })  # fmt: skip
-"""Composed of a step for every position of a sequence: they stay one call, which torch runs in one kernel."""
+"""What stays one call."""
+
+PRODUCTS = frozenset({
+    aten.linalg_matmul.default, aten.linalg_multi_dot.default, aten.linalg_vecdot.default, aten.linalg_norm.default,
+    aten.linalg_norm.ord_str, aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord,
+})  # fmt: skip
+"""The linear algebra that is composed of products and norms. What factorizes looks at what it has found, to raise an
+error, which no graph can have as an operator."""
 
 
 def compositions(nodes: Iterable[fx.Node]) -> dict[Any, Callable[..., Any]]:
@@ -37,7 +47,8 @@ def _is_unknown_composite(target: Any) -> bool:
     return (
         isinstance(target, torch._ops.OpOverload)
         and target.namespace == "aten"
-        and target not in LOOPS
+        and target not in ONE_CALL
+        and (target in PRODUCTS or not target.name().startswith("aten::linalg_"))
         and _torch.is_composite(target)
         and not has_rule(target)
     )

@@ -260,6 +260,8 @@ def _reductions() -> list[Example]:
         e(aten.sum.default, (real(6, 6),)),
         e(aten.sum.default, (truth(6, 6),), label="truth values"),
         e(aten.sum.default, (real(),), label="scalar"),
+        e(aten.nansum.default, (real(6, 6, 6), [0, -1], True)),
+        e(aten.nansum.default, (real(6, 6),), label="all"),
         e(aten.mean.default, (real(6, 6),)),
         e(aten.sum.dim_IntList, (real(6, 6, 6), [0, -1], True)),
         e(aten.sum.dim_IntList, (real(6, 6), [0]), {"dtype": torch.int64}, frozenset({0}), "to integers"),

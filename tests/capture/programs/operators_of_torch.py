@@ -179,3 +179,16 @@ class AlibiAndPadding(nn.Module):
         h = F.pad(self.a(x), (0, 0, 1, 0), value=1.0)
         distance = (torch.arange(5)[:, None] - torch.arange(5)).clamp(min=0)
         return (torch.exp(-distance * 0.5).tril() @ h).logcumsumexp(1)
+
+
+@program()
+class BagOfComputedRows(nn.Module):
+    """Sums of rows of a table that is computed: torch has an operator for bags without gradient, and one with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(24).view(4, 6) % 4
+        return F.embedding_bag(places, self.a(x[:4]), mode="sum")
