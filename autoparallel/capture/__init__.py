@@ -10,6 +10,7 @@ May import ``graph``, ``passes``, ``rules``, ``operators``, ``text`` and ``_torc
   (``autograd.Function``) and ``backward_hooks``; ``trace`` is what one trace notes of them.
 - ``composites``: what stands for operators that are composed of others and have no rule.
 - ``caches``: those of generation, which no program makes.
+- ``positions``: those that count up, of which transformers asks the values.
 - ``recorder``: records what a copy of the model reads and writes of its attributes; ``observed_classes`` tell it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators.
 - ``data_access``, ``seeding``, ``refusals``: what no program can have, refused.

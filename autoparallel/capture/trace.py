@@ -32,6 +32,7 @@ class Trace:
         hooks: the tensor hooks behind the names in ``autoparallel::hook``.
         fixed: the lines at which the model fixed a size that was open, by the size.
         listening: whether the model's own Python runs.
+        counting: tensors that count up by one along their last dim, by id, with their version.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
     """
 
@@ -45,6 +46,7 @@ class Trace:
         self.originals, self.paths, self.given, self.as_compiled = originals, paths, given, as_compiled
         self.asked_at: str | None = None
         self.has_leaves = False
+        self.counting: dict[int, tuple[Tensor, int]] = {}
         self.calls: dict[str, OpaqueCall] = {}
         self.hooks: dict[str, HookTemplate] = {}
         self.fixed: dict[int, str] = {}
@@ -53,6 +55,11 @@ class Trace:
     def original(self, value: Any) -> Any:
         """What the user has for an object of the traced copy."""
         return self.originals.get(id(value), value)
+
+    def counts_up(self, x: Tensor) -> bool:
+        """Whether a tensor is known to count up by one along its last dim."""
+        made = self.counting.get(id(x))
+        return made is not None and made[1] == x._version
 
     @contextmanager
     def silent(self) -> Iterator[None]:

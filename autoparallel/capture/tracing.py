@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from autoparallel import _torch
 from autoparallel.capture.backward_hooks import HANDLERS, backward_hook
 from autoparallel.capture.functions import function_apply
+from autoparallel.capture.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.trace import CURRENT, Trace, listening, refuse
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
@@ -50,13 +51,16 @@ def everything_seen(trace: Trace) -> Iterator[None]:
         )
 
 
+_HANDLERS = HANDLERS | FOLLOWED
+
+
 class _Listener(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = HANDLERS.get(func) if self.trace.listening else None
+        handler = _HANDLERS.get(func) if self.trace.listening else None
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(self.trace, func, *args, **(kwargs or {}))
@@ -140,6 +144,8 @@ def _is_exporting() -> bool:
 def _answer(ask: Callable[[], bool]) -> bool:
     """What the plain model would be told, unless it cannot be traced so; torch's own code is told the truth."""
     frame: FrameType | None = sys._getframe(2)
+    if frame is not None and ask.__name__ not in frame.f_code.co_names:
+        return ask()  # called by torch's C++, as TorchScript does
     while frame is not None and frame.f_code.co_name.startswith("is_"):  # such as torch._dynamo's: asks for its caller
         frame = frame.f_back
     trace = listening()
@@ -189,7 +195,7 @@ _ABSENT = object()
 def _replaced_names() -> Iterator[None]:
     with _REPLACEMENTS.lock:
         if not _REPLACEMENTS.traces:
-            for owner, name, new in _NAMES:
+            for owner, name, new in (*_NAMES, *_names_of_transformers()):
                 _REPLACEMENTS.stack.callback(_put_back, owner, name, vars(owner).get(name, _ABSENT))
                 setattr(owner, name, new)
         _REPLACEMENTS.traces += 1
@@ -200,6 +206,12 @@ def _replaced_names() -> Iterator[None]:
             _REPLACEMENTS.traces -= 1
             if not _REPLACEMENTS.traces:
                 _REPLACEMENTS.stack.close()
+
+
+def _names_of_transformers() -> Iterator[tuple[Any, str, Any]]:
+    masks = masks_of_transformers()
+    if masks is not None:
+        yield masks, PACKED, unless_counting(vars(masks)[PACKED])
 
 
 def _put_back(owner: Any, name: str, before: Any) -> None:
