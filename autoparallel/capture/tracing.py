@@ -16,7 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from functools import partial
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -51,16 +52,13 @@ def everything_seen(trace: Trace) -> Iterator[None]:
         )
 
 
-_HANDLERS = HANDLERS | FOLLOWED
-
-
 class _Listener(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = _HANDLERS.get(func) if self.trace.listening else None
+        handler = (HANDLERS.get(func) or FOLLOWED.get(func)) if self.trace.listening else None
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(self.trace, func, *args, **(kwargs or {}))
@@ -133,19 +131,16 @@ def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     return self
 
 
-def _is_compiling() -> bool:
-    return _answer(_IS_COMPILING)
-
-
-def _is_exporting() -> bool:
-    return _answer(_IS_EXPORTING)
+def _as_told(answer: Callable[[], bool]) -> bool:
+    """The code that a function has meanwhile; it stays the object by which Dynamo, and a model's imports, know it."""
+    return answer()
 
 
 def _answer(ask: Callable[[], bool]) -> bool:
     """What the plain model would be told, unless it cannot be traced so; torch's own code is told the truth."""
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and ask.__name__ not in frame.f_code.co_names:
-        return ask()  # called by torch's C++, as TorchScript does
+        return ask()  # it is called by torch's C++, as TorchScript does
     while frame is not None and frame.f_code.co_name.startswith("is_"):  # such as torch._dynamo's: asks for its caller
         frame = frame.f_back
     trace = listening()
@@ -155,7 +150,7 @@ def _answer(ask: Callable[[], bool]) -> bool:
     return trace.as_compiled
 
 
-_IS_COMPILING, _IS_EXPORTING = torch.compiler.is_compiling, torch.compiler.is_exporting
+_ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 _TO = torch.nn.Module.to
 _SET_REPLACEMENT = _torch.ShapeEnv._set_replacement
 _FORWARD_AD = torch.autograd.forward_ad
@@ -167,8 +162,8 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.SingleLevelFunction, "apply", classmethod(function_apply)),
     (_torch.modules, "BackwardHook", backward_hook),
     (_torch.ShapeEnv, "_set_replacement", _set_replacement),
-    (torch.compiler, "is_compiling", _is_compiling),
-    (torch.compiler, "is_exporting", _is_exporting),
+    *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
+    *[(f, "__code__", _as_told.__code__) for f in _ASKED],
     (torch.nn.Module, "to", _to),
     (torch.inference_mode, "__enter__", _enter_inference_mode),
     (torch.inference_mode, "__exit__", _exit_inference_mode),
@@ -196,7 +191,8 @@ def _replaced_names() -> Iterator[None]:
     with _REPLACEMENTS.lock:
         if not _REPLACEMENTS.traces:
             for owner, name, new in (*_NAMES, *_names_of_transformers()):
-                _REPLACEMENTS.stack.callback(_put_back, owner, name, vars(owner).get(name, _ABSENT))
+                before = getattr(owner, name) if owner in _ASKED else vars(owner).get(name, _ABSENT)
+                _REPLACEMENTS.stack.callback(_put_back, owner, name, before)
                 setattr(owner, name, new)
         _REPLACEMENTS.traces += 1
     try:

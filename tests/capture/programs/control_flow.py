@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from tests.capture.programs.inplace import Two
 from tests.capture.registry import loop, program
@@ -294,7 +295,7 @@ class AsksWhetherItIsCompiled(nn.Module):
         h: Tensor = self.a(x)
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             h = h.detach()
-        return h.tanh() if torch._dynamo.is_compiling() else 2 * h
+        return h.tanh() if torch._dynamo.is_compiling() or is_compiling() else 2 * h
 
 
 @program()
