@@ -41,7 +41,7 @@ def _arange(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     out: Tensor = func(*args, **kwargs)
     step = kwargs.get("step", args[2] if len(args) > 2 else 1)
     if isinstance(step, int) and step == 1 and not out.is_floating_point():
-        trace.counting[id(out)] = out, out._version
+        trace.note_counting(out)
     return out
 
 
@@ -51,7 +51,7 @@ def _follow(counts: Callable[..., bool]) -> Callable[..., Tensor]:
     def call(trace: Trace, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = func(x, *args, **kwargs)
         if not kwargs and trace.counts_up(x) and counts(x, *args):
-            trace.counting[id(out)] = out, out._version
+            trace.note_counting(out)
         return out
 
     return call

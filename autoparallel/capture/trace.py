@@ -56,6 +56,10 @@ class Trace:
         """What the user has for an object of the traced copy."""
         return self.originals.get(id(value), value)
 
+    def note_counting(self, x: Tensor) -> None:
+        """Notes that a tensor counts up by one along its last dim, as long as nothing is written into it."""
+        self.counting[id(x)] = x, x._version
+
     def counts_up(self, x: Tensor) -> bool:
         """Whether a tensor is known to count up by one along its last dim."""
         made = self.counting.get(id(x))

@@ -151,7 +151,7 @@ class Rerun:
         )
         agreement = self._model._kinds.exchange.agreement
         found = [own[:NAMED]] if agreement.alone else agreement.gather(own[:NAMED])
-        differing = {rank: names for rank, names in zip(sorted(agreement.ranks), found, strict=True) if names}
+        differing = {rank: names for rank, names in zip(agreement.ranks, found, strict=True) if names}
         suspicious = self._is_suspicious(before)
         if self._repeats is None:
             self._repeats = not differing or suspicious  # a fault in the first step is told as one
