@@ -9,6 +9,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.graph.captured import CaptureError
 from autoparallel.plan import Plan
+from autoparallel.planner.presets import Preset
 from autoparallel.rules import RuleError, register_rule
 from autoparallel.runtime.limits import ClipGradNorm
 from autoparallel.runtime.local_steps import register_optimizer
@@ -24,7 +25,7 @@ from autoparallel.tools.verify import verify
 __version__ = "0.1.0"
 __all__ = [
     "CaptureError", "Checkpoint", "CheckpointError", "ClipGradNorm", "Finding", "Meter", "ParallelModule", "Pipeline",
-    "PipelineError", "Plan", "PlanError", "ProcessError", "RankMismatchError", "Rerun", "RuleError", "Traffic",
-    "VerifyError", "VerifyReport", "compile", "count_traffic", "latest", "launch", "register_optimizer",
+    "PipelineError", "Plan", "PlanError", "Preset", "ProcessError", "RankMismatchError", "Rerun", "RuleError",
+    "Traffic", "VerifyError", "VerifyReport", "compile", "count_traffic", "latest", "launch", "register_optimizer",
     "register_rule", "verify",
 ]  # fmt: skip

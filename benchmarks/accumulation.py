@@ -20,19 +20,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import GPT, LAYERS, WIDTH, Comparison, Contender, launch, loss_fn, tokens, updates
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoparallel
 from autoparallel.plan import Plan
+from autoparallel.planner.presets import Preset
+from benchmarks.side_by_side import GPT, LAYERS, WIDTH, Comparison, Contender, launch, loss_fn, tokens, updates
 
 ROWS = 2
 WANTED = 1.0
 
 
-def _ours(mesh: DeviceMesh, plan: str | Plan, count: int) -> tuple[Any, Callable[[], None]]:
+def _ours(mesh: DeviceMesh, plan: Preset | Plan, count: int) -> tuple[Any, Callable[[], None]]:
     torch.manual_seed(0)
     batch = tokens(ROWS * mesh.size())
     model = autoparallel.compile(GPT(), mesh, loss_fn=loss_fn, plan=plan, example_inputs=batch)
@@ -91,7 +92,7 @@ def _theirs(mesh: DeviceMesh, kind: str, count: int) -> Callable[[], None]:
 def _run(arguments: argparse.Namespace) -> None:
     count, world = arguments.microbatches, dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    pairs = {
+    pairs: dict[str, tuple[Preset | Plan, str]] = {
         "replicated": ("data_parallel", "DDP"),
         "sharded, gathered per use": ("fsdp", "FSDP2"),
         "sharded, gathered per step": (_sharded(mesh, "per_step"), "FSDP2 kept"),

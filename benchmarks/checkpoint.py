@@ -22,15 +22,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
 from autoparallel.checkpoint import folder
+from benchmarks.side_by_side import launch
 
 LAYERS = 12
 PAIRS = (("asynchronous, blocked", "asynchronous, in all"), ("its digests", "save"))
@@ -45,9 +45,8 @@ def _seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+def _run(options: argparse.Namespace) -> None:
+    world = dist.get_world_size()
     width = round((options.megabytes * 1e6 / 12 / LAYERS) ** 0.5)  # a parameter and two moments of 4 bytes
     model = autoparallel.compile(
         nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))),
@@ -68,7 +67,7 @@ def _run(rank: int, world: int, store: str, options: argparse.Namespace) -> None
 
     save = partial(model.save, path, keep=1, optimizer=optimizer)
     for _ in range(options.rounds + 1):
-        digests = []
+        digests: list[float] = []
 
         def timed(content: Any, taken: list[float] = digests) -> str:
             begin = time.perf_counter()
@@ -85,8 +84,8 @@ def _run(rank: int, world: int, store: str, options: argparse.Namespace) -> None
         times.setdefault("asynchronous, in all", []).append(time.perf_counter() - begin)
         note("load", partial(model.load, path, optimizer=optimizer))
         state = {"model": model.state_dict(), "optimizer": {str(i): s for i, s in enumerate(optimizer.state.values())}}
-        note("DCP", partial(dcp.save, state, checkpoint_id=path / "dcp"))
-    if rank == 0:
+        note("DCP", partial(dcp_save, state, checkpoint_id=path / "dcp"))
+    if dist.get_rank() == 0:
         shutil.rmtree(path)
         table = Table(title=f"{options.megabytes} MB on {world} ranks of one thread, {options.rounds} rounds")
         for column in ("", "seconds, median", "least", "MB/s"):
@@ -98,7 +97,6 @@ def _run(rank: int, world: int, store: str, options: argparse.Namespace) -> None
         for over, under in PAIRS:
             ratios = [a / b for a, b in zip(times[over][1:], times[under][1:], strict=True)]
             print(f"{over} / {under}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -107,8 +105,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="of the disk (default: %(default)s)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        mp.spawn(_run, (2, f"{directory}/store", options), nprocs=2)
+    launch(_run, options, 2)
 
 
 if __name__ == "__main__":

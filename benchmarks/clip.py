@@ -11,16 +11,13 @@ stands the processor time of its main thread, which does not count what it waits
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -29,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import autoparallel
+from benchmarks.side_by_side import launch
 
 CONTENDERS = ("ours", "DTensor", "FSDP2", "floor", "floor + all-reduce")
 LIMIT = 1e9  # the work is the same whether it bites
@@ -72,9 +70,8 @@ def _torchs(parameters: list[nn.Parameter]) -> object:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _run(rank: int, world: int, store: str, arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+def _run(arguments: argparse.Namespace) -> None:
+    world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     flat = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     times = Table(title=f"clip_grad_norm_, {world} ranks of one thread; ms (of those on a processor)")
@@ -86,7 +83,8 @@ def _run(rank: int, world: int, store: str, arguments: argparse.Namespace) -> No
         model = autoparallel.compile(Layers(count, arguments.size), mesh, plan="tensor_parallel")
         model(x).backward()
         torch.manual_seed(0)
-        sharded = fully_shard(Layers(count, arguments.size), mesh=flat)
+        sharded: nn.Module = Layers(count, arguments.size)
+        fully_shard(sharded, mesh=flat)
         sharded(x).backward()
         parameters = list(model.parameters())
         locals_ = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
@@ -114,10 +112,8 @@ def _run(rank: int, world: int, store: str, arguments: argparse.Namespace) -> No
             others = [f"{clock['ours'] / clock[n]:.2f}x ({own['ours'] / own[n]:.2f}x)" for n in CONTENDERS[1:]]
             times.add_row(str(count), title, *row, *others)
         times.add_row("", "all-reduces", *(str(sent.get(name, "")) for name in CONTENDERS))
-    if rank == 0:
+    if dist.get_rank() == 0:
         Console(width=200).print(times)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -127,9 +123,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--counts", type=int, nargs="+", default=[10, 100, 1000])
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, (4, os.path.join(folder, "store"), arguments), nprocs=4)
+    launch(_run, arguments, 4)
 
 
 if __name__ == "__main__":

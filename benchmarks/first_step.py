@@ -24,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from planner_accuracy import Trial
 from rich.console import Console
 from rich.table import Table
-from side_by_side import GPT, launch, loss_fn, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from benchmarks.planner_accuracy import Trial
+from benchmarks.side_by_side import GPT, launch, loss_fn, tokens
 
 ROWS = 4
 CONTENDERS = ("ours", "FSDP2", "eager")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 import autoparallel
 from autoparallel.hardware import Profile
 from autoparallel.tools.calibration import calibrate
+from autoparallel.tools.processes import FileStore
 
 LEARNING_RATE = 1e-4
 MAX_NORM = 1e-3  # bites at every step
@@ -144,7 +146,7 @@ def _tokens(shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
+def _step(model: Any, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step() -> None:
@@ -221,6 +223,7 @@ def measure(bench: Bench, mesh: DeviceMesh, shape: Shape, profile: Profile) -> l
     rows.append(_row("optimizer", "fused AdamW", update[0], "on plain tensors", update[1], 1.1))
 
     found = eager.plan.prediction
+    assert found is not None
     rows.append(_row("predicted", "step", found.seconds(), "measured", times["autoparallel"], 1.15))
     if peak is not None:
         guess = found.total_memory
@@ -244,7 +247,7 @@ def main() -> None:
     bench = Bench(arguments.device, arguments.rounds)
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if bench.on_gpu else "gloo"
-        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        dist.init_process_group(backend, store=FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         mesh = init_device_mesh(arguments.device, (1,), mesh_dim_names=("dp",))
         console = Console(width=110)
         console.print(f"parity in float64: off by {require_parity(bench, mesh):.1e}")

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 
-import side_by_side
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from side_by_side import GPT, alternate, launch
-from step_time import contenders
 from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks import side_by_side
+from benchmarks.side_by_side import GPT, alternate, launch
+from benchmarks.step_time import contenders
 
 WIDTH, HEADS, SEQUENCE, VOCABULARY = 16, 2, 8, 32
 WANTED = 0.7

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from planner_accuracy import Made, Trial, launch_trials, mesh_of_trials
 from rich.console import Console
 from rich.table import Table
-from side_by_side import GPT, Contender, loss_fn, medians, tokens
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU
 from autoparallel.tools.calibration import calibrate
+from benchmarks.planner_accuracy import Made, Trial, launch_trials, mesh_of_trials
+from benchmarks.side_by_side import GPT, Contender, loss_fn, medians, tokens
 
 SHARES = (0.8, 0.6, 0.45)
 PRESETS = ("data_parallel", "fsdp", "tensor_parallel")
@@ -122,7 +123,8 @@ def deviation(trial: Trial, expected: tuple[torch.Tensor, dict[str, torch.Tensor
     """
     loss, gradients = expected
     off = float((trial.loss() - loss).abs() / loss.abs())
-    found = {name: p.grad.full_tensor() for name, p in trial.model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in trial.model.named_parameters()}
+    found = {name: grad.full_tensor() for name, grad in grads.items() if isinstance(grad, DTensor)}
     assert found.keys() == gradients.keys(), found.keys() ^ gradients.keys()
     trial.optimizer.zero_grad()
     largest = max(float(g.abs().max()) for g in gradients.values())
@@ -187,6 +189,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 if (other := _within(make, mesh, plan=preset, **options)) is not None:
                     found[preset] = other
             plan = trial.model.plan
+            assert plan.prediction is not None
             cells = [f"{(limit or peak) / 1e6:.1f}", f"{plan.prediction.total_memory / 1e6:.1f}", f"{peak / 1e6:.1f}"]
             cells.append(_verdict(peak / limit, WANTED_MEMORY) if limit else "")
             if arguments.rounds:

@@ -244,7 +244,7 @@ HUB: dict[str, Callable[[], Made]] = {
 class Recurrent(nn.Module):
     """A recurrent layer of torch between an embedding and a head; the target is the next token."""
 
-    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+    def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, 16)
         self.body = kind(16, 16, batch_first=True, **options)
@@ -364,6 +364,8 @@ class Prototypes(nn.Module):
 
 class GraphConvolution(nn.Module):
     """Messages along edges, which are added, and of which the largest is taken (nodes are columns of each row)."""
+
+    edges: Tensor
 
     def __init__(self) -> None:
         super().__init__()

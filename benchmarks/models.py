@@ -25,6 +25,7 @@ import transformers
 from autoparallel.graph.captured import Captured
 from autoparallel.operators import RandomState
 from autoparallel.plan import Plan
+from autoparallel.planner.presets import Preset
 from autoparallel.tools.parity.localize_capture import capture_deviation
 from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
 from autoparallel.tools.parity.noise import narrowing_casts
@@ -33,7 +34,7 @@ from autoparallel.tools.parity.verification import Deviation
 from autoparallel.tools.processes import Job, Process, ProcessError, run_processes
 from benchmarks.model_zoo import ZOO
 
-PLANS = ("auto", "fsdp", "tensor_parallel")
+PLANS: tuple[Preset, ...] = ("auto", "fsdp", "tensor_parallel")
 MESH = (2, 2)
 LIMIT = 1200
 """Seconds for one model on the clock; RWKV, a loop over tokens, takes a minute of a processor that is its own."""

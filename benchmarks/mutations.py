@@ -43,6 +43,7 @@ from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
+from autoparallel.planner.presets import Preset
 from autoparallel.planner.programs import prepare
 from autoparallel.planner.request import Request
 from autoparallel.program import lay_out
@@ -52,11 +53,11 @@ from benchmarks.mutants import Mutant, chain_mutants, graph_mutants
 from benchmarks.mutation_models import MODELS
 
 PREFIX = "mesh0"
-PLANS = ("data_parallel", "fsdp", "tensor_parallel", "auto")
+PLANS: tuple[Preset, ...] = ("data_parallel", "fsdp", "tensor_parallel", "auto")
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (2, 2))
 TOLERANCE = 1e-9
 OUTCOMES = ("verifier", "parity", "raises", "equivalent", "survives")
-Named = tuple[str, str, tuple[int, ...]]
+Named = tuple[str, Preset, tuple[int, ...]]
 """A program: its model, its plan and its mesh."""
 
 
@@ -99,7 +100,7 @@ def _differentiate(outputs: Sequence[Any]) -> None:
 class Program:
     """The program of one model under one plan on one mesh, and what the captured graph computes."""
 
-    def __init__(self, model: str, plan: str, mesh: tuple[int, ...]) -> None:
+    def __init__(self, model: str, plan: Preset, mesh: tuple[int, ...]) -> None:
         self.model, self.plan_name = model, plan
         made = MODELS[model]()
         args, kwargs = made.make_batch(0, 8)

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from clip import Layers
 from rich.console import Console
 from rich.table import Table
-from side_by_side import alternate, launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoparallel
+from benchmarks.clip import Layers
+from benchmarks.side_by_side import alternate, launch
 
 FLAGS: dict[str, dict[str, Any]] = {
     "as it comes": {}, "foreach": {"foreach": True}, "for loop": {"foreach": False}, "fused": {"fused": True},

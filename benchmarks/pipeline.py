@@ -22,7 +22,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from side_by_side import GPT, Comparison, Contender, launch, loss_fn, tokens, updates
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -31,6 +30,7 @@ import autoparallel
 from autoparallel.hardware import Profile
 from autoparallel.pipeline.schedules import FORWARD, Action, Passing, actions_of, play
 from autoparallel.tools.calibration import calibrate
+from benchmarks.side_by_side import GPT, Comparison, Contender, launch, loss_fn, tokens, updates
 
 LAYERS = 8
 LARGE_VOCABULARY = 16384
@@ -167,6 +167,7 @@ def _run(arguments: argparse.Namespace) -> None:
         pair = [Contender("planned", planned), Contender("equal layers", equal)]
         table.measure("planned cuts", pair, 1 / 1.15, rounds, steps)
         times = [played(computing(contender.step, rounds, steps), microbatches)[0] for contender in pair]
+        assert chosen.plan.pipeline is not None
         notes += [
             f"planned cuts: {', '.join(chosen.plan.pipeline.cuts)}",
             f"with a core for each rank, a step takes {times[0] * 1e3:.0f} ms planned, {times[1] * 1e3:.0f} ms with "

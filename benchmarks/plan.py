@@ -45,7 +45,7 @@ COLUMNS = ("model and mesh", "nodes", "capture s", "search s", "peak GB", "gap %
 
 
 def llama(
-    layers: int, hidden: int, inner: int, heads: int, key_heads: int, rows: int, length: int
+    layers: int, hidden: int, inner: int, heads: int, key_heads: int, *, rows: int, length: int
 ) -> tuple[nn.Module, Inputs]:
     """A Llama of these shapes on the meta device, and a batch for it."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,7 +55,8 @@ def llama(
         num_key_value_heads=key_heads, vocab_size=128256, use_cache=False, tie_word_embeddings=False,
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model: nn.Module = LlamaForCausalLM(config)
+        model.to(torch.bfloat16)
     tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
     return model, ((tokens,), {"labels": tokens})
 
@@ -127,7 +128,7 @@ def main() -> None:
     if options.case:
         layers, *shapes, mesh = CASES[options.case]
         rows = max(options.rows, mesh[0])
-        made = llama(options.layers or layers, *shapes, rows, options.length)
+        made = llama(options.layers or layers, *shapes, rows=rows, length=options.length)
         print(json.dumps(measure(lambda: (*made, None), mesh)))
         return
     passed = [f"--{k}={v}" for k, v in vars(options).items() if v is not None]

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import plan as planning
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +42,7 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import PRESETS, is_possible
 from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request, limit_in_bytes
+from benchmarks import plan as planning
 
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
 

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import plan as planning
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
+
+from benchmarks import plan as planning
 
 Made = tuple[nn.Module, planning.Inputs, Callable[..., Any] | None]
 MESHES = {"8": (8,), "8,8": (8, 8), "2,8,8": (2, 8, 8)}
@@ -41,7 +42,7 @@ def gpt2(layers: int | None) -> Made:
 
 def llama(layers: int | None) -> Made:
     """Llama-3-8B."""
-    return *planning.llama(layers or 32, 4096, 14336, 32, 8, ROWS, 2048), None
+    return *planning.llama(layers or 32, 4096, 14336, 32, 8, rows=ROWS, length=2048), None
 
 
 def mixtral(layers: int | None) -> Made:
@@ -90,7 +91,7 @@ def resnet(layers: int | None) -> Made:
     """ResNet-50."""
     from transformers import ResNetConfig, ResNetModel
 
-    config = ResNetConfig(depths=[layers] * 4) if layers else ResNetConfig()
+    config: Any = ResNetConfig(depths=[layers] * 4) if layers else ResNetConfig()
 
     class Classifier(nn.Module):
         def __init__(self) -> None:

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
-from side_by_side import GPT, VOCABULARY, Contender, launch, loss_fn, medians, tokens
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -32,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoparallel
 from autoparallel.tools.calibration import calibrate
+from benchmarks.side_by_side import GPT, VOCABULARY, Contender, launch, loss_fn, medians, tokens
 
 PLANS = ("auto", "data_parallel", "fsdp", "tensor_parallel")
 PROFILED = 6  # steps in which memory is measured

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 
 import autoparallel
+from autoparallel.tools.processes import FileStore
 
 WIDTH, HEADS, LAYERS, SEQUENCE, VOCABULARY = 256, 8, 4, 128, 2048
 
@@ -164,12 +165,12 @@ def launch(run: Callable[[argparse.Namespace], None], arguments: argparse.Namesp
     """Calls ``run`` in so many processes of one thread, joined by gloo."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_start, (ranks, os.path.join(folder, "store"), run, arguments), nprocs=ranks)
+        spawn(_start, (ranks, os.path.join(folder, "store"), run, arguments), nprocs=ranks)
 
 
 def _start(rank: int, world: int, store: str, run: Callable[..., None], arguments: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world)
     run(arguments)
     dist.barrier()
     dist.destroy_process_group()

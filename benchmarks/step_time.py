@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from side_by_side import GPT, LAYERS, WIDTH, Comparison, Contender, launch, loss_fn, tokens, updates
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,9 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import autoparallel
+from autoparallel.planner.presets import Preset
+from benchmarks.side_by_side import GPT, LAYERS, WIDTH, Comparison, Contender, launch, loss_fn, tokens, updates
 
 ROWS = 4
-STRATEGIES = {
+STRATEGIES: dict[Preset, tuple[str, float]] = {
     "data_parallel": ("DistributedDataParallel", 1.10),
     "fsdp": ("FSDP2 fully_shard", 1.00),
     "tensor_parallel": ("DTensor tensor parallel", 0.80),
@@ -41,7 +42,7 @@ def _trainer(forward: Callable[[], torch.Tensor], parameters: list[nn.Parameter]
     return step
 
 
-def contenders(strategy: str, mesh: DeviceMesh, rows: int = ROWS, make: Callable[[], GPT] = GPT) -> list[Contender]:
+def contenders(strategy: Preset, mesh: DeviceMesh, rows: int = ROWS, make: Callable[[], GPT] = GPT) -> list[Contender]:
     """Ours and theirs for one strategy, so many rows a rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     ids, target = tokens(rows * world)

@@ -10,6 +10,7 @@ handwritten digits, which are there.
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,9 @@ def train(epochs: int = 2) -> list[float]:
     data = images[:1200].double(), labels[:1200]  # ten batches: steps of four, four and two
     order = torch.Generator().manual_seed(0)
 
-    model = ResNet18().double()
+    model: nn.Module = ResNet18().double()
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     booster = Booster(plugin=TorchFSDPPlugin())
     model, optimizer, criterion, _, _ = booster.boost(model, optimizer, criterion)

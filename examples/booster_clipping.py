@@ -7,6 +7,8 @@ The loop is the tutorial's. What differs: batches are those of all ranks, and th
 must be fetched, are scikit-learn's handwritten digits, which are there.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,9 +26,9 @@ def train(epochs: int = 2) -> tuple[list[float], list[float]]:
     data = images.double(), labels
     order = torch.Generator().manual_seed(0)
 
-    model = ResNet18().double()
+    model: nn.Module = ResNet18().double()
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1], gamma=0.3)
 
     booster = Booster(plugin=TorchFSDPPlugin())

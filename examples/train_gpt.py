@@ -119,7 +119,7 @@ def make_mesh(option: str | None) -> DeviceMesh | None:
     return init_device_mesh("cpu", shape, mesh_dim_names=AXIS_NAMES[len(shape)])
 
 
-def train(steps: int, plan: str, mesh: DeviceMesh | None) -> list[tuple[float, float]]:
+def train(steps: int, plan: autoparallel.Preset, mesh: DeviceMesh | None) -> list[tuple[float, float]]:
     """Loss and gradient norm of every optimizer step."""
     torch.manual_seed(0)
     text = read_text()

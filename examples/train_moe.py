@@ -134,7 +134,7 @@ def make_mesh(option: str | None) -> DeviceMesh | None:
     return init_device_mesh("cpu", tuple(int(n) for _, n in axes), mesh_dim_names=tuple(name for name, _ in axes))
 
 
-def train(steps: int, plan: str, mesh: DeviceMesh | None) -> list[tuple[float, float]]:
+def train(steps: int, plan: autoparallel.Preset, mesh: DeviceMesh | None) -> list[tuple[float, float]]:
     """Loss and gradient norm of every optimizer step."""
     torch.manual_seed(0)
     text, config = read_text(), MoEConfig()

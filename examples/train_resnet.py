@@ -113,7 +113,7 @@ def make_mesh(option: str | None) -> DeviceMesh | None:
     return init_device_mesh("cpu", shape, mesh_dim_names=AXIS_NAMES[len(shape)])
 
 
-def train(epochs: int, plan: str, mesh: DeviceMesh | None) -> tuple[list[float], float]:
+def train(epochs: int, plan: autoparallel.Preset, mesh: DeviceMesh | None) -> tuple[list[float], float]:
     """The loss of every optimizer step, and the accuracy at the end."""
     torch.manual_seed(0)
     training, evaluation = read_digits()

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from autoparallel.decisions.parameters import PlanError
 
 Preset = Literal["auto", "data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel", "context_parallel"]
+"""The names that ``compile(plan=...)`` takes beside a ``Plan``: the free search, or a well-known strategy."""
+
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 EXPERT_AXIS = "ep"
