@@ -160,8 +160,7 @@ def _memory_over_time(p: Prediction, profile: Profile | None) -> list[Block | Ch
         return []
     what = "parameters, gradients and optimizer states, and what is alive beside them"
     capacity = None if profile is None else profile.memory
-    curve = Curve(p.timeline, capacity, "" if profile is None else f"a {profile.name} has this")
-    return [f"Over one step with one microbatch: {what}.", curve]
+    return [f"Over one step with one microbatch: {what}.", Curve(p.timeline, capacity)]
 
 
 def _by_axis(p: Prediction) -> list[Chart]:

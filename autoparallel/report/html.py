@@ -13,35 +13,49 @@ from dataclasses import dataclass
 
 from autoparallel.text import Block, Points, Span, Table, Timeline, duration, units
 
-COLOURS = ("#4269d0", "#efb118", "#3ca951", "#ff725c", "#6cc5b0", "#ff8ab7", "#a463f2", "#97bbf5")
+COLOURS = (
+    "#4269d0", "#efb118", "#3ca951", "#ff725c", "#6cc5b0", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0"
+)  # fmt: skip
 WAITING = "#f0f1f3"
 LABELLED = 14.0
 """The width from which on a box has room for its label."""
+FAR = 2.5
+"""So many times above all that is drawn, a limit is no longer drawn to scale."""
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1em; color: #1b1e23; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; margin: .5em 0; } td, th { padding: .2em .8em .2em 0; text-align: left;
-vertical-align: top; border-bottom: 1px solid #e3e5e8; white-space: pre-line; } th { color: #59616c; font-weight: 600; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } tr.chosen { background: #f1f5ff; }
-svg { display: block; margin: .5em 0; }
+.wide { overflow-x: auto; margin: .5em 0 1.2em; } table { border-collapse: collapse; }
+td, th { padding: .2em .8em .2em 0; text-align: left; vertical-align: top;
+border-bottom: 1px solid #e3e5e8; white-space: pre-line; } th { color: #59616c; font-weight: 600; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } td.n { white-space: pre; }
+tr.chosen { background: #f1f5ff; }
+svg.chart { display: block; width: 100%; min-width: 640px; max-width: 1000px; }
+.key { font-size: 12px; margin: .5em 0; } .key span { display: inline-block; margin-right: 1.2em; }
 input[type=radio] { position: absolute; opacity: 0; } .view { display: none; }
 label { display: inline-block; padding: .2em .9em; margin: 0 .3em .3em 0; border: 1px solid #c9ced6; border-radius: 4px;
 cursor: pointer; } input:focus-visible + label { outline: 2px solid #4269d0; }
 #words { font: inherit; padding: .2em .6em; width: 22em; } table.searched tr.out { display: none; }
 """
 SEARCH = """
-const words = document.getElementById("words");
+const words = document.getElementById("words"), found = document.getElementById("found");
 words.hidden = false;
-words.addEventListener("input", () => {
+function search() {
   const wanted = words.value.toLowerCase();
+  let count = 0;
   for (const table of document.querySelectorAll("table")) {
     table.classList.toggle("searched", wanted !== "");
-    for (const row of table.rows)
-      row.classList.toggle("out", row.cells[0].tagName === "TD" && !row.textContent.toLowerCase().includes(wanted));
+    for (const row of table.rows) {
+      const body = row.cells[0].tagName === "TD", out = body && !row.textContent.toLowerCase().includes(wanted);
+      row.classList.toggle("out", out);
+      count += body && !out && table.offsetParent !== null;
+    }
   }
-});
+  found.textContent = wanted === "" ? "" : count === 1 ? "1 row" : count + " rows";
+}
+words.addEventListener("input", search);
+document.addEventListener("change", search);
 """
-"""Shows only the rows of tables that hold what is typed."""
+"""Shows only the rows of tables that hold what is typed, and how many they are in the view that is chosen."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +77,11 @@ class Curve:
 
     Attributes:
         points: seconds, and the bytes that are held then.
-        capacity: the bytes that a device has, if known, and the words beside their line.
+        capacity: the bytes that a device has, if known.
     """
 
     points: Sequence[tuple[float, float]]
     capacity: float | None
-    words: str
 
 
 Chart = Bars | Curve
@@ -99,7 +112,8 @@ def page(title: str, views: Mapping[str, Sections]) -> str:
             if blocks:
                 bodies += [f"<h2>{_e(heading)}</h2>", *map(_block, blocks)]
         bodies.append("</div>")
-    look = '<p><input type="search" id="words" placeholder="module, operator, collective" hidden></p>'
+    look = '<p><input type="search" id="words" placeholder="module, operator, collective" hidden> '
+    look += '<output id="found"></output></p>'
     body = "\n".join([f"<h1>{_e(title)}</h1>", look, *switch, *bodies])
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_e(title)}</title>'
@@ -135,7 +149,7 @@ def _table(table: Table) -> str:
 
     lines = [row(table.heads, "th")]
     lines += [row(cells, "td", " class=chosen" if i == table.chosen else "") for i, cells in enumerate(table.rows)]
-    return "<table>\n" + "\n".join(lines) + "\n</table>"
+    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
 
 
 # ------------------------------------------------------------------------------------------------------------- charts
@@ -143,14 +157,15 @@ def _table(table: Table) -> str:
 
 def _bars(bars: Bars) -> str:
     """A row of boxes for each sum, one after the other, over a scale; and all sizes as a table, the small ones too."""
-    rows, kinds = [], dict.fromkeys(part for parts in bars.bars.values() for part, size in parts.items() if size)
+    rows, kinds = [], dict.fromkeys(part for parts in bars.bars.values() for part in parts)
     for name, parts in bars.bars.items():
         end, boxes = 0.0, []
         for part, size in parts.items():
             boxes.append(Span(end, end + size, part, f"{part}: {bars.show(size)}"))
             end += size
         rows.append((name, boxes, bars.show(end)))
-    cells = [[kind, *(bars.show(parts.get(kind, 0.0)) for parts in bars.bars.values())] for kind in kinds]
+    sizes = {kind: [parts.get(kind, 0.0) for parts in bars.bars.values()] for kind in kinds}
+    cells = [[kind, *map(bars.show, found)] for kind, found in sizes.items() if any(found)]
     return _boxes(rows, 170, 700, bars.show) + "\n" + _table(Table(("", *bars.bars), cells, right=(*bars.bars,)))
 
 
@@ -169,21 +184,23 @@ def _boxes(rows: Sequence[tuple[str, Sequence[Span], str]], left: int, width: in
         left, width: where boxes begin, and how far they reach.
         show: writes a number of the scale.
     """
-    every = [span for _, spans, _ in rows for span in spans if span.end > span.begin]
-    most = max((span.end for span in every), default=0.0) or 1.0
+    spans = [span for _, row, _ in rows for span in row]
+    most = max((span.end for span in spans), default=0.0) or 1.0
     scale = width / most
-    kinds = [kind for kind in dict.fromkeys(span.kind for span in every) if kind != "waiting"]
+    kinds = [kind for kind in dict.fromkeys(span.kind for span in spans) if kind != "waiting"]
     colours = {"waiting": WAITING, **{kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}}
+    drawn = {span.kind for span in spans if span.end > span.begin}
     low = 26 * len(rows)
-    lines = [f'<svg width="1000" height="{low + 46}" role="img">']
+    lines = _key({kind: colours[kind] for kind in kinds if kind in drawn})
+    lines += [f'<div class="wide">{_svg(low + 20)}']
     for mark in _marks(most):
         x = left + scale * mark
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{low}" stroke="#c9ced6"/>')
         lines.append(_words(x, low + 14, show(mark), 'fill="#59616c" text-anchor="middle"'))
-    for i, (name, spans, behind) in enumerate(rows):
+    for i, (name, row, behind) in enumerate(rows):
         y, end = 26 * i, 0.0
         lines.append(_words(0, y + 15, name))
-        for span in spans:
+        for span in row:
             x, wide, end = left + scale * span.begin, scale * (span.end - span.begin), span.end
             if wide > 0:
                 lines.append(
@@ -193,12 +210,18 @@ def _boxes(rows: Sequence[tuple[str, Sequence[Span], str]], left: int, width: in
             if span.label and wide >= LABELLED:
                 lines.append(_words(x + wide / 2, y + 14, span.label, 'fill="#fff" text-anchor="middle"'))
         lines.append(_words(left + scale * end + 6, y + 15, behind))
-    x, y = float(left), low + 26
-    for kind in kinds:
-        lines.append(f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="{colours[kind]}"/>')
-        lines.append(_words(x + 16, y + 11, kind))
-        x += 30 + 6.6 * len(kind)
-    return "\n".join([*lines, "</svg>"])
+    return "\n".join([*lines, "</svg></div>"])
+
+
+def _svg(height: int) -> str:
+    """Opens a picture that is as wide as its page, up to its own width."""
+    return f'<svg class="chart" viewBox="0 0 1000 {height}" role="img">'
+
+
+def _key(colours: Mapping[str, str]) -> list[str]:
+    """What colours mean, on as many lines as it takes."""
+    box = '<svg width="12" height="12"><rect width="12" height="12" fill="{}"/></svg>'
+    return ['<p class="key">', *(f"<span>{box.format(colours[kind])} {_e(kind)}</span>" for kind in colours), "</p>"]
 
 
 def _marks(most: float) -> list[float]:
@@ -208,47 +231,62 @@ def _marks(most: float) -> list[float]:
     return [i * step for i in range(int(most / step + 1e-9) + 1)]
 
 
+class _Plane:
+    """Seconds to the right and bytes upwards, with a scale and a limit.
+
+    Args:
+        begin, end: the seconds at the left and the right.
+        size: the most bytes that are drawn.
+        limit: bytes that are marked by a line, if any; one that is far above is said not to be to scale.
+        words: what the limit is.
+    """
+
+    def __init__(self, begin: float, end: float, size: float, limit: float | None, words: str) -> None:
+        far = limit is not None and limit > FAR * size > 0
+        self._begin, self._seconds = begin, end - begin or 1.0
+        self._top = (size if far or limit is None else max(size, limit)) or 1.0
+        self.lines = [f'<div class="wide">{_svg(230)}']
+        for mark in _marks(self._top):
+            y = self.at(begin, mark)[1]
+            self.lines.append(f'<line x1="66" x2="946" y1="{y:.1f}" y2="{y:.1f}" stroke="#e3e5e8"/>')
+            self.lines.append(_words(60, y + 4, units(mark), 'fill="#59616c" text-anchor="end"'))
+        self.lines.append(_words(66, 212, duration(begin)))
+        self.lines.append(_words(946, 212, duration(end), 'text-anchor="end"'))
+        if limit is not None:
+            y = 8.0 if far else self.at(begin, limit)[1]
+            line = f'<line x1="66" x2="946" y1="{y:.1f}" y2="{y:.1f}" stroke="#ff725c" stroke-dasharray="4 3"/>'
+            text = f"{units(limit)}, {words}{', not to scale' * far}"
+            self.lines += [line, _words(946, y + 14, text, 'text-anchor="end"')]
+
+    def at(self, seconds: float, size: float) -> tuple[float, float]:
+        """Where in the picture that is."""
+        return 76 + 860 * (seconds - self._begin) / self._seconds, 190 - 160 * size / self._top
+
+    def drawn(self, *lines: str) -> str:
+        """The whole picture, with ``lines`` in it."""
+        return "\n".join([*self.lines, *lines, "</svg></div>"])
+
+
 def _curve(curve: Curve) -> str:
-    top = max([*(size for _, size in curve.points), curve.capacity or 0.0]) or 1.0
-    end = curve.points[-1][0] or 1.0
-
-    def at(when: float, size: float) -> str:
-        return f"{60 + 880 * when / end:.1f},{190 - 170 * size / top:.1f}"
-
-    line = " ".join(at(*point) for point in curve.points)
-    lines = [
-        '<svg width="1000" height="230" role="img">',
-        f'<polyline points="{at(0, 0)} {line} {at(end, 0)}" fill="#dde6fb" stroke="#4269d0"/>',
-        _words(0, 24, units(top)),
-        _words(0, 194, "0"),
-        _words(900, 210, duration(end)),
-    ]
-    if curve.capacity:
-        y = 190 - 170 * curve.capacity / top
-        lines.append(f'<line x1="60" x2="940" y1="{y:.1f}" y2="{y:.1f}" stroke="#ff725c" stroke-dasharray="4 3"/>')
-        lines.append(_words(700, y + 14, curve.words))
-    return "\n".join([*lines, "</svg>"])
+    end = curve.points[-1][0]
+    plane = _Plane(0.0, end, max(size for _, size in curve.points), curve.capacity, "what a device has")
+    around = [(0.0, 0.0), *curve.points, (end, 0.0)]
+    line = " ".join("{:.1f},{:.1f}".format(*plane.at(*point)) for point in around)
+    return plane.drawn(f'<polyline points="{line}" fill="#4269d0" fill-opacity="0.18" stroke="#4269d0"/>')
 
 
 def _points(points: Points) -> str:
     """A dot for each point, with its letter beside it, and a line for the limit."""
-    least, most, top = points.spread
-    lines = [
-        '<svg width="1000" height="230" role="img">',
-        _words(0, 24, units(top)),
-        _words(0, 194, "0"),
-        _words(60, 212, duration(least)),
-        _words(900, 212, duration(most)),
-    ]
-    if points.limit is not None:
-        y = 190 - 170 * points.limit / top
-        lines.append(f'<line x1="60" x2="940" y1="{y:.1f}" y2="{y:.1f}" stroke="#ff725c" stroke-dasharray="4 3"/>')
-    for i, (letter, title, seconds, size) in reversed(list(enumerate(points.points))):
-        x, y = 60 + 860 * (seconds - least) / (most - least or 1.0), 190 - 170 * size / top
+    least, most, _ = points.spread
+    size = max(point[3] for point in points.points)
+    plane = _Plane(least, most, size, points.limit, "the limit")
+    lines = []
+    for i, (letter, title, seconds, held) in reversed(list(enumerate(points.points))):
+        x, y = plane.at(seconds, held)
         colour = COLOURS[3 if i == 0 else 0]
         lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{_e(title)}</title></circle>')
         lines.append(_words(x + 8, y + 4, letter))
-    return "\n".join([*lines, "</svg>"])
+    return plane.drawn(*lines)
 
 
 def _words(x: float, y: float, text: str, more: str = "") -> str:

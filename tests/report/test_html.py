@@ -75,7 +75,8 @@ def test_a_report_of_a_plan() -> None:
     assert "b" not in page.tags and "i" not in page.tags
     assert not page.asked and "http" not in text
     for said in ("<script>Net</script> & co", "does <i>not</i> fit", "evil::<script>alert(1)</script>", "per use",
-                 "all_reduce", "dim 0 over dp+tp", "optimizer states", "aten.linear: ", "a h100 has this"):  # fmt: skip
+                 "all_reduce", "dim 0 over dp+tp", "optimizer states", "aten.linear: ",
+                 "80.0 GB, what a device has, not to scale"):  # fmt: skip
         assert said in page.text, said
 
     frame = Page(shown := plan._repr_html_())
