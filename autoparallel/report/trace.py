@@ -1,4 +1,8 @@
-"""A predicted step as a trace in Chrome's format, which Perfetto shows; its times are in microseconds."""
+"""A predicted step as a trace in Chrome's format, which Perfetto shows; its times are in microseconds.
+
+Slices of one line that overlap, be it by the rounding of a float, are dropped by Perfetto and put into each other by
+others: every moment is a multiple of ``TICK``, so that a begin and a length add up to the next begin exactly.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,9 @@ from autoparallel.report.pipeline import schedule_timeline
 
 Event = dict[str, Any]
 Curve = Sequence[tuple[float, float]]
+
+TICK = 0.125
+"""Microseconds: exact in binary and in decimal digits, and whole nanoseconds, which Perfetto counts in."""
 
 
 def trace_of(plan: Decisions, beside: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -75,9 +82,15 @@ def _events(
     for number, (line, spans) in enumerate(lines.items()):
         yield named("thread_name", line, number)
         for span in sorted(spans, key=lambda s: s.begin):
+            begin, end = _ticks(origin, span.begin), _ticks(origin, span.end)
             event: Event = {"ph": "X", "name": span.name, "cat": "predicted", "pid": process, "tid": number}
-            event |= {"ts": origin + 1e6 * span.begin, "dur": 1e6 * (span.end - span.begin)}
+            event |= {"ts": begin, "dur": end - begin}
             yield event | ({"args": {"module": span.module}} if span.module else {})
     for seconds, size in memory:
-        event = {"ph": "C", "name": "memory", "pid": process, "tid": 0, "ts": origin + 1e6 * seconds}
+        event = {"ph": "C", "name": "memory", "pid": process, "tid": 0, "ts": _ticks(origin, seconds)}
         yield event | {"args": {"bytes": size}}
+
+
+def _ticks(origin: float, seconds: float) -> float:
+    """The moment in microseconds, of which ``origin`` is the first."""
+    return TICK * (round(origin / TICK) + round(1e6 * seconds / TICK))
