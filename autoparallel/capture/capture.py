@@ -395,7 +395,7 @@ def _export(
             with calls.silent():
                 findings = run_passes(tracing_passes(program.graph, calls), program.graph_module)
                 _name_outputs(program)
-                decomposed = program.run_decompositions(compositions(program.graph.nodes))
+                decomposed = program.run_decompositions(compositions(program.graph_module))
         run_passes(resolving_passes(calls), decomposed.graph_module)
         _name_outputs(decomposed)
         return decomposed, findings[Draws].count

@@ -6,7 +6,7 @@ through what they are composed of. A trace keeps them as one call all the same, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ ONE_CALL = frozenset({
     aten.rnn_relu.input, aten.rnn_relu.data,
     # Composed of one that has no gradient where nobody asks for it, as in a trace.
     aten.embedding_bag.default, aten.embedding_bag.padding_idx,
+    # Asks for a size, as every trace with an open batch does.
+    aten.sym_size.int,
 })  # fmt: skip
 """What stays one call."""
 
@@ -35,9 +37,10 @@ PRODUCTS = frozenset({
 error, which no graph can have as an operator."""
 
 
-def compositions(nodes: Iterable[fx.Node]) -> dict[Any, Callable[..., Any]]:
-    """How torch composes the operators without a rule; nothing when no such operator is among the nodes."""
-    if not any(_is_unknown_composite(node.target) for node in nodes):
+def compositions(module: fx.GraphModule) -> dict[Any, Callable[..., Any]]:
+    """How torch composes the operators without a rule; nothing when a module, and those that it calls, have none."""
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    if not any(_is_unknown_composite(node.target) for graph in graphs for node in graph.nodes):
         return {}
     table = default_decompositions()
     return {operator: table[operator] for operator in table if _is_unknown_composite(operator)}

@@ -345,12 +345,17 @@ def _changed(root: _Root) -> Callable[[str], str]:
 
 def _cells_of(code: types.CodeType, values: dict[str, Any]) -> dict[str, Any]:
     """The closure of the function that runs: of all that share its code, the one with these values."""
-    for function in gc.get_referrers(code):
-        if isinstance(function, types.FunctionType) and function.__code__ is code and function.__closure__:
-            cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
-            if all(_contents(cell) is values.get(name, MISSING) for name, cell in cells.items()):
-                return cells
+    for find in _OBJECTS:  # what has just been made is found at once
+        for function in find(code):
+            if isinstance(function, types.FunctionType) and function.__code__ is code and function.__closure__:
+                cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
+                if all(_contents(cell) is values.get(name, MISSING) for name, cell in cells.items()):
+                    return cells
     return {}
+
+
+_OBJECTS: tuple[Callable[[types.CodeType], list[Any]], ...] = (lambda code: gc.get_objects(0), gc.get_referrers)
+"""The youngest objects, and all that refer to a code, for which Python looks through everything there is."""
 
 
 def _contents(cell: Any) -> Any:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from scipy.sparse.csgraph import floyd_warshall
 
 from autoparallel.placements.placement import (
     ACTIONS,
@@ -184,7 +183,7 @@ class Redistributor:
         kept = fits[steps.before] & fits[steps.after]
         direct = np.full((int(fits.sum()),) * 2, np.inf)
         direct[position[steps.before[kept]], position[steps.after[kept]]] = prices[kept]
-        seconds = floyd_warshall(direct * _SCALE) / _SCALE
+        seconds = _shortest(direct)
         layouts = tuple(itertools.compress(steps.layouts, fits))
         return LayoutTable(layouts, {layout: i for i, layout in enumerate(layouts)}, seconds, direct)
 
@@ -218,12 +217,19 @@ class Redistributor:
         return prices
 
 
+def _shortest(direct: np.ndarray) -> np.ndarray:
+    """The length of the shortest way from each to each, after Floyd and Warshall; scipy's takes long to import."""
+    lengths = direct.copy()
+    np.fill_diagonal(lengths, 0.0)
+    for k in range(len(lengths)):
+        np.minimum(lengths, lengths[:, k, None] + lengths[k], out=lengths)
+    return lengths
+
+
 # Placements as numbers, for arrays of layouts: a shard of dim d is _S + d.
 _I, _R, _P, _S = range(4)
 _LETTERS = "IRPS"
 _TIE = 1e-12  # relative difference of prices below which they count as equal
-_SCALE = 2.0**40
-"""scipy takes an edge shorter than 1e-8 for none; a power of two changes no digit."""
 _DUAL = np.array([_I, _P, _R, *range(_S, 64)])
 _KINDS = ("nothing", *dict.fromkeys(k for k in ACTIONS.values() if k != "nothing"))
 _KIND_OF = np.array(

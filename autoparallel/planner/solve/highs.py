@@ -11,11 +11,9 @@ import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, sparse
 
 Array = npt.NDArray[np.float64]
 
@@ -25,11 +23,11 @@ _GRACE = 10.0  # seconds beyond its limit after which HiGHS is ended
 @dataclass(frozen=True)
 class Program:
     """Minimise ``objective @ x`` with ``equal @ x == right`` and ``weight @ x <= most``, where 0 <= x <= upper; the
-    first ``binaries`` are whole numbers."""
+    first ``binaries`` are whole numbers; ``equal`` is the rows, the columns and the values of its entries."""
 
     objective: Array
     upper: Array
-    equal: Any
+    equal: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Array]
     right: Array
     weight: Array
     most: float
@@ -74,8 +72,12 @@ def solve(program: Program, seconds: float | None = None) -> Found:
 
 
 def _solve(program: Program, seconds: float | None) -> Found:
+    from scipy import optimize, sparse  # takes a third of a second to import, and few searches come here
+
+    rows, cols, values = program.equal
     columns = len(program.objective)
-    constraints = [optimize.LinearConstraint(program.equal, program.right, program.right)]
+    equal = sparse.coo_array((values, (rows, cols)), shape=(len(program.right), columns)).tocsr()
+    constraints = [optimize.LinearConstraint(equal, program.right, program.right)]
     if np.isfinite(program.most):
         constraints.append(optimize.LinearConstraint(sparse.csr_array(program.weight[None]), ub=program.most))
     scale = np.abs(program.objective).max(initial=0.0) or 1.0  # seconds to numbers near 1

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse
 
 from autoparallel.planner.solve import highs
 from autoparallel.planner.solve.elimination import Infeasible, Solution
@@ -116,14 +115,12 @@ def solve(
             columns += count
     right = np.zeros(row_count)
     right[: len(sizes)] = 1.0
-    coordinates = (np.concatenate(rows), np.concatenate(cols))
-    matrix = sparse.coo_array((np.concatenate(values), coordinates), shape=(row_count, columns)).tocsr()
     weight = np.concatenate(weights)
     scale = np.abs(weight).max(initial=0.0) or 1.0  # bytes to numbers near 1, which the tolerances are made for
     program = highs.Program(
         objective=np.concatenate(objective),
         upper=np.concatenate([upper, np.ones(columns - states)]),
-        equal=matrix,
+        equal=(np.concatenate(rows), np.concatenate(cols), np.concatenate(values)),
         right=right,
         weight=weight / scale,
         most=(limit - constant_usage) / scale,
