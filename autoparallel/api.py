@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -182,7 +183,7 @@ def compile(
     mesh = with_data_axis(mesh) if staged else mesh
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
     require_on_device(model, mesh)
-    profile = profile_for(mesh.device_type, hardware)
+    profile = replace(profile_for(mesh.device_type, hardware), fuses=backend == "inductor")
     request = Request(
         axes=tuple(zip(inner.mesh_dim_names or (), inner.shape, strict=True)),
         profile=profile,

@@ -74,6 +74,8 @@ class Profile:
         copies: the kinds of collectives whose whole the backend has in memory of its own while they run, as gloo has
             what it reduces and scatters, and what it gathers.
         links: what was measured, in place of the numbers above.
+        fuses: whether programs run through Inductor, which fuses pointwise operators and reductions; the prediction of
+            a program knows of it, while the search prices operators one by one.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Profile:
     overlap: float = 0.0
     copies: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
+    fuses: bool = False
     _known: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def compute_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:

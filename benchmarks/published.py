@@ -1,31 +1,41 @@
-"""Our predictions against published runs of torchtitan on H100s, at the same model, batch and parallelism.
+"""Our predictions against published runs on GPUs, at the same model, batch and parallelism.
 
-The published figures are those of torchtitan's ``benchmarks/llama3_h100_202412_torchtitan.md`` (December 2024), taken
-on hosts of eight H100 with HBM2e (2.4 TB/s, 96 GB), limited to 500 W, 400 Gb/s of network per GPU.  Its authors put
-the real peak between that of the SXM and of the NVL card; the profile here takes the middle.
+The published figures are those of torchtitan's ``benchmarks/`` (H100 with HBM2e, 2.4 TB/s, 96 GB, limited to 500 W, 400
+Gb/s of network per GPU: December 2024, and June 2025 where tensor parallelism is not asynchronous; and H200), of its
+first ``docs/performance.md`` (64 A100), and of NeMo Automodel's ``docs/performance-summary.md`` (DGX H100).
 
-What is not alike:
+How they are described:
 
-- Activations are recomputed there.  Wholly: a second forward is added to our prediction.  Selectively ("op"): of the
-  forward all but attention and two thirds of the products, as torchtitan's rule keeps them of a layer of Llama.
-- ``torch.compile`` fuses, and Float8 makes linear layers faster; we model neither.  Two numbers stand for them: how
-  many times the memory's bandwidth and the arithmetic are reached.  Each is fitted to one published run, which the
-  table marks "(fitted)" and which proves nothing, and is held for all others.
-- Asynchronous tensor parallelism is not modelled; where it was used, the prediction is without.
-- A pipeline's number of microbatches is not published; it is torchtitan's default then, that of the pipeline's ranks.
+- torchtitan's Llama repeats keys and values for each head before attention, and so does the model here.
+- Activations are recomputed.  Wholly: each layer runs again.  Selectively ("op"): of each layer all but attention and
+  two thirds of the products, as torchtitan's rule keeps them of a layer of Llama.  For a pipeline a second forward is
+  added.
+- Compiled programs are fused (``predict.fusion``); attention stays in bfloat16 where linear layers are in Float8.
 
-"auto" is the plan that our search chooses, predicted on the same terms, in the memory that the published layouts take
-by prediction without recomputation (and 5%); over a pipeline its schedule, microbatches and cuts are open, too.
+Two numbers are fitted, each to one run, which the table marks "(fitted)" and which proves nothing; all others are
+predicted with them.  One is the part of the peak that large products reach at 500 W, for that hardware alone: other
+profiles are as they are shipped.  The other is how many times faster Float8 makes products.
 
-    python benchmarks/published.py [--only 8B]
+What is not alike: asynchronous tensor parallelism is not modelled; nor is ring attention, in whose place there is an
+all-to-all around attention (Ulysses), with parameters sharded over the data axis alone; nor kernels that are fused by
+hand (NeMo's of TransformerEngine, which count as compiled).  A pipeline's number of microbatches is not published; it
+is torchtitan's default then, that of the pipeline's ranks.  Parameters at rest are float32, NeMo's are bfloat16.
+
+With ``--auto`` the table has also the plan that our search chooses, predicted on the same terms, in the memory that the
+published layout takes by prediction without recomputation (and 5%); over a pipeline its schedule, microbatches and cuts
+are open, too.
+
+    python benchmarks/published.py [--only 8B] [--fit] [--auto] [--keep rows.json]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,23 +44,27 @@ from rich.table import Table
 from scipy.optimize import brentq
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoparallel.comm.world import PIPELINE_AXIS
+from autoparallel.comm.world import PIPELINE_AXIS, Axes
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
-from autoparallel.hardware import H100, Profile
+from autoparallel.hardware import A100, H100, H200, Profile
 from autoparallel.plan import Plan
+from autoparallel.planner.candidates import best
 from autoparallel.planner.draft import call_of, draft_captured
+from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.planner import Planner
+from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request
 
 PEAK = (989e12 + 835e12) / 2
-HARDWARE = replace(
+"""Its authors put the peak of their H100 between that of the SXM and of the NVL card."""
+
+H100_500W = replace(
     H100,
     name="h100, HBM2e, 500 W",
-    flops={**H100.flops, torch.bfloat16: 0.7 * PEAK},
     peak={**H100.peak, torch.bfloat16: PEAK},
     memory=96e9,
     memory_bandwidth=0.85 * 2.4e12,
@@ -60,13 +74,34 @@ SHAPES: dict[str, dict[str, int]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
-}
-
+    "Llama 2 13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+                    "num_attention_heads": 40, "num_key_value_heads": 40, "vocab_size": 32000},
+    "Llama 2 70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                    "num_attention_heads": 64, "vocab_size": 32000},
+}  # fmt: skip
+EXPERTS = "Qwen3 30B-A3B"
 
 EAGER, COMPILED, FLOAT8 = "eager", "compiled", "compiled, Float8"
-WHOLE, SELECTIVE = "whole", "selective"
+WHOLE, SELECTIVE, KEPT = "whole", "selective", "kept"
 PRODUCTS_AGAIN = 0.34
 """Of the arithmetic of 8B's linear layers: those of the keys and of the output of attention, and one of the MLP's."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What is fitted.
+
+    Attributes:
+        products: the part of ``PEAK`` that large products reach at 500 W.
+        float8: how many times faster they are in Float8.
+    """
+
+    products: float
+    float8: float
+
+
+NUMBERS = Numbers(products=0.522, float8=1.477)
+"""As ``--fit`` finds them."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +109,18 @@ class Run:
     """A published run.
 
     Attributes:
+        mesh: the axes; parameters are sharded over "dp" and "dp_shard", as FSDP does.
+        batch: sequences of a step on all GPUs.
         rate: tokens per second of one GPU.
         how: EAGER, COMPILED or FLOAT8.
-        again: WHOLE or SELECTIVE, how much of the forward is computed a second time.
+        again: WHOLE, SELECTIVE or KEPT, how much of the forward is computed a second time.
         schedule: of the pipeline; empty where there is none.
         more: what else was used.
+        microbatches: into how many a step is cut.
     """
 
     size: str
-    mesh: tuple[tuple[str, int], ...]
+    mesh: Axes
     batch: int
     rate: float
     how: str
@@ -90,15 +128,40 @@ class Run:
     schedule: str = ""
     more: str = ""
     sequence: int = 8192
+    hardware: Profile = H100_500W
+    microbatches: int = 1
 
     @property
     def tokens(self) -> float:
         """Tokens of a step on each GPU."""
         return self.batch * self.sequence / torch.Size(size for _, size in self.mesh).numel()
 
+    @property
+    def plan(self) -> str:
+        """The preset that is the published layout."""
+        names = [name for name, _ in self.mesh]
+        return "tensor_parallel" if "tp" in names else "context_parallel" if "cp" in names else "fsdp"
+
+    def profile(self, numbers: Numbers) -> Profile:
+        """The hardware as the run reaches it."""
+        profile = self.hardware
+        if profile is H100_500W:
+            profile = replace(profile, flops={**profile.flops, torch.bfloat16: numbers.products * PEAK})
+        if self.how == FLOAT8:
+            rate = numbers.float8 * profile.flops[torch.bfloat16]
+            flops = {**profile.flops, torch.bfloat16: rate}
+            profile = replace(profile, flops=flops, attention=profile.attention / numbers.float8)
+        return replace(profile, fuses=self.how != EAGER)
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
+        how = ", ".join(filter(None, (self.how, self.again, self.schedule, self.more)))
+        return f"{self.size}, {mesh}, {self.batch} x {self.sequence}, {self.hardware.name}, {how}"
+
 
 NODE, NODES = (("dp", 8),), (("dp", 128),)
 STAGED = ((PIPELINE_AXIS, 8), ("dp", 8), ("tp", 8))
+FEW, MANY = (("dp_shard", 8), ("tp", 8)), (("dp_shard", 32), ("tp", 8))
 RUNS = (
     Run("8B", NODE, 16, 5762, EAGER, SELECTIVE),
     Run("8B", NODE, 16, 6667, COMPILED, SELECTIVE),
@@ -106,22 +169,58 @@ RUNS = (
     Run("8B", NODES, 256, 5605, EAGER, SELECTIVE),
     Run("8B", NODES, 256, 6514, COMPILED, SELECTIVE),
     Run("8B", NODES, 256, 8380, FLOAT8, SELECTIVE),
-    Run("70B", (("dp", 32), ("tp", 8)), 512, 829, FLOAT8, WHOLE),
+    Run("8B", NODE, 8, 3890, FLOAT8, WHOLE, sequence=32768),
+    Run("8B", (("dp_shard", 4), ("cp", 2)), 4, 2540, FLOAT8, WHOLE, sequence=65536),
+    Run("8B", (("dp_shard", 2), ("cp", 4)), 2, 1071, FLOAT8, WHOLE, sequence=131072),
+    Run("8B", (("cp", 8),), 1, 548, FLOAT8, WHOLE, sequence=262144),
+    Run("8B", FEW, 96, 4378, COMPILED, SELECTIVE),
+    Run("8B", FEW, 96, 5078.1, FLOAT8, SELECTIVE),
+    Run("70B", MANY, 512, 597.3, COMPILED, WHOLE),
+    Run("70B", MANY, 512, 809.8, FLOAT8, WHOLE),
+    Run("70B", MANY, 512, 829, FLOAT8, WHOLE),
     Run("405B", STAGED, 256, 100, FLOAT8, WHOLE, "1f1b", "async TP"),
     Run("405B", STAGED, 256, 128, FLOAT8, WHOLE, "interleaved_1f1b", "async TP"),
+    Run("405B", STAGED, 64, 76, FLOAT8, WHOLE, "1f1b", "async TP", sequence=32768),
+    Run("8B", (("dp", 32),), 64, 10938, FLOAT8, SELECTIVE, hardware=H200),
+    Run("8B", (("dp", 64),), 128, 10753, FLOAT8, SELECTIVE, hardware=H200),
+    Run("8B", (("dp", 64),), 64, 2973, EAGER, SELECTIVE, hardware=A100),
+    Run("70B", (("dp", 64),), 64, 331, EAGER, WHOLE, hardware=A100),
+    Run("Llama 2 13B", (("dp", 64),), 128, 2162, EAGER, KEPT, sequence=4096, hardware=A100),
+    Run("Llama 2 13B", (("dp", 64),), 128, 1904, EAGER, SELECTIVE, sequence=4096, hardware=A100),
+    Run("Llama 2 70B", (("dp", 64),), 128, 353, EAGER, WHOLE, sequence=4096, hardware=A100),
+    Run("70B", (("dp_shard", 32), ("cp", 2)), 128, 866.77, COMPILED, WHOLE, "", "NeMo", 8192, H100, 4),
+    Run(EXPERTS, (("ep", 8),), 512, 12040, COMPILED, WHOLE, "", "NeMo", 4096, H100, 16),
 )
-FITTED = {COMPILED: RUNS[1], FLOAT8: RUNS[2]}
+FITTED = (RUNS[1], RUNS[2])
+
+
+def _repeated(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> tuple[Any, None]:
+    """Causal attention as torchtitan's Llama calls it: keys and values are repeated for each head."""
+    from transformers.models.llama.modeling_llama import repeat_kv
+
+    key, value = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _model(size: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    options: dict[str, Any] = {**SHAPES[size]}
-    config = LlamaConfig(
-        **options, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
-        tie_word_embeddings=False, attn_implementation="sdpa",
-    )  # fmt: skip
+    AttentionInterface.register("repeated", _repeated)
     with torch.device("meta"):
+        if size == EXPERTS:
+            experts = Qwen3MoeConfig(
+                vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+                num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+                norm_topk_prob=True, max_position_embeddings=40960, use_cache=False, tie_word_embeddings=False,
+                experts_implementation="grouped_mm",
+            )  # fmt: skip
+            return Qwen3MoeForCausalLM(experts).train()
+        options: dict[str, Any] = {"num_key_value_heads": 8, "vocab_size": 128256, **SHAPES[size]}
+        config = LlamaConfig(
+            **options, max_position_embeddings=131072, use_cache=False, tie_word_embeddings=False,
+            attn_implementation="repeated",
+        )  # fmt: skip
         return LlamaForCausalLM(config).train()
 
 
@@ -130,102 +229,121 @@ def _captured(size: str, batch: int, sequence: int, axes: Any) -> tuple[Any, Cal
     model = _model(size)
     tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
     call = call_of((), {"input_ids": tokens, "labels": tokens})
-    return model, call, Planner(model, _request(axes, HARDWARE, "auto")).capture(call)
+    return model, call, Planner(model, _request(axes, H100, "auto")).capture(call)
 
 
-def _request(axes: Any, profile: Profile, plan: str | Plan, limit: float | None = None) -> Request:
-    fsdp = {"model.layers.*.weight": "S0,*"}  # over the first axis
-    pins = parse_pins(fsdp, None) if plan == "tensor_parallel" else Pins()
+def _request(
+    axes: Any, profile: Profile, plan: str | Plan, limit: float | None = None, microbatches: int | None = None
+) -> Request:
     return Request(
-        axes=axes, profile=profile, plan=plan, memory_limit=limit, pins=pins,
+        axes=axes, profile=profile, plan=plan, memory_limit=limit, microbatches=microbatches,
         precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )  # fmt: skip
 
 
-def predict(run: Run, profile: Profile, plan: str, limit: float | None = None) -> tuple[float, float]:
+def predict(run: Run, numbers: Numbers, plan: str, limit: float | None = None) -> tuple[float, float]:
     """Seconds of a step, and bytes per device without recomputation; ``limit`` is on these."""
-    staged = bool(run.schedule)
-    axes = run.mesh[1:] if staged else run.mesh
+    profile = run.profile(numbers)
+    if run.schedule:
+        return _predict_staged(run, profile, plan, limit)
+    _, call, captured = _captured(run.size, run.batch, run.sequence, run.mesh)
+
+    def evaluator(profile: Profile) -> Evaluator:
+        count = run.microbatches if run.microbatches > 1 else None
+        return Evaluator(_request(run.mesh, profile, plan, limit, count), captured, call)
+
+    asked = evaluator(profile)
+    made = best(proposals(asked), asked.plan).require()
+    kept = asked.forecast(made)
+    if run.again == KEPT:
+        return kept.seconds, kept.memory
+    again = replace(made, recompute=asked.layers)
+    if run.again == WHOLE:
+        return asked.forecast(again).seconds, kept.memory
+    flops = {dtype: rate / PRODUCTS_AGAIN for dtype, rate in profile.flops.items()}
+    faster = evaluator(replace(profile, flops=flops, attention=1e6))
+    return kept.seconds + faster.forecast(again).seconds - faster.forecast(made).seconds, kept.memory
+
+
+def _predict_staged(run: Run, profile: Profile, plan: str, limit: float | None) -> tuple[float, float]:
+    """The same of a pipeline."""
+    axes, ranks = run.mesh[1:], run.mesh[0][1]
     model, call, captured = _captured(run.size, run.batch, run.sequence, axes)
-    request = _request(axes, profile, plan, limit)
-    if staged:
-        ranks = run.mesh[0][1]
-        per_rank = 2 if run.schedule == "interleaved_1f1b" else 1
-        asked = Pipeline() if plan == "auto" else Pipeline(run.schedule, microbatches=ranks, stages_per_rank=per_rank)
-        request = replace(request, stages=ranks, pipeline=asked)
-        p = draft_captured(Planner(model, request), captured.copy(), call).prediction
-        return p.seconds() + p.forward_seconds, p.total_memory
-    made = draft_captured(Planner(model, request), captured.copy(), call)
-    p = again = made.prediction
-    if run.again == SELECTIVE:
-        flops = {dtype: rate / PRODUCTS_AGAIN for dtype, rate in profile.flops.items()}
-        request = _request(axes, replace(profile, flops=flops, attention=1e6), made.plan)
-        again = draft_captured(Planner(model, request), captured.copy(), call).prediction
-    return p.seconds() + again.forward_seconds, p.total_memory
+    per_rank = 2 if run.schedule == "interleaved_1f1b" else 1
+    request = replace(
+        _request(axes, profile, plan, limit),
+        stages=ranks,
+        pins=Pins() if plan == "auto" else parse_pins({"model.layers.*.weight": "S0,*"}, None),
+        pipeline=Pipeline() if plan == "auto" else Pipeline(run.schedule, microbatches=ranks, stages_per_rank=per_rank),
+    )
+    p = draft_captured(Planner(model, request), captured.copy(), call).prediction
+    return p.seconds() + p.forward_seconds, p.total_memory
 
 
-def _published_plan(run: Run) -> str:
-    return "fsdp" if len(run.mesh) == 1 else "tensor_parallel"
+def _fitted() -> Numbers:
+    """The numbers with which two runs are predicted as they were published."""
+
+    def found(run: Run, numbers: Callable[[float], Numbers], least: float, most: float) -> float:
+        def off(number: float) -> float:
+            return run.tokens / predict(run, numbers(number), run.plan)[0] - run.rate
+
+        return float(brentq(off, least, most, xtol=0.002))
+
+    products = found(FITTED[0], lambda number: Numbers(number, 1.0), 0.3, 1.0)
+    return Numbers(products, found(FITTED[1], lambda number: Numbers(products, number), 1.0, 4.0))
 
 
-def _fitted(run: Run, profile_for: Callable[[float], Profile]) -> tuple[float, Profile]:
-    """The number with which a run is predicted as it was published."""
-
-    def off(number: float) -> float:
-        return run.tokens / predict(run, profile_for(number), _published_plan(run))[0] - run.rate
-
-    number = float(brentq(off, 0.5, 12.0, xtol=0.01))
-    return number, profile_for(number)
-
-
-def _profiles() -> tuple[dict[str, Profile], list[float]]:
-    """The hardware as each way of running the model reaches it, and the two numbers that were fitted."""
-
-    def compiled(number: float) -> Profile:
-        return replace(HARDWARE, memory_bandwidth=number * HARDWARE.memory_bandwidth)
-
-    fusion, fused = _fitted(FITTED[COMPILED], compiled)
-
-    def float8(number: float) -> Profile:  # attention stays in bfloat16
-        rate = number * HARDWARE.flops[torch.bfloat16]
-        return replace(fused, flops={**HARDWARE.flops, torch.bfloat16: rate}, attention=HARDWARE.attention / number)
-
-    products, fast = _fitted(FITTED[FLOAT8], float8)
-    return {EAGER: HARDWARE, COMPILED: fused, FLOAT8: fast}, [fusion, products]
+def measure(run: Run, auto: bool) -> dict[str, Any]:
+    """What a run is predicted to reach, in tokens per second and GPU, and what ours would."""
+    seconds, memory = predict(run, NUMBERS, run.plan)
+    found: dict[str, Any] = {"rate": run.tokens / seconds}
+    if auto:
+        try:
+            found["auto"] = run.tokens / predict(run, NUMBERS, "auto", 1.05 * memory)[0]
+        except PlanError as error:
+            found["error"] = str(error)
+    return found
 
 
 def main() -> None:
     """Predicts every run and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help=f"one of {', '.join(SHAPES)}")
-    only = parser.parse_args().only
-    profiles, numbers = _profiles()
-    table = Table(title="Llama 3.1, sequence 8192; tokens per second and GPU")
-    for column in ("model", "mesh", "how", "published", "predicted", f"within {WANTED:.0%}", "auto"):
-        table.add_column(column, justify="left" if column in ("model", "mesh", "how") else "right")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="runs that begin so")
+    parser.add_argument("--fit", action="store_true", help="finds the numbers that are fitted, and ends")
+    parser.add_argument("--auto", action="store_true", help="searches, too")
+    parser.add_argument("--keep", type=Path, help="a JSON file of runs that have been predicted, which is added to")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.fit:
+        print(asdict(_fitted()))
+        return
+    kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
+    table = Table(title="Tokens per second and GPU")
+    for column in ("run", "published", "predicted", f"within {WANTED:.0%}", "auto"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    offs = []
     for run in RUNS:
-        if only and run.size != only:
+        name = f"{run}, {run.rate}"
+        if not name.startswith(options.only):
             continue
-        seconds, memory = predict(run, profiles[run.how], _published_plan(run))
-        rate = run.tokens / seconds
-        off = rate / run.rate - 1
-        verdict = f"{off:+.0%}" + (" (fitted)" if run in FITTED.values() else "" if abs(off) <= WANTED else " (missed)")
-        try:
-            best = run.tokens / predict(run, profiles[run.how], "auto", 1.05 * memory)[0]
-            auto = f"{best:,.0f}" + ("" if best >= 0.999 * rate else " (slower)")
-        except PlanError as error:
-            auto = f"none: {str(error)[:40]}"
-        table.add_row(
-            run.size,
-            ", ".join(f"{name}={size}" for name, size in run.mesh),
-            ", ".join(filter(None, (run.how, run.schedule, run.more))),
-            f"{run.rate:,.0f}", f"{rate:,.0f}", verdict, auto,
-        )  # fmt: skip
+        if name not in kept or options.auto and not {"auto", "error"} & kept[name].keys():
+            kept[name] = measure(run, options.auto)
+            if options.keep:
+                options.keep.write_text(json.dumps(kept, indent=1))
+        found = kept[name]
+        off = found["rate"] / run.rate - 1
+        verdict = " (fitted)" if run in FITTED else "" if abs(off) <= WANTED else " (missed)"
+        offs += [] if run in FITTED else [abs(off)]
+        auto = f"none: {found['error'][:40]}" if "error" in found else ""
+        if "auto" in found:
+            auto = f"{found['auto']:,.0f}" + ("" if found["auto"] >= 0.999 * found["rate"] else " (slower)")
+        table.add_row(str(run), f"{run.rate:,.0f}", f"{found['rate']:,.0f}", f"{off:+.0%}{verdict}", auto)
     console = Console(width=170)
     console.print(table)
+    within = [sum(off <= limit for off in offs) for limit in (0.08, WANTED)]
     console.print(
-        f"Fitted: compiled, {numbers[0]:.2f} times the bandwidth of memory; Float8, {numbers[1]:.2f} times the "
-        "arithmetic of linear layers."
+        f"Of {len(offs)} runs that nothing was fitted to, {within[0]} are within 8%, {within[1]} within {WANTED:.0%}. "
+        f"Fitted: products reach {NUMBERS.products:.3f} of the peak at 500 W, in Float8 {NUMBERS.float8:.3f} times it."
     )
 
 

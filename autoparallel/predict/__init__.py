@@ -5,7 +5,8 @@ May import ``runtime``, ``program``, ``plan``, ``decisions``, ``hardware``, ``pa
 
 - ``cost``: what operators and exchanges take, and what is kept.
 - ``dry_run``: the runtime on tensors without values, behind a ``communicator`` that counts and keeps time; ``meter``
-  has the clock and the ledger, ``attention`` and ``unseen`` what operators do not show, ``results`` what they make.
+  has the clock and the ledger, ``fusion`` what compiled kernels move, ``attention`` and ``unseen`` what operators do
+  not show, ``results`` what they make.
 - ``predict``: a step of one program; ``stages``: of a pipeline; ``forecast``: from fewer layers, where they repeat.
 - ``pipeline_traffic``: what a pipeline sends.
 - ``reductions``: when gradients are reduced, and what that costs.

@@ -28,6 +28,7 @@ from autoparallel.comm.traffic import CountingMode
 from autoparallel.decisions.prediction import COMPUTE, NETWORK, PredictedSpan
 from autoparallel.hardware import Profile
 from autoparallel.placements import COLLECTIVES, action, parse_placement
+from autoparallel.predict.fusion import Fusion, is_fused
 from autoparallel.predict.results import call_on_meta
 from autoparallel.rules.calls import may_have_gradient
 
@@ -158,6 +159,7 @@ class Meter(TorchDispatchMode):
         self.profile, self.axis_sizes = profile, tuple(axis_sizes)
         self.clock, self.ledger, self.sent = clock, ledger, sent
         self._queued = replace(profile, launch=0.0)
+        self._fusion = Fusion() if profile.fuses else None
 
     @contextmanager
     def copying(self, kind: str) -> Iterator[None]:
@@ -181,32 +183,46 @@ class Meter(TorchDispatchMode):
         result = call_on_meta(func, args, kwargs or {})
         self.ledger.add(result)
         self.clock.module = _torch.marked_module() or self.clock.module
-        self.clock.compute(self.seconds(name, args, kwargs or {}, result))
+        self.clock.compute(self.seconds(name, args, kwargs or {}, result, fused=is_fused(func)))
         return result
 
-    def seconds(self, name: str, args: Sequence[Any], kwargs: Any, result: Any) -> float:
-        """The time of one call."""
+    def seconds(self, name: str, args: Sequence[Any], kwargs: Any, result: Any, *, fused: bool = False) -> float:
+        """The time of one call.
+
+        Args:
+            fused: whether the operator is one that a compiler fuses.
+        """
         if name in _FREE:
             return 0.0
-        if name == "autoparallel::transfer":
-            kind = action(parse_placement(args[1]), parse_placement(args[2]))
-            if kind in COLLECTIVES:  # counted as traffic, and paid for there
-                return 0.0
-            size = max(_torch.bytes_in(args[0]), _torch.bytes_in(result))
-            return self.profile.step_seconds(self.axis_sizes, kind, (), size)
         outputs = _torch.tensors_in(result)
         inputs = _torch.tensors_in((args, kwargs))
         if not outputs:
             return 0.0
         storages = {id(x.untyped_storage()) for x in inputs}
         aliases = all(id(x.untyped_storage()) in storages for x in outputs)
-        if aliases and not name.endswith("_"):  # a view
+        if aliases and not name.endswith("_") and name != "autoparallel::transfer":  # a view
             return 0.0
+        if self._fusion is None or self.profile is self._queued:
+            return self._own_seconds(name, args, kwargs, inputs, outputs)
+        moved = self._fusion.moved(inputs, outputs, fused=fused)
+        kernels = self.profile.compute_seconds(0.0, moved, outputs[0].dtype) if moved else 0.0
+        return kernels + (0.0 if fused else self._own_seconds(name, args, kwargs, inputs, outputs))
+
+    def _own_seconds(
+        self, name: str, args: Sequence[Any], kwargs: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> float:
+        """The time of one call on its own."""
+        if name == "autoparallel::transfer":
+            kind = action(parse_placement(args[1]), parse_placement(args[2]))
+            if kind in COLLECTIVES:  # counted as traffic, and paid for there
+                return 0.0
+            size = max(_torch.bytes_in(inputs), _torch.bytes_in(outputs))
+            return self.profile.step_seconds(self.axis_sizes, kind, (), size)
         if name in _LOOKUPS:
             return self.profile.compute_seconds(0.0, 2 * _torch.bytes_in(outputs), outputs[0].dtype)
         flops, dtype = 0.0, next((x.dtype for x in inputs if may_have_gradient(x)), outputs[0].dtype)
         if name in _FLOPS:
-            flops = _FLOPS[name](args, kwargs, result)
+            flops = _FLOPS[name](args, kwargs, outputs[0])
             if "attention" in name:
                 flops /= self.profile.attention
         return self.profile.compute_seconds(flops, _torch.bytes_in(inputs) + _torch.bytes_in(outputs), dtype)

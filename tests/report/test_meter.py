@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,3 +222,73 @@ def test_predicted_memory_is_that_of_the_allocator() -> None:
         for case, (predicted, measured, layers) in zip(cases, rank, strict=True):
             assert bool(layers) == (case[2] is not None)
             assert predicted == pytest.approx(measured, rel=0.10), (case, predicted / measured)
+
+
+class TestFusion:
+    """What compiled programs move: ``Profile.fuses``."""
+
+    N = 64 * 32 * 4  # bytes of a tensor
+
+    def moved(self, run: Callable[[torch.Tensor], object], *, fuses: bool = True) -> tuple[float, dict[str, int]]:
+        """The bytes that a program moves beside its products, and the worst moment of its memory."""
+        clock = Clock(0.0)
+        ledger = Ledger(clock)
+        hardware = replace(CPU, memory_bandwidth=1.0, launch=0.0, flops={}, default_flops=1e30, fuses=fuses)
+        with torch.device("meta"):
+            x, weight = torch.empty(64, 32), torch.empty(32, 32)
+            with Meter(hardware, (2,), clock, ledger, CountingMode(lambda *sent: None)), ledger.holding("working"):
+                before = clock.now
+                x @ weight
+                product = clock.now - before
+                products = [0]
+
+                def linear(value: torch.Tensor) -> torch.Tensor:
+                    products[0] += 1
+                    return value @ weight
+
+                self.linear = linear
+                run(x)
+        return clock.now - product * (1 + products[0]), ledger.peak
+
+    def test_a_chain_is_one_kernel_that_reads_what_it_begins_with_and_writes_what_a_product_reads(self) -> None:
+        def chain(x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.relu().mul(2.0).exp())
+
+        assert self.moved(chain)[0] == 2 * self.N
+        assert self.moved(chain, fuses=False)[0] == 6 * self.N
+
+    def test_a_normalisation_in_a_wider_dtype_moves_no_more(self) -> None:
+        def norm(x: torch.Tensor) -> torch.Tensor:
+            wide = x.double()
+            return self.linear((wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).float())
+
+        assert self.moved(norm)[0] == 2 * self.N
+        assert self.moved(norm, fuses=False)[0] > 12 * self.N
+
+    def test_what_several_products_read_is_made_once(self) -> None:
+        def shared(x: torch.Tensor) -> list[torch.Tensor]:
+            y = x.exp()
+            return [self.linear(y), self.linear(y)]
+
+        assert self.moved(shared)[0] == 2 * self.N
+
+    def test_a_residual_stream_is_written_once(self) -> None:
+        def residual(x: torch.Tensor) -> torch.Tensor:
+            stream = x + self.linear(x)
+            return self.linear(stream + self.linear(stream.exp()))
+
+        # One kernel reads two tensors and writes the sum and its exponential; one reads the sum and a product.
+        assert self.moved(residual)[0] == 4 * self.N + 3 * self.N
+
+    def test_what_follows_from_little_is_made_again_rather_than_kept(self) -> None:
+        def gated(x: torch.Tensor) -> torch.Tensor:
+            gate = self.linear(x).sigmoid()
+            return self.linear(gate * self.linear(x))  # two products read, one written
+
+        assert self.moved(gated)[0] == 3 * self.N
+
+    def test_memory_is_told_as_without(self) -> None:
+        def chain(x: torch.Tensor) -> torch.Tensor:
+            return self.linear((x.exp() + x.relu()).mul(2.0))
+
+        assert self.moved(chain)[1] == self.moved(chain, fuses=False)[1]
