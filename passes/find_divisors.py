@@ -7,13 +7,12 @@ the divisors are ((s0, 2),).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from autoparallel.placements import Layout, shards_of
+from autoparallel.placements import Layout, count_pieces
 from autoparallel.rules.calls import is_tensor
 
 
@@ -35,7 +34,7 @@ def find_divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> Divisors
         for dim, size in enumerate(node.meta["val"].shape):
             if isinstance(size, int):
                 continue
-            count = math.prod(axis_sizes[axis] for axis in shards_of(layout, dim))
+            count = count_pieces(layout, dim, axis_sizes)
             if count > 1:
                 pairs[size.node.expr, count] = None
     return Divisors(tuple(pairs))

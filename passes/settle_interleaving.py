@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.placements import Layout, shards_of
+from autoparallel.placements import Layout, count_pieces
 from autoparallel.placements.modes import Mode
 from autoparallel.rules.ways import typed_call
 
@@ -62,4 +62,4 @@ def _shards(node: fx.Node, modes: Mapping[str, Sequence[Mode]], axis_sizes: Sequ
     layout: Layout = typed_call(node, modes[node.meta["key"]])[1]
     dim = node.args[1] if node.target is operators.piece else node.meta["interleaved"]
     assert isinstance(dim, int)
-    return math.prod(axis_sizes[axis] for axis in shards_of(layout, dim))
+    return count_pieces(layout, dim, axis_sizes)

@@ -5,7 +5,6 @@ No pass writes any of it.  ``verify_placements`` holds a program against it afte
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from autoparallel.comm.groups import group_name
 from autoparallel.graph.captured import copy_graph
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.mark_gradients import flows
-from autoparallel.placements import Invariant, Layout, divides, shards_of
+from autoparallel.placements import Invariant, Layout, count_pieces, divides
 from autoparallel.placements.modes import Mode
 from autoparallel.rules.calls import is_tensor, map_tensor_operands
 from autoparallel.rules.ways import local_call
@@ -87,6 +86,10 @@ class Specification:
         return [name for name, _ in self.axes]
 
     @property
+    def axis_sizes(self) -> list[int]:
+        return [size for _, size in self.axes]
+
+    @property
     def whole_layout(self) -> Layout:
         """The layout of what all ranks hold alike."""
         return (Invariant,) * len(self.axes)
@@ -96,10 +99,6 @@ class Specification:
         """The outputs of the global graph."""
         results: Any = self.whole.output_node().args[0]
         return list(results)
-
-    def ranks(self, axes: Sequence[int]) -> int:
-        """The number of ranks along some axes."""
-        return math.prod(self.axes[axis][1] for axis in axes)
 
     def expected(self, node: fx.Node) -> ExpectedCall:
         """What a call of the global graph must be on a rank."""
@@ -125,7 +124,7 @@ class Specification:
         asked, made = self.outputs[index], self.layout_of(node)
         if asked is not None or made is None:
             return asked
-        even = divides(self.sizes.shape(node), made, [size for _, size in self.axes])
+        even = divides(self.sizes.shape(node), made, self.axis_sizes)
         return tuple(p if p.kind == "S" and even else Invariant for p in made)
 
     def _derive(self, node: fx.Node) -> ExpectedCall:
@@ -134,7 +133,7 @@ class Specification:
             source, dim = node.args
             assert isinstance(source, fx.Node) and isinstance(dim, int)
             layout = self.layout_of(source) or whole
-            count = self.ranks(shards_of(layout, dim % source.meta["val"].ndim))
+            count = count_pieces(layout, dim % source.meta["val"].ndim, self.axis_sizes)
             completion = (operator.mul, count) if count > 1 else None
             return ExpectedCall(node.target, (Operand(source, layout), dim), node.kwargs, None, False, completion)
         if not is_tensor(node) or node.target is operator.getitem:
@@ -142,7 +141,7 @@ class Specification:
             args, kwargs = map_tensor_operands(node, lambda i, x: Operand(x, whole))
             return ExpectedCall(node.target, args, kwargs, whole if is_tensor(node) else None, flows(node))
         groups = [group_name(self.prefix, self.names, (axis,)) for axis in range(len(self.axes))]
-        sizes = [size for _, size in self.axes]
+        sizes = self.axis_sizes
         call = local_call(node, self.modes[node.meta["key"]], Operand, sizes, groups)
         completion = (torch.ops.aten.div.Tensor, call.divisor) if call.divisor > 1 else None
         return ExpectedCall(call.target, call.args, call.kwargs, call.result_layout, flows(node), completion)

@@ -19,6 +19,7 @@ differentiation: the backward of every redistribution, and the backward of that,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -147,16 +148,21 @@ def shards_of(layout: Layout, dim: int) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout) if p.kind == "S" and p.dim == dim)
 
 
-def chunk(size: int, pieces: int, index: int) -> tuple[int, int]:
+def count_pieces(layout: Layout, dim: int, axis_sizes: Sequence[int]) -> int:
+    """Into how many pieces the mesh cuts ``dim``."""
+    return math.prod(axis_sizes[axis] for axis in shards_of(layout, dim))
+
+
+def chunk(size: int, count: int, index: int) -> tuple[int, int]:
     """Where piece ``index`` of a dim begins, and its length.
 
     [Note: uneven shards] A dim whose size does not divide is cut as ``torch.chunk`` and ``DTensor`` cut it: every piece
-    has ``ceil(size / pieces)`` but the last ones, which are shorter or empty.  A dim that several axes shard is cut by
+    has ``ceil(size / count)`` but the last ones, which are shorter or empty.  A dim that several axes shard is cut by
     the first axis, and then each piece by the next.  The longest piece is always the first rank's.  Only parameters at
     rest, and their gradients, lie so: what an operator reads or makes divides.  Messages have the longest piece's
     size on every rank, filled up with zeros, which no rank keeps.
     """
-    step = -(-size // pieces)
+    step = -(-size // count)
     start = min(index * step, size)
     return start, min(step, size - start)
 
@@ -172,13 +178,7 @@ def largest_piece(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int
 
 def divides(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
     """Whether all ranks have equal parts of a tensor of a global shape."""
-    for dim, size in enumerate(shape):
-        count = 1
-        for axis in shards_of(layout, dim):
-            count *= axis_sizes[axis]
-        if size % count:
-            return False
-    return True
+    return all(size % count_pieces(layout, dim, axis_sizes) == 0 for dim, size in enumerate(shape))
 
 
 def fills_up(shape: Sequence[int], padded: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
@@ -194,13 +194,7 @@ def fills_up(shape: Sequence[int], padded: Sequence[int], layout: Layout, axis_s
 
 def reaches_all(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int]) -> bool:
     """Whether every dim that is sharded has at least as many rows as ranks that shard it."""
-    for dim, size in enumerate(shape):
-        count = 1
-        for axis in shards_of(layout, dim):
-            count *= axis_sizes[axis]
-        if count > 1 and size < count:
-            return False
-    return True
+    return all((count := count_pieces(layout, dim, axis_sizes)) == 1 or size >= count for dim, size in enumerate(shape))
 
 
 def to_dtensor_placements(layout: Layout) -> tuple[DTensorPlacement, ...]:

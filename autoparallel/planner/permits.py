@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from torch import fx
 
 from autoparallel.graph.captured import Captured
 from autoparallel.placements import Invariant, Layout, Shard
-from autoparallel.planner.experts import Experts
+from autoparallel.planner.experts import experts_of
 from autoparallel.planner.options import Option
 from autoparallel.planner.pins import ResolvedPins
 from autoparallel.planner.presets import Constraints
+from autoparallel.planner.sequences import sequence_factors
 from autoparallel.planner.signatures import Signatures
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -24,26 +25,31 @@ class Permits:
     """What is permitted on one mesh.
 
     Args:
-        sequence: the factors of operators that run over the sequence.
         pinned: the names of parameters whose layouts are given.
         options: the options of a node, among those that are permitted.
+
+    Attributes:
+        experts: what runs expert by expert, where a preset shards that.
+        sequence: the factors of operators that run over the sequence, where a preset shards it.
+
+    Raises:
+        PlanError: for a preset that shards what the graph does not have, or what does not divide.
     """
 
     def __init__(
         self,
         captured: Captured,
         constraints: Constraints,
-        experts: Experts,
-        sequence: Mapping[fx.Node, Collection[str]],
+        axis_sizes: Sequence[int],
+        size: Signatures,
         pins: ResolvedPins,
         pinned: Collection[str],
-        size: Signatures,
-        axis_sizes: Sequence[int],
         options: Callable[[fx.Node], Sequence[Option] | None],
     ) -> None:
-        self.captured, self.constraints, self.experts, self.sequence = captured, constraints, experts, sequence
-        self.pins, self.pinned, self.size, self.axis_sizes = pins, pinned, size, axis_sizes
-        self.options = options
+        self.captured, self.constraints, self.axis_sizes, self.size = captured, constraints, axis_sizes, size
+        self.pins, self.pinned, self.options = pins, pinned, options
+        self.experts = experts_of(captured, constraints, axis_sizes, size)
+        self.sequence = sequence_factors(captured, constraints, axis_sizes, size)
 
     def allows(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:
         """Whether a preset permits this mode: data axes cut the batch wherever there is one, tensor axes never do."""
@@ -97,8 +103,8 @@ class Permits:
                     at_rest, used = option.result[axis], column[axis]
                     if at_rest.kind == "S" and used != at_rest:
                         out[i, j] = np.inf
-                    kept = used if pinned else at_rest
-                    if axis in sharded and kept.kind != "S":
+                    free = used if pinned else at_rest
+                    if axis in sharded and free.kind != "S":
                         out[i, j] = np.inf
         return out
 

@@ -30,7 +30,6 @@ from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
 from autoparallel.placements.redistribution import local_numel
 from autoparallel.planner.at_rest import every_layout, layouts_at_rest, permitted
-from autoparallel.planner.experts import experts_of
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.permits import Permits
@@ -38,7 +37,6 @@ from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices
 from autoparallel.planner.problem import Problem, Reader, Variable
 from autoparallel.planner.request import Request
-from autoparallel.planner.sequences import sequence_factors
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.cost import bytes_kept, update_seconds
 from autoparallel.program import wanted_outputs
@@ -110,12 +108,9 @@ class SearchSpace:
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
         self.size = Signatures(captured.actual)
         self.searched = self._descendants()
-        self.experts = experts_of(captured, self.constraints, self.axis_sizes, self.size)
-        self.sequence = sequence_factors(captured, self.constraints, self.axis_sizes, self.size)
         self.permits = Permits(
-            captured, self.constraints, self.experts, self.sequence, self.pins, self.pinned.keys(), self.size,
-            self.axis_sizes, self.options,
-        )  # fmt: skip
+            captured, self.constraints, self.axis_sizes, self.size, self.pins, self.pinned.keys(), self.options
+        )
         self.unruled: dict[str, int] = {}
         # Nodes of the layers for which it is open whether they run again.
         self.open: dict[fx.Node, str] = {}
@@ -126,8 +121,7 @@ class SearchSpace:
         self._known: dict[fx.Node, list[Option] | None] = {}
         self._ends: dict[fx.Node, tuple[_Ends, Sequence[tuple[fx.Node, int]]]] = {}
         # What is alike is worked out once: options by the kind of node, prices by the options on both sides.
-        self._of_kind: dict[Hashable, list[Option] | None] = {}
-        self._has_rule: dict[Hashable, bool] = {}
+        self._of_kind: dict[Hashable, tuple[list[Option] | None, bool]] = {}  # with whether they have a rule
         self._left: dict[Hashable, list[Option]] = {}
         self._ends_alike: dict[Hashable, _Ends] = {}
         self._own: dict[tuple[int, bool], tuple[np.ndarray, np.ndarray | None]] = {}
@@ -266,10 +260,10 @@ class SearchSpace:
         if options is None and node not in self._known:
             kind = self._kind(node)
             if kind not in self._of_kind:
-                self._of_kind[kind] = self._options(node)
-                self._has_rule[kind] = self._rule_is_known(node)
-            options = self._known[node] = self._left_by_pins(node, self._of_kind[kind])
-            if not self._has_rule[kind]:
+                self._of_kind[kind] = self._options(node), self._rule_is_known(node)
+            options, has_rule = self._of_kind[kind]
+            options = self._known[node] = self._left_by_pins(node, options)
+            if not has_rule:
                 made = node.args[0] if node.target is operator.getitem else node
                 name = operator_name(made.target)  # type: ignore[union-attr]
                 self.unruled[name] = self.unruled.get(name, 0) + 1
@@ -296,10 +290,11 @@ class SearchSpace:
             rest = self.captured.rest_dtypes.get(name)
             pinned = self.pinned.get(name)
             label = name if self.pins and node in self.pins else ""
-            return "parameter", self.size.tensor(node), rest, self.experts.parameters.get(node), pinned, users, label
+            experts = self.permits.experts.parameters.get(node)
+            return "parameter", self.size.tensor(node), rest, experts, pinned, users, label
         if node.op != "call_function" or self.size.tensor(node) < 0 or node not in self.searched:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
-        followed = self.experts.factors.get(node), self.sequence.get(node)
+        followed = self.permits.experts.factors.get(node), self.permits.sequence.get(node)
         return "call", self.size.call(node), followed, node in self.open, self._kept(node)
 
     def _kept(self, node: fx.Node) -> tuple[float, float]:
@@ -347,7 +342,7 @@ class SearchSpace:
             gathers = [plan.gather]
         else:
             fills = [user for user in node.users if user.target is operators.pad_rows]
-            experts = self.experts.parameters.get(node)
+            experts = self.permits.experts.parameters.get(node)
             constraints = self.constraints.without(self.pins.axes(node))
             if node in self.pins:
                 pinned = self.pins.layouts(node, every_layout(shape, self.axis_sizes))

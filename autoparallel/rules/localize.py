@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from autoparallel.placements import Layout
+from autoparallel.placements import Layout, count_pieces
 from autoparallel.placements.modes import Mode
 from autoparallel.rules.calls import arguments, with_argument
 
@@ -61,8 +61,7 @@ class LocalCall:
 
     def shards(self, dim: int) -> int:
         """Into how many pieces the result's ``dim`` is cut."""
-        cuts = zip(self.axis_sizes, self.result_layout, strict=True)
-        return math.prod(size for size, placement in cuts if placement.kind == "S" and placement.dim == dim)
+        return count_pieces(self.result_layout, dim, self.axis_sizes)
 
     def dim_groups(self) -> tuple[str, ...]:
         """For each dim of the result, the axes that shard it, joined by commas."""
