@@ -113,7 +113,7 @@ def _layouts(node: fx.Node) -> Iterator[tuple[str, Change, str]]:
 def _collectives(node: fx.Node, asked: Specification) -> Iterator[tuple[str, str, Change, str]]:
     step: Step = node.meta["redistribution"].step
     silent = not node.meta["backward"] and action(step.src, step.dst) == "nothing"
-    alone = "the axis has one rank" if asked.ranks(step.axes) == 1 else ""
+    alone = "the axis has one rank" if all(asked.axis_sizes[axis] == 1 for axis in step.axes) else ""
     equivalent = alone or ("moves nothing, and no gradient passes" if silent else "")
     yield "collective dropped", f"{step.src}->{step.dst} over {node.args[3]} dropped", _drop, equivalent
     dims = node.meta["val"].ndim

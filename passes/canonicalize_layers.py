@@ -126,18 +126,32 @@ def _split_bag(emit: Emitter, node: fx.Node) -> Parts | None:
 
 
 def _split_found(emit: Emitter, node: fx.Node) -> Parts | None:
-    """Where what is looked for stands, and a look-up there, which has the same gradient."""
+    """Where what is looked for stands, which carries no gradient, and a look-up there, which has the same gradient."""
     v = arguments(node)
     x, dim = v["self"], v["dim"]
     if not shape_of(x):
         return None
-    where = emit(operators.indices_along, x, dim, str(node.target).split(".")[1], v.get("k"))
+    where = _places(emit, node.target, v)
 
     def part(i: int) -> fx.Node:
         value = where if i == 1 else emit(aten.gather.default, x, dim, where)
         return value if v.get("keepdim", True) else emit(aten.squeeze.dim, value, dim)
 
     return part
+
+
+def _places(emit: Emitter, target: Any, v: dict[str, Any]) -> fx.Node:
+    """Where what an operator looks for along a dim stands; a dim that it reduces stays, with size one."""
+    x, dim = v["self"], v["dim"]
+    if target in (aten.max.dim, aten.min.dim):
+        return emit(aten.argmax.default if target is aten.max.dim else aten.argmin.default, x, dim, True)
+    if target is aten.topk.default:
+        return emit(operators.topk_indices, x, v["k"], dim, v["largest"], v["sorted"])
+    if target is aten.sort.default:
+        return emit(aten.argsort.default, x, dim, v["descending"])
+    if target is aten.sort.stable:
+        return emit(aten.argsort.stable, x, stable=bool(v["stable"]), dim=dim, descending=v["descending"])
+    return emit(operators.indices_along, x, dim, str(target).split(".")[1], v.get("k"))
 
 
 def _split_pool(emit: Emitter, node: fx.Node) -> Parts | None:
@@ -183,6 +197,11 @@ LAYER_REWRITES: dict[Any, Rewrite] = {
     aten.median.dim: _split_found,
     aten.nanmedian.dim: _split_found,
     aten.kthvalue.default: _split_found,
+    aten.max.dim: _split_found,
+    aten.min.dim: _split_found,
+    aten.sort.default: _split_found,
+    aten.sort.stable: _split_found,
+    aten.topk.default: _split_found,
     aten.adaptive_max_pool1d.default: _split_pool,
     aten.adaptive_max_pool2d.default: _split_pool,
     aten.adaptive_max_pool3d.default: _split_pool,

@@ -26,7 +26,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.operators.draws import traced_dropout
 from autoparallel.passes.canonicalize_layers import LAYER_REWRITES
-from autoparallel.passes.emitter import Emitter, Rewrite, fake_tensors
+from autoparallel.passes.emitter import Emitter, Rewrite, fake_mode_of
 from autoparallel.passes.settle_memory import MEMORY_REWRITES
 from autoparallel.passes.ungroup_experts import ungroup_experts
 from autoparallel.rules.calls import arguments, shape_of
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 def canonicalize_operators(module: fx.GraphModule) -> None:
     """Rewrites the graph of ``module`` in place."""
     graph = module.graph
-    mode = next((v.fake_mode for n in graph.nodes for v in fake_tensors(n.meta.get("val"))), None)
+    mode = fake_mode_of(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and not node._erased:
             node.meta["mode"] = mode
@@ -239,21 +239,6 @@ def _sizes_like(emit: Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node])
     return sizes
 
 
-def _extremum(emit: Emitter, node: fx.Node) -> Any:
-    """``max(x, dim)`` as the position of the maximum and a look-up there, which has the same gradient."""
-    v = arguments(node)
-    x, dim, keepdim = v["self"], v["dim"], v["keepdim"]
-    if not shape_of(x):
-        return None
-    where = emit(aten.argmax.default if node.target is aten.max.dim else aten.argmin.default, x, dim, True)
-
-    def part(i: int) -> fx.Node:
-        value = where if i == 1 else emit(aten.gather.default, x, dim, where)
-        return value if keepdim else emit(aten.squeeze.dim, value, dim)
-
-    return part
-
-
 def _complex_scatter(emit: Emitter, node: fx.Node) -> Any:
     """What is written into complex numbers, which torch does not differentiate, is written into their pairs."""
     v = arguments(node)
@@ -262,21 +247,6 @@ def _complex_scatter(emit: Emitter, node: fx.Node) -> Any:
     x, source = (emit(aten.view_as_real.default, v[name]) for name in ("self", "src"))
     pairs = emit(node.target, x, source, v["dim"] % len(shape_of(node)), *node.args[3:], **node.kwargs)
     return emit(aten.view_as_complex.default, pairs)
-
-
-def _topk(emit: Emitter, node: fx.Node) -> Any:
-    """``topk`` and ``sort`` as positions, which carry no gradient, and a look-up there, which has the same gradient."""
-    v = arguments(node)
-    x = v["self"]
-    if not shape_of(x):
-        return None
-    if node.target is aten.topk.default:
-        where = emit(operators.topk_indices, x, v["k"], v["dim"], v["largest"], v["sorted"])
-    elif node.target is aten.sort.default:
-        where = emit(aten.argsort.default, x, v["dim"], v["descending"])
-    else:
-        where = emit(aten.argsort.stable, x, stable=bool(v["stable"]), dim=v["dim"], descending=v["descending"])
-    return lambda i: where if i == 1 else emit(aten.gather.default, x, v["dim"], where)
 
 
 def _repeated(emit: Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) -> fx.Node:
@@ -368,9 +338,7 @@ _REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys(
         (aten._unsafe_view.default, aten.view.default), lambda emit, node: emit(aten.reshape.default, *node.args)
     ),
-    **dict.fromkeys((aten.max.dim, aten.min.dim), _extremum),
     **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default), _complex_scatter),
-    **dict.fromkeys((aten.sort.default, aten.sort.stable, aten.topk.default), _topk),
     **dict.fromkeys(
         (aten.std_mean.correction, aten.std_mean.dim, aten.var_mean.correction, aten.var_mean.dim), _variance_and_mean
     ),

@@ -20,7 +20,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -30,6 +29,7 @@ from autoparallel.graph.captured import Captured
 from autoparallel.graph.lines import line_of
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands, with_argument
+from autoparallel.rules.shapes import expression
 
 
 class CutError(ValueError):
@@ -217,9 +217,9 @@ class _Cutter:
     def _holder(self, size: fx.Node) -> fx.Node | None:
         """An input that has a size in some dim."""
         given = {name for name in self.captured.inputs if name is not None}
-        value = size.meta["val"]
+        value = expression(size.meta["val"])
         for node in self.captured.graph.nodes:
-            if node.op == "placeholder" and node.name in given and any(_same(s, value) for s in shape_of(node)):
+            if node.op == "placeholder" and node.name in given and any(expression(s) == value for s in shape_of(node)):
                 return node
         return None
 
@@ -264,7 +264,7 @@ class _Cutter:
                 if holder is None:
                     copies[node] = graph.node_copy(node, copies.__getitem__)
                 else:
-                    dim = next(d for d, s in enumerate(shape_of(holder)) if _same(s, node.meta["val"]))
+                    dim = [expression(s) for s in shape_of(holder)].index(expression(node.meta["val"]))
                     copies[node] = graph.call_function(torch.ops.aten.sym_size.int, (copies[holder], dim))
                 copies[node].meta = dict(node.meta)
                 if node.target in operators.DRAWS:
@@ -305,10 +305,3 @@ def _note_microbatches(draw: fx.Node, captured: Captured) -> None:
     if "shards" in given:
         shards = [operators.MICROBATCH if captured.is_batch(size) else "" for size in shape_of(draw)]
         draw.args, draw.kwargs = with_argument(draw.args, draw.kwargs, draw, "shards", ";".join(shards))
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two traced sizes are one and the same."""
-    if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and isinstance(b, int) and a == b
-    return bool(a.node.expr == b.node.expr)

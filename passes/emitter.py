@@ -42,3 +42,8 @@ def fake_tensors(values: Any) -> list[Any]:
     """The fake tensors among some values."""
     leaves = torch.utils._pytree.tree_leaves(values)
     return [v for v in leaves if isinstance(v, torch.Tensor) and hasattr(v, "fake_mode")]
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The mode in which a graph was traced; None for one without tensors."""
+    return next((v.fake_mode for node in graph.nodes for v in fake_tensors(node.meta.get("val"))), None)

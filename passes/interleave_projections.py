@@ -33,7 +33,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.passes.emitter import Emitter
 from autoparallel.rules.calls import arguments, shape_of
-from autoparallel.rules.shapes import runs_of_equal_product
+from autoparallel.rules.shapes import order_of, runs_of_equal_product
 
 aten = torch.ops.aten
 
@@ -203,22 +203,11 @@ def _selected(node: fx.Node, dim: int, path: tuple[fx.Node, ...]) -> Iterator[tu
             raise _OtherReader
 
 
-def _order(node: fx.Node) -> list[int]:
-    """The permutation that a call is."""
-    values, rank = arguments(node), len(shape_of(node))
-    if node.target is aten.permute.default:
-        return [d % rank for d in values["dims"]]
-    order = list(range(rank))
-    a, b = values["dim0"] % rank, values["dim1"] % rank
-    order[a], order[b] = b, a
-    return order
-
-
 _Call = tuple[Any, tuple[Any, ...]]
 
 
 def _permute(node: fx.Node, dim: int) -> tuple[int, _Call]:
-    order = _order(node)
+    order = order_of(node)
     rest = [d - (d > dim) for d in order if d != dim]
     return order.index(dim), (aten.permute.default, (rest,))
 

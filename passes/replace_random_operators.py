@@ -24,7 +24,7 @@ from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.composite_random import COMPOSITES
 from autoparallel.operators.torch_random import BASIC, Draw, silent
-from autoparallel.passes.emitter import Emitter, fake_tensors
+from autoparallel.passes.emitter import Emitter, fake_mode_of
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import arguments
 
@@ -47,8 +47,7 @@ def replace_random_operators(module: fx.GraphModule) -> Draws:
     Raises:
         CaptureError: naming the line, where numbers are drawn in a way that has no counterpart.
     """
-    mode = next((v.fake_mode for n in module.graph.nodes for v in fake_tensors(n.meta.get("val"))), None)
-    numbering = _Numbering(mode)
+    numbering = _Numbering(fake_mode_of(module.graph))
     numbering.rewrite(module)
     return Draws(numbering.count)
 

@@ -13,7 +13,7 @@ After:
 
 from __future__ import annotations
 
-import operator
+import math
 from typing import Any
 
 import torch
@@ -58,10 +58,10 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool) -> LossWeight:
     if node.target is aten.div.Tensor:
         return _of_quotient(module.graph, node, results, counted)
     if node.target in (aten.mean.default, aten.mean.dim):
-        return LossWeight("mean", size=_numel(shape_of(node.args[0])))
+        return LossWeight("mean", size=math.prod(shape_of(node.args[0])))
     if node.target in _LOSSES and arguments(node)["reduction"] in (1, 2):
         shapes = [shape_of(x) for x in node.args[:2] if isinstance(x, fx.Node)]
-        size = _numel(torch.broadcast_shapes(*shapes))
+        size = math.prod(torch.broadcast_shapes(*shapes))
         return LossWeight("mean", size=size) if arguments(node)["reduction"] == 1 else LossWeight("sum")
     if node.target in _SUMS:
         return LossWeight("sum")
@@ -92,10 +92,3 @@ def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
-
-
-def _numel(shape: Any) -> Any:
-    total: Any = 1
-    for size in shape:
-        total = operator.mul(total, size)
-    return total

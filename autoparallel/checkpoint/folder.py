@@ -103,6 +103,13 @@ class Part:
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
+def require_room(path: Path, needed: int, what: str) -> None:
+    """Raises CheckpointError where the disk of a folder has not the bytes that ``what`` needs."""
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise CheckpointError(f"{path} has {free:,} bytes left, and {what} needs {needed:,}")
+
+
 def new_folder(path: Path, step: int) -> Path:
     """Makes the folder of the next save."""
     path.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from autoparallel import _torch
 from autoparallel.checkpoint.conversion import Stored, stored_tensors
-from autoparallel.checkpoint.folder import CheckpointError
+from autoparallel.checkpoint.folder import CheckpointError, require_room
 from autoparallel.checkpoint.saving import World
 from autoparallel.checkpoint.writers import is_writer, layout_of
 from autoparallel.placements.regions import Region, own_region, whole_region
@@ -149,9 +148,7 @@ def _begin(path: Path, files: list[_File]) -> str:
     """Makes the files, without the tensors."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        free, needed = shutil.disk_usage(path).free, sum(file.size for file in files)
-        if free < needed:
-            raise CheckpointError(f"{path} has {free:,} bytes left, and the model needs {needed:,}")
+        require_room(path, sum(file.size for file in files), "the model")
         for file in files:
             with file.part.open("wb") as opened:
                 opened.write(file.header)

@@ -23,6 +23,7 @@ from autoparallel.checkpoint.folder import (
     is_written,
     new_folder,
     remove_older,
+    require_room,
     size_of,
     write_marker,
     write_rank,
@@ -169,9 +170,7 @@ def _made(path: Path, step: int) -> str:
 def _require_room(folder: Path, needed: int) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not seen by every rank: save to a folder that all of them share")
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise CheckpointError(f"{folder} has {free:,} bytes left, and a rank's part of the checkpoint needs {needed:,}")
+    require_room(folder, needed, "a rank's part of the checkpoint")
 
 
 def _collect(world: World, states: Mapping[str, Any], copied: bool) -> tuple[dict[str, Part], Any]:

@@ -106,17 +106,21 @@ def join_pairs(call: LocalCall) -> None:
     call.target = operators.pairs_as_complex
 
 
-def permutation(node: fx.Node) -> Rule:
-    """Of an operator that puts dims into another order: the reverse one, where the call does not say."""
+def order_of(node: fx.Node) -> list[int]:
+    """The order in which a call puts dims: the reverse one, where it does not say."""
     values, rank = arguments(node), len(shape_of(node))
     order = [*range(rank)]
     if "dim0" in values:
         a, b = values["dim0"] % rank, values["dim1"] % rank
         order[a], order[b] = b, a
-    else:
-        order = dims_of(node) if "dims" in values else order[::-1]
-    names = dim_names(rank)
-    return dimwise(node, [names], [names[i] for i in order], linear=[(0,)])
+        return order
+    return dims_of(node) if "dims" in values else order[::-1]
+
+
+def permutation(node: fx.Node) -> Rule:
+    """Of an operator that puts dims into another order."""
+    names = dim_names(len(shape_of(node)))
+    return dimwise(node, [names], [names[i] for i in order_of(node)], linear=[(0,)])
 
 
 def select(node: fx.Node) -> Rule:

@@ -52,9 +52,7 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     for module, name, parameter in list(slots(model)):
         if id(parameter) not in made:
             spec = _torch.make_spec(mesh, layout, parameter.shape, parameter.dtype)
-            local = parameter.detach().contiguous()
-            new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
-            new.__dict__.update(parameter.__dict__)
+            new = _remade(parameter, parameter.detach().contiguous(), spec)
             move_hooks(parameter, new)
             made[id(parameter)] = REPLACED[parameter] = new
             replaced[id(parameter)] = parameter
@@ -62,12 +60,17 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     return list(replaced.values())
 
 
-def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter at rest that lies as another does and has its values, without its gradient and its hooks."""
-    local = _torch.local_of(parameter).detach().clone()
-    spec = _torch.spec_of(parameter)  # type: ignore[arg-type]
+def _remade(parameter: nn.Parameter, local: torch.Tensor, spec: Any) -> nn.Parameter:
+    """A parameter of which this rank has ``local``, in all else as another is, but for its gradient and its hooks."""
     new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
+    return new
+
+
+def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter at rest that lies as another does and has its values, without its gradient and its hooks."""
+    spec = _torch.spec_of(parameter)  # type: ignore[arg-type]
+    new = _remade(parameter, _torch.local_of(parameter).detach().clone(), spec)
     move_hooks(new, new)
     return new
 
@@ -111,8 +114,8 @@ def in_batches(items: Iterable[T], size_of: Callable[[T], int], most: int) -> It
 def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     """Changes a whole parameter's layout in place, so that optimizers that hold it stay valid."""
     placements = to_dtensor_placements(layout)
-    known = _torch.spec_of(parameter)  # type: ignore[arg-type]
-    if known.placements == placements and known.mesh == mesh:
+    before = _torch.spec_of(parameter)  # type: ignore[arg-type]
+    if before.placements == placements and before.mesh == mesh:
         return
     grad, parameter.grad = parameter.grad, None
     if grad is not None:
@@ -120,9 +123,7 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     with torch.no_grad():
         local = local_slice(_torch.local_of(parameter).detach(), layout, mesh)
     spec = _torch.make_spec(mesh, placements, parameter.shape, parameter.dtype)
-    new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
-    new.__dict__.update(parameter.__dict__)
-    _swap(parameter, new)
+    _swap(parameter, _remade(parameter, local, spec))
 
 
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
@@ -158,9 +159,7 @@ def materialize(
                 continue  # tied, and done already
             layout, home = layouts[names[id(p)]], homes[names[id(p)]]
             spec = _torch.make_spec(home, to_dtensor_placements(layout), p.shape, p.dtype)
-            new = nn.Parameter(_torch.wrap_local(local_slice(value, layout, home), spec), requires_grad=p.requires_grad)
-            new.__dict__.update(p.__dict__)
-            _swap(p, new)
+            _swap(p, _remade(p, local_slice(value, layout, home), spec))
 
 
 def _is_meta(parameter: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path
 
-from autoparallel.tools.processes import Job, Process, require_plain_process, run_processes
+from autoparallel.tools.processes import Process, on_ranks, require_plain_process, run_processes
 
 
 def launch(
@@ -37,8 +37,7 @@ def launch(
     require_plain_process("launch()")
     if ranks < 1 or not timeout > 0:
         raise ValueError(f"launch() needs at least one rank and some time, got ranks={ranks}, timeout={timeout}")
-    jobs = [Job(f"rank {rank}", "launch", rank, ranks, _call) for rank in range(ranks)]
-    return [result for (result,) in run_processes(jobs, (function, args, kwargs), timeout)]
+    return [result for (result,) in run_processes(on_ranks(ranks, _call), (function, args, kwargs), timeout)]
 
 
 def _call(process: Process, task: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[Any]:

@@ -163,6 +163,11 @@ def require_plain_process(what: str) -> None:
         )
 
 
+def on_ranks(ranks: int, function: Function) -> list[Job]:
+    """A function on each of so many ranks, which form one process group."""
+    return [Job(f"rank {rank}", "mesh", rank, ranks, function) for rank in range(ranks)]
+
+
 def run_processes(jobs: Sequence[Job], task: Any, timeout: float) -> list[Any]:
     """Runs all jobs at once and returns their results.
 

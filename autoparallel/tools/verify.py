@@ -30,7 +30,7 @@ from autoparallel.tools.parity.noise import TOLERANCES, measure, narrowing_casts
 from autoparallel.tools.parity.task import BeforeStep, MakeOptimizer, Task, compile_task, make_task
 from autoparallel.tools.parity.training import LimitOf, observe
 from autoparallel.tools.parity.verification import Deviation, VerifyReport
-from autoparallel.tools.processes import Job, PlainModelError, Process, require_plain_process, run_processes
+from autoparallel.tools.processes import Job, PlainModelError, Process, on_ranks, require_plain_process, run_processes
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -107,8 +107,7 @@ def verify(
     )  # fmt: skip
     if isinstance(tolerance, str) and tolerance != "auto":
         raise ValueError(f"tolerance is a number or 'auto', got {tolerance!r}")
-    jobs = [Job(f"rank {rank}", "mesh", rank, task.ranks, _run_rank) for rank in range(task.ranks)]
-    jobs.append(Job("the reference", "reference", 0, 1, _run_reference))
+    jobs = [*on_ranks(task.ranks, _run_rank), Job("the reference", "reference", 0, 1, _run_reference)]
     *ranks, reference = run_processes(jobs, (task, tolerance == "auto"), timeout)
     report = make_report(task, ranks, reference, tolerance, time.perf_counter() - started)
     if localize and not report.ok:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -461,7 +462,12 @@ class StopGradientAlternates(Two):
 @loop()
 def detach_between_segments(run: Run) -> None:
     """Truncated backpropagation: the state goes on without its history."""
-    model = run.compile(nn.RNNCell(8, 8))
+    truncate(run, nn.RNNCell(8, 8), Tensor.detach_)
+
+
+def truncate(run: Run, cell: nn.Module, detach: Callable[[Tensor], Tensor]) -> None:
+    """Trains a cell on two calls at a time, and detaches its state between."""
+    model = run.compile(cell)
     optimizer = sgd(model)
     state = torch.zeros(4, 8)
     for step in range(STEPS):
@@ -471,5 +477,5 @@ def detach_between_segments(run: Run) -> None:
         run.note_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        state = state.detach_()
+        state = detach(state)
         run.note("state", state)
