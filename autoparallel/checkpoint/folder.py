@@ -81,7 +81,7 @@ class Entry:
 
     def _block(self, block: Block) -> Tensor:
         content = torch.empty(block.region.shape, dtype=self.dtype)
-        memory = _bytes_of(content)
+        memory = bytes_of(content)
         with block.file.open("rb") as file:
             file.seek(block.offset)
             read = file.readinto(memory)
@@ -133,7 +133,7 @@ def write_rank(folder: Path, rank: int, step: int, parts: Mapping[str, Part], tr
             width = max(part.local.nbytes // max(part.local.shape[0], 1), 1) if part.local.dim() else 1
             blocks: list[Any] = []
             for region in part.region.blocks(max(BLOCK // width, 1)):
-                memory = _bytes_of(part.local[region.within(part.region)].contiguous())
+                memory = bytes_of(part.local[region.within(part.region)].contiguous())
                 blocks.append([file.tell(), region.start, region.shape, _digest(memory)])
                 file.write(memory)
             entries[name] = {"dtype": str(part.dtype).removeprefix("torch."), "shape": part.shape, "blocks": blocks}
@@ -187,7 +187,8 @@ def _flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
     memory: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return memory
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel import _torch
+from autoparallel.checkpoint.folder import bytes_of
 from autoparallel.comm import waiting
 from autoparallel.comm.groups import CONTROL
 from autoparallel.comm.waiting import Place, RankMismatchError
@@ -73,8 +74,7 @@ def digest(*parts: object) -> bytes:
 
 def tensor_digest(x: torch.Tensor) -> bytes:
     """A digest of a tensor's values."""
-    data = x.detach().cpu().contiguous()
-    return hashlib.sha256(data.view(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"").digest()
+    return hashlib.sha256(bytes_of(x.detach().cpu().contiguous())).digest()
 
 
 class Agreement:

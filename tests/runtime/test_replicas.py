@@ -103,7 +103,10 @@ def test_the_rank_that_differs_is_named(shape: Any, plan: str, name: str, rank: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int8, torch.complex64])
-def test_every_element_counts(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("device", ["cpu", "any other"])
+def test_every_element_counts(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device != "cpu":
+        monkeypatch.setattr(Replicas, "_number", Replicas._weighted_sum)
     model = nn.Module()
     replicas = Replicas(model, lambda: None, 1)  # type: ignore[arg-type, return-value]
     model.register_buffer("x", torch.arange(70_001).remainder(100).to(dtype)[1:].view(7, -1).t())
@@ -114,6 +117,12 @@ def test_every_element_counts(dtype: torch.dtype) -> None:
         model.x = view.view(7, -1).t()
         numbers.add(replicas.digests())
     assert len(numbers) == 4
+
+
+def test_tensors_without_a_dimension_or_an_element_have_a_number() -> None:
+    replicas = Replicas(nn.Module(), lambda: None, 1)  # type: ignore[arg-type, return-value]
+    tensors = [torch.ones(()), torch.ones(0, 3), torch.ones(3, 0, dtype=torch.bfloat16), torch.ones(2, 1)]
+    assert all(-(2**63) <= int(replicas._number(x)) < 2**63 for x in tensors)
 
 
 def test_a_number_of_calls_that_is_none() -> None:
