@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -26,8 +26,13 @@ def to_json(value: Any, version: int) -> str:
     return json.dumps({"format": version, **data}, indent=1, default=to_data)
 
 
-def from_json(kind: Any, text: str, version: int) -> Any:
+def from_json(
+    kind: Any, text: str, version: int, renew: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data
+) -> Any:
     """The dataclass that a text holds; the inverse of :func:`to_json`.
+
+    Args:
+        renew: gives fields as they are written today for those that were written before, of the same format.
 
     Raises:
         ValueError: for a text that is not JSON, that has another format, or of which some part is not what the
@@ -42,7 +47,7 @@ def from_json(kind: Any, text: str, version: int) -> Any:
     found = data.pop("format", None)
     if found != version:
         raise ValueError(f"it has format {_named(found)}, this version reads {version}")
-    return from_data(kind, data)
+    return from_data(kind, renew(data))
 
 
 def to_data(value: Any) -> dict[str, Any]:

@@ -6,10 +6,11 @@ import html
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autoparallel.comm.world import mesh_text
 from autoparallel.data import from_json, to_json
-from autoparallel.decisions.decisions import Decisions, Reasons
+from autoparallel.decisions.decisions import FULL, Decisions, Reasons
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.report.comparison import plan_report
@@ -19,6 +20,12 @@ from autoparallel.report.reasons import explain_module
 from autoparallel.report.trace import trace_of
 
 FORMAT = 1
+
+
+def _renewed(data: dict[str, Any]) -> dict[str, Any]:
+    """The data of a plan that was written when layers were recomputed whole or not at all."""
+    layers = data.get("recompute")
+    return {**data, "recompute": dict.fromkeys(layers, FULL)} if isinstance(layers, list) else data
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,7 +96,7 @@ class Plan(Decisions):
             PlanError: when the text is not a plan of this format.
         """
         try:
-            plan: Plan = from_json(Plan, text, FORMAT)
+            plan: Plan = from_json(Plan, text, FORMAT, _renewed)
             plan.require_valid()
         except PlanError:
             raise

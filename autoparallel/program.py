@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel.decisions.decisions import SELECTIVE
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import batch_dim, require_divisible, sizes_of
@@ -233,7 +234,7 @@ def program_passes(
         Pass(partial(find_divisors, axis_sizes=plan.axis_sizes), requires={Fact.PLACED, Fact.FLAT}),
         # Takes the gathers of what only one layer reads into the layer, so they must be calls of their own before.
         Pass(
-            partial(recompute_layers, layers=plan.recompute),
+            partial(recompute_layers, layers={x: much == SELECTIVE for x, much in plan.recompute.items()}),
             requires={Fact.BUCKETED, Fact.FLAT},
             provides={Fact.REGIONS},
             removes={Fact.FLAT},
@@ -372,7 +373,7 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
     programs: list[LocalProgram] = []
     for stage, graph in enumerate(graphs):
         count = len(graph.captured.mutated_buffers) + len(graph.results)
-        recompute = tuple(layer for layer in plan.recompute if (stage, layer) in layers)
+        recompute = {layer: much for layer, much in plan.recompute.items() if (stage, layer) in layers}
         received = {c.name: layouts[c.name] for c in graph.received}
         sent = [whole] * count + [layouts[c.name] for c in graph.sent]
         programs.append(build_program(graph.captured, replace(plan, recompute=recompute), target, received, sent))

@@ -45,6 +45,7 @@ from scipy.optimize import brentq
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes
+from autoparallel.decisions.decisions import FULL
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.graph.calls import Call
@@ -257,7 +258,7 @@ def predict(run: Run, numbers: Numbers, plan: str, limit: float | None = None) -
     kept = asked.forecast(made)
     if run.again == KEPT:
         return kept.seconds, kept.memory
-    again = replace(made, recompute=asked.layers)
+    again = replace(made, recompute=dict.fromkeys(asked.layers, FULL))
     if run.again == WHOLE:
         return asked.forecast(again).seconds, kept.memory
     flops = {dtype: rate / PRODUCTS_AGAIN for dtype, rate in profile.flops.items()}

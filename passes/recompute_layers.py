@@ -1,7 +1,9 @@
 """Moves layers into calls that keep only what they read, and run again in the backward.
 
-Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) by whole layers: the
-saved tensors of a layer become those that enter it, for the price of one more forward, its collectives included.
+Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) by layers: the saved
+tensors of a layer become those that enter it, for the price of one more forward, its collectives included.  A layer of
+which all but the products runs again keeps what its products, its attention and its collectives make, too, and repeats
+none of them (see [Note: kept calls] in ``operators.kept``).
 
 Before (nodes of the layers "layers.0" and "layers.1", of which the first is recomputed):
     linear = aten.linear(x, w0);  tanh = aten.tanh(linear)
@@ -9,22 +11,38 @@ Before (nodes of the layers "layers.0" and "layers.1", of which the first is rec
 After, with a Region of the first two calls as the submodule "recompute_0":
     recompute_0 = self.recompute_0(x, w0);  getitem = recompute_0[0]
     linear_1 = aten.linear(getitem, w1)
+Where all but its products runs again, the Region's calls are (nothing that runs again reads a result made ``once``):
+    keeping_linear = Keeping(aten.linear)(x, w0);  tanh = aten.tanh(keeping_linear)
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel import operators
 from autoparallel.comm import ranges
 from autoparallel.graph.layers import layer_of, stretches_of_layers
+from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
+from autoparallel.operators.kept import Keeping, KeptResults
+from autoparallel.placements.placement import COLLECTIVES, action
+from autoparallel.rules import rule_for
+from autoparallel.rules.calls import is_tensor
+
+_SAVE_NOTHING = {
+    operator.getitem,
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.sub.Tensor,
+    torch.ops.aten.reshape.default,
+}
+"""Calls of which autograd saves nothing, beside views and redistributions."""
 
 
 class Region(nn.Module):
@@ -51,11 +69,17 @@ class Region(nn.Module):
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls ``function`` and keeps its arguments, from which the backward calls it again."""
-        state = operators.random_state()
+        state, kept = operators.random_state(), KeptResults()
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            with ranges.named(lambda: self.layer), kept.filled():
+                yield
 
         @contextmanager
         def again() -> Iterator[None]:
-            with ranges.named(lambda: f"{self.layer}, computed again"), operators.draw_from(state), self.around():
+            named = ranges.named(lambda: f"{self.layer}, computed again")
+            with named, operators.draw_from(state), kept.read(), self.around():
                 yield
 
         return checkpoint(
@@ -63,8 +87,23 @@ class Region(nn.Module):
             *arguments,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (ranges.named(lambda: self.layer), again()),
+            context_fn=lambda: (first(), _EachTime(again)),
         )
+
+
+class _EachTime(AbstractContextManager[None]):
+    """A context that is made anew each time that it is entered: a graph that is kept runs a region again and again."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @dataclass(frozen=True)
@@ -85,8 +124,58 @@ def find_layers(graph: fx.Graph) -> list[str]:
     return found
 
 
-def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> Regions:
-    """Rewrites ``module`` in place and returns the regions."""
+def is_kept(node: fx.Node) -> bool:
+    """Whether a call is not repeated where all but the products of its layer runs again: whether it is a product,
+    attention, or sends something to other ranks."""
+    if node.op != "call_function" or not is_tensor(node):
+        return False
+    if "redistribution" in node.meta:
+        step = node.meta["redistribution"].step
+        return action(step.src, step.dst) in COLLECTIVES
+    if node.target in (grouped_linear_exchanged, grouped_linear_sharded):
+        return True
+    rule = rule_for(node)
+    return rule is not None and bool(rule.flops or rule.exchange)
+
+
+def kept_calls(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
+    """The calls of a layer that are not repeated where all but the products runs again, in their order; and whether the
+    others, or what is saved for their backward, read what they make.
+
+    Args:
+        nodes: of the layer, in the order of the graph.
+    """
+    kept = {node: False for node in nodes if is_kept(node)}
+    inside = set(nodes)
+    read: set[fx.Node] = set()  # what the second run must make, or find
+    for node in reversed(nodes):
+        if node in kept:
+            kept[node] = node in read
+            saves = bool(node.meta.get("backward")) and "redistribution" not in node.meta
+        else:
+            view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+            nothing = view or node.target in _SAVE_NOTHING or "redistribution" in node.meta
+            saves = node in read or bool(node.meta.get("backward")) and not nothing
+        if saves:
+            read.update(x for x in node.all_input_nodes if x in inside)
+    return kept
+
+
+def kept_in_layers(graph: fx.Graph, layers: Collection[str]) -> dict[fx.Node, bool]:
+    """The calls of several layers of a graph as :func:`kept_calls` tells them."""
+    calls: dict[str, list[fx.Node]] = {layer: [] for layer in layers}
+    for node in graph.nodes if calls else ():
+        if node.op == "call_function" and (layer := layer_of(node)) in calls:
+            calls[layer].append(node)
+    return {node: wanted for nodes in calls.values() for node, wanted in kept_calls(nodes).items()}
+
+
+def recompute_layers(module: fx.GraphModule, layers: Mapping[str, bool]) -> Regions:
+    """Rewrites ``module`` in place and returns the regions.
+
+    Args:
+        layers: by module path, whether all but the products runs again; else the whole layer does.
+    """
     graph = module.graph
     order = dict.fromkeys(layer for node in graph.nodes if (layer := layer_of(node)) in layers)
     regions = {}
@@ -96,7 +185,13 @@ def recompute_layers(module: fx.GraphModule, layers: Sequence[str]) -> Regions:
     for number, layer in enumerate(order):
         assert layer is not None
         name = f"recompute_{number}"
-        regions[name] = Region(layer, outline(module, _stretch(graph, layer), name))
+        program = outline(module, _stretch(graph, layer), name)
+        if layers[layer]:
+            nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+            for node, wanted in kept_calls(nodes).items():
+                node.target = Keeping(node.target, wanted)
+            program.recompile()
+        regions[name] = Region(layer, program)
         module.add_submodule(name, regions[name])
     return Regions(regions)
 

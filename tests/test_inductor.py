@@ -185,8 +185,12 @@ class _Alive:
         patch.setattr(ParameterBucket, "gather", counted)
 
 
+Again = tuple[tuple[str, str], ...]
+"""The layers that run again, with how much of each."""
+
+
 def _deep(
-    backend: str, layers: int, shape: tuple[int, ...], preset: str, again: tuple[str, ...], options: dict[str, Any]
+    backend: str, layers: int, shape: tuple[int, ...], preset: str, again: Again, options: dict[str, Any]
 ) -> tuple[dict[str, Tensor], int, tuple[int, int]]:
     """Numbers of three steps, the graphs compiled, and the gathers with the most gathered bytes alive at once."""
     mesh = init_device_mesh(
@@ -206,7 +210,7 @@ def _deep(
     if again:
         planned = compiled(preset, "eager")
         planned.prepare(*batch(0, 8))
-        plan = replace(planned.plan, recompute=again)
+        plan = replace(planned.plan, recompute=dict(again))
         options = {name: value for name, value in options.items() if name != "pipeline"}
     _forget_graphs()
     seen: dict[str, Tensor] = {}
@@ -223,12 +227,12 @@ def _deep(
                     seen[f"gradient {step} of {name}"] = p.grad.full_tensor()
             optimizer.step()
             optimizer.zero_grad()
-    assert model.plan.recompute == again
+    assert model.plan.recompute == dict(again)
     return seen, _graphs(), (alive.gathers, alive.most)
 
 
 def _deep_pair(
-    layers: int, shape: tuple[int, ...], preset: str, again: tuple[str, ...], options: dict[str, Any]
+    layers: int, shape: tuple[int, ...], preset: str, again: Again, options: dict[str, Any]
 ) -> tuple[float, int, int, tuple[tuple[int, int], tuple[int, int]]]:
     expected, _, plainly = _deep("eager", layers, shape, preset, again, options)
     actual, graphs, compiled = _deep("aot_eager", layers, shape, preset, again, options)
@@ -245,15 +249,15 @@ ZERO_BUBBLE: dict[str, Any] = {"pipeline": autoparallel.Pipeline("zero_bubble", 
     ("shape", "preset", "again", "options"),
     [
         pytest.param((2,), "fsdp", (), {}, marks=pytest.mark.slow),
-        ((2,), "fsdp", ("blocks.0", "blocks.1", "blocks.3"), {}),
+        ((2,), "fsdp", (("blocks.0", "full"), ("blocks.1", "selective"), ("blocks.3", "full")), {}),
         ((2,), "fsdp", (), {"loss_chunks": 3}),
-        ((2,), "tensor_parallel", ("blocks.1",), {}),
+        ((2,), "tensor_parallel", (("blocks.1", "selective"),), {}),
         pytest.param((2, 1), "data_parallel", (), ZERO_BUBBLE, marks=pytest.mark.slow),
-        ((2, 1), "data_parallel", ("blocks.0", "blocks.3"), ZERO_BUBBLE),
+        ((2, 1), "data_parallel", (("blocks.0", "full"), ("blocks.3", "selective")), ZERO_BUBBLE),
     ],
 )
 def test_compiled_by_layer_equals_eager(
-    shape: tuple[int, ...], preset: str, again: tuple[str, ...], options: dict[str, Any]
+    shape: tuple[int, ...], preset: str, again: Again, options: dict[str, Any]
 ) -> None:
     for off, numbers, graphs, (plainly, compiled) in run_distributed(
         _deep_pair, 4, shape, preset, again, options, world_size=2, timeout=500

@@ -17,6 +17,9 @@ from autoparallel.decisions.prediction import Prediction, Workload
 from autoparallel.placements import Layout, parse_layout
 from autoparallel.placements.modes import Mode, parse_mode
 
+SELECTIVE, FULL = RECOMPUTED = "selective", "full"
+"""How much of a layer runs again in the backward: all but products, attention and collectives; or all of it."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -59,7 +62,9 @@ class Decisions:
             made in.
         parameters: parameter name to its plan.
         unruled: operators without a rule, which run replicated, with how often.
-        recompute: the layers, by module path, that keep only what enters them and run again in the backward.
+        recompute: the layers, by module path, that run again in the backward, with how much of them does (one of
+            ``RECOMPUTED``): "full" keeps only what enters a layer, "selective" also what its products, its attention
+            and its collectives make, which are not repeated.
         loss_chunks: into how many chunks of rows a cross-entropy and the product that makes its logits are cut, so that
             the logits never exist whole; 1 computes them at once.
         microbatches: into how many parts a training call cuts its batch, one after another, where there is no pipeline.
@@ -80,7 +85,7 @@ class Decisions:
     operators: Mapping[str, tuple[str, ...]]
     shared: Mapping[str, str]
     unruled: Mapping[str, int] = field(default_factory=dict)
-    recompute: tuple[str, ...] = ()
+    recompute: Mapping[str, str] = field(default_factory=dict)
     loss_chunks: int = 1
     microbatches: int = 1
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -130,6 +135,9 @@ class Decisions:
             parse_mode(mode)
         for layout in self.shared.values():
             parse_layout(layout)
+        for layer, much in self.recompute.items():
+            if much not in RECOMPUTED:
+                raise ValueError(f"{layer!r} is recomputed {much!r}; expected one of {', '.join(RECOMPUTED)}")
         for name in ("loss_chunks", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

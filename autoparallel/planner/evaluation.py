@@ -186,7 +186,7 @@ class Evaluator:
         pipeline = planner.choose(candidate.cut.microbatches, self.pipeline, checked=settled.pipeline is None)
         again = planner.recompute
         if settled.pipeline is not None:
-            again = tuple(layer for layer in settled.recompute if layer in self.layers)
+            again = {layer: much for layer, much in settled.recompute.items() if layer in self.layers}
         plan = replace(plan, pipeline=pipeline, recompute=again)
         return Outcome(candidate, plan, seconds=pipeline.seconds + max(parameter_seconds(graph, plan)))
 
@@ -195,7 +195,7 @@ class Evaluator:
     def forecast(self, plan: Plan, *, exactly: bool = False) -> Forecast:
         """What a plan takes; unless exactly, from short models, where layers repeat."""
         # Plans that differ in what they recompute share their operators, which the table keeps alive.
-        key = id(plan.operators), plan.recompute, plan.loss_chunks, exactly
+        key = id(plan.operators), tuple(plan.recompute.items()), plan.loss_chunks, exactly
         graph = self._graph(Candidate(plan.origin, microbatches=plan.microbatches))
         if key not in self._forecasts:
             forecast = None if exactly else extrapolated(graph, plan, self.predict, self._short)

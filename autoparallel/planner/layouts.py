@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoparallel.decisions.decisions import Estimate
+from autoparallel.decisions.decisions import RECOMPUTED, Estimate
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.placements import format_layout
@@ -83,7 +83,7 @@ def cheapest(
         shared=shared,
         parameters=parameters,
         unruled=dict(space.unruled),
-        recompute=tuple([layer for layer, number in problem.again.items() if choices[number]]),
+        recompute={layer: RECOMPUTED[choices[n] - 1] for layer, n in problem.again.items() if choices[n]},
         cost=cost,
         lower_bound=0.0 if sparing else min(bound, cost),
         estimate=_estimate(space, problem, choices),

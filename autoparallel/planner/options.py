@@ -36,7 +36,8 @@ class Option:
         seconds: of one rank, forward and backward.
         saved_bytes: what stays in memory.
         again: seconds that running it again in the backward takes.
-        left_bytes: what stays in memory nevertheless, where it runs again.
+        kept_bytes: what stays in memory nevertheless, where all but the products of its layer runs again.
+        left_bytes: the same, where the whole layer does.
         gather: for a parameter, when it is gathered.
     """
 
@@ -46,6 +47,7 @@ class Option:
     seconds: float
     saved_bytes: float = 0.0
     again: float = 0.0
+    kept_bytes: float = 0.0
     left_bytes: float = 0.0
     gather: str = ""
 
@@ -56,13 +58,14 @@ def operator_options(
     profile: Profile,
     sizes: Signatures,
     allowed: Callable[[Rule | None, Sequence[Typed], Typed, int], bool],
-    parts: tuple[float, float],
+    parts: tuple[float, float, float],
 ) -> list[Option]:
     """Every way to run a call; of those that read and make the same layouts, the fastest.
 
     Args:
         allowed: whether a call with this rule and these ways may run in one of them on one mesh axis.
-        parts: bytes that the backward finds for each byte of the result, and where the call runs again in it.
+        parts: bytes that the backward finds for each byte of the result, and where all but the products of the layer
+            runs again in it, or the whole layer.
     """
     ways, rule = call_modes(node), rule_for(node)
     operands = tensor_operands(node)
@@ -93,7 +96,7 @@ def operator_options(
     for pieces, itemsize in zip(read_pieces, itemsizes, strict=True):
         moved = moved + pieces * itemsize
     best: dict[tuple[tuple[Layout, ...], Layout], Option] = {}
-    saves, leaves = parts if node.meta["backward"] else (0.0, 0.0)
+    portions = parts if node.meta["backward"] else (0.0, 0.0, 0.0)
     for row, i in zip(combinations[kept].tolist(), kept.tolist(), strict=True):
         chosen = [ways[w] for w in row]
         needs = tuple([tuple([t.operands[k] for t in chosen]) for k in range(len(operands))])
@@ -103,7 +106,8 @@ def operator_options(
         if known is None or seconds < known.seconds:
             modes = tuple([t.mode for t in chosen])
             size = float(saved[i])
-            best[needs, result] = Option(modes, needs, result, seconds, saves * size, again, leaves * size)
+            saves, keeps, leaves = [portion * size for portion in portions]
+            best[needs, result] = Option(modes, needs, result, seconds, saves, again, keeps, leaves)
     if node.target is operators.interleave:  # paid where the blocks are dealt out: see planner.interleaving
         return [Option(option.modes, option.needs, option.result, 0.0) for option in best.values()]
     return list(best.values())

@@ -37,7 +37,8 @@ class Problem:
         variables: operator and parameter variables, by node.
         readers: the layouts of the shared-layout variables, by node, with the variable's number.
         layers: of each variable the layers of the model that it is in, the outermost first.
-        again: by layer, the variable that says whether it runs again in the backward.
+        again: by layer, the variable that says how much of it runs again in the backward: nothing, or one of
+            ``RECOMPUTED``.
     """
 
     sizes: list[int] = field(default_factory=list)

@@ -104,12 +104,12 @@ class Settled:
     Attributes:
         at_rest: how every parameter lies; None where that is open.
         pipeline: the schedule and the cuts; None where there are none, or they are open.
-        recompute: the layers that run again in the pipeline's backward.
+        recompute: the layers that run again in the pipeline's backward, and how much of them.
     """
 
     at_rest: Mapping[str, ParameterPlan] | None = None
     pipeline: PipelinePlan | None = None
-    recompute: tuple[str, ...] = ()
+    recompute: Mapping[str, str] = field(default_factory=dict)
 
 
 def limit_in_bytes(limit: float | str | None, profile: Profile) -> float | None:

@@ -6,7 +6,7 @@ The variables are
 - for each tensor with several consumers: the layout they all read it in, so that a redistribution shared by several
   consumers is one choice with one price;
 - for each parameter: its layout at rest, and whether it is gathered per use or per microbatch;
-- for each layer for which that is open: whether it runs again in the backward.
+- for each layer for which that is open: whether all but its products, or all of it, runs again in the backward.
 
 The costs are compute and memory traffic on local sizes, forward and backward, and redistributions, forward and
 backward, between what one side makes and the other needs.
@@ -23,9 +23,11 @@ import numpy as np
 from torch import fx
 
 from autoparallel import operators
+from autoparallel.decisions.decisions import RECOMPUTED
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of, layers_of
+from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
 from autoparallel.placements.redistribution import local_numel
@@ -117,6 +119,9 @@ class SearchSpace:
         for node in captured.graph.nodes if may_recompute else ():
             if (layer := layer_of(node)) is not None and layer in may_recompute:
                 self.open[node] = layer
+        # What their products make, and whether the rest reads it when it runs again; and that rest.
+        self.products = kept_in_layers(captured.graph, may_recompute)
+        self.repeated = self.open.keys() - self.products.keys()
         self.kept = kept_parts(captured.graph, self.size, loss_chunks)
         self._known: dict[fx.Node, list[Option] | None] = {}
         self._ends: dict[fx.Node, tuple[_Ends, Sequence[tuple[fx.Node, int]]]] = {}
@@ -124,7 +129,7 @@ class SearchSpace:
         self._of_kind: dict[Hashable, tuple[list[Option] | None, bool]] = {}  # with whether they have a rule
         self._left: dict[Hashable, list[Option]] = {}
         self._ends_alike: dict[Hashable, _Ends] = {}
-        self._own: dict[tuple[int, bool], tuple[np.ndarray, np.ndarray | None]] = {}
+        self._own: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
         self._pricer = Pricer(
             captured, request, microbatches, self.size, self.searched, self.kept, self.permits.forbidden
         )
@@ -157,7 +162,7 @@ class SearchSpace:
         for node in operators:
             if (layer := self.open.get(node)) is not None and layer not in problem.again:
                 path = tuple([outer for outer in layers_of(node) if len(outer) <= len(layer)])
-                problem.again[layer] = problem.add(2, path)
+                problem.again[layer] = problem.add(1 + len(RECOMPUTED), path)
             for operand in self.size.operands(node):
                 if operand.op == "placeholder" and operand not in problem.variables:
                     self._add(problem, operand, readers, leaving, layers_of(node))
@@ -170,7 +175,7 @@ class SearchSpace:
         return problem
 
     def _again(self, problem: Problem, node: fx.Node) -> tuple[int, ...]:
-        """The variable that says whether a node runs again, where there is one."""
+        """The variable that says how much of a node's layer runs again, where there is one."""
         return (problem.again[self.open[node]],) if node in self.open else ()
 
     def _consumers(self) -> tuple[dict[fx.Node, list[tuple[fx.Node, int]]], dict[fx.Node, list[Layout]]]:
@@ -198,13 +203,14 @@ class SearchSpace:
         assert options is not None
         variable = Variable(node, options, problem.add(len(options), layers))
         problem.variables[node] = variable
-        alike = id(options), node in self.open
+        alike = id(options), node in self.open, node in self.repeated
         if alike not in self._own:
             seconds = np.array([o.seconds for o in options])
             saved = np.array([o.saved_bytes for o in options])
             if node in self.open:
-                seconds = np.stack([seconds, seconds + [o.again for o in options]], axis=-1)
-                saved = np.stack([saved, [o.left_bytes for o in options]], axis=-1)
+                again = np.array([o.again for o in options])
+                seconds = np.stack([seconds, seconds + again * (node in self.repeated), seconds + again], axis=-1)
+                saved = np.stack([saved, [o.kept_bytes for o in options], [o.left_bytes for o in options]], axis=-1)
             self._own[alike] = seconds, saved if saved.any() else None
         option_seconds, option_bytes = self._own[alike]
         scope = variable.number, *self._again(problem, node)
@@ -297,12 +303,12 @@ class SearchSpace:
         followed = self.permits.experts.factors.get(node), self.permits.sequence.get(node)
         return "call", self.size.call(node), followed, node in self.open, self._kept(node)
 
-    def _kept(self, node: fx.Node) -> tuple[float, float]:
-        """Bytes that the backward finds of each byte of a node, and where its layer, which then keeps only what others
-        read, runs again."""
+    def _kept(self, node: fx.Node) -> tuple[float, float, float]:
+        """Bytes that the backward finds of each byte of a node; and where all but the products of its layer runs again,
+        which keeps what these make, or the whole layer, which then keeps only what others read."""
         layer = self.open.get(node)
         outside = layer is not None and any(self.open.get(user) != layer for user in node.users)
-        return self.kept.get(node, 0.0), float(outside)
+        return self.kept.get(node, 0.0), float(outside or self.products.get(node, False)), float(outside)
 
     def _options(self, node: fx.Node) -> list[Option] | None:
         if node.op == "placeholder":
@@ -407,4 +413,6 @@ class SearchSpace:
             return None
         columns = shared if shared is not None else [o.needs[inside[0][1]] for o in inside[0][0].options]
         seconds = self._pricer.again(producer, columns)
-        return np.stack([np.zeros_like(seconds), seconds], axis=-1) if seconds.any() else None
+        # Where all but the products runs again, collectives do not.
+        none = np.zeros_like(seconds)
+        return np.stack([none, none, seconds], axis=-1) if seconds.any() else None

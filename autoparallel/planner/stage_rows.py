@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autoparallel.decisions.decisions import SELECTIVE
 from autoparallel.placements import Layout
 
 
@@ -18,6 +19,8 @@ class Row:
         layer: what it is part of, if anything.
         activations: bytes that its backward needs.
         outside: of the result, where others than its layer read it, and its layer runs again.
+        product: of the result, where it is kept and not repeated when all but the products of its layer runs again;
+            None where the call is.
         moment: bytes that its gradients take while its backward runs.
         spared: those that are not kept, because it runs again in the backward.
         again: whether it does.
@@ -34,6 +37,7 @@ class Row:
     kept: float
     reads: Mapping[fx.Node, tuple[float, float]]
     result: Layout
+    product: float | None = None
     moment: float = 0.0
     spared: float = 0.0
     again: bool = False
@@ -43,12 +47,14 @@ class Row:
         """How long the gradients of inputs alone take; what runs again computes all of its gradients with them."""
         return self.backward if self.again else self.backward / 2
 
-    def recomputed(self, layers: Collection[str]) -> Row:
-        """The same, run again in the backward where it is part of one of these layers."""
-        if self.again or self.layer not in layers:
+    def recomputed(self, layers: Mapping[str, str]) -> Row:
+        """The same, run again in the backward where it is part of one of these layers, so much of which does."""
+        if self.again or self.layer is None or self.layer not in layers:
             return self
-        backward, spared = self.backward + self.forward, max(0.0, self.activations - self.outside)
-        return replace(self, backward=backward, activations=self.outside, spared=spared, again=True)
+        backward, left = self.backward + self.forward, self.outside
+        if layers[self.layer] == SELECTIVE and self.product is not None:
+            backward, left = self.backward, max(left, self.product)
+        return replace(self, backward=backward, activations=left, spared=max(0.0, self.activations - left), again=True)
 
 
 def largest_layer(rows: Sequence[Row]) -> float:

@@ -6,8 +6,8 @@ that make the slowest stage as fast as possible, within the memory of a device: 
 gradients and optimizer states, and the activations of as many microbatches as the schedule has in flight there.  Each
 schedule is then played through with the times of its stages, and the fastest is taken.
 
-Where no cut fits, layers run again in the backward: cuts are searched with every layer recomputed, then as few of the
-first layers of each rank are as its memory needs.
+Where no cut fits, layers run again in the backward, all but their products first, then all of them: cuts are searched
+with every layer recomputed, then as few of the first layers of each rank are as its memory needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import bisect
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,12 +24,14 @@ import numpy.typing as npt
 from torch import fx
 
 from autoparallel.comm.world import PIPELINE_AXIS
+from autoparallel.decisions.decisions import RECOMPUTED
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan, StageCost
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
+from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.pipeline.schedules import SPLIT, in_flight, rank_of_stage, require_schedule
 from autoparallel.placements import Invariant, Layout, dual_layout
 from autoparallel.placements.modes import Mode
@@ -61,7 +63,7 @@ class StagePlanner:
         may_recompute: the layers that may run again in the backward where nothing fits otherwise.
 
     Attributes:
-        recompute: the layers that run again in the backward of the pipeline that was chosen last.
+        recompute: the layers that run again in the backward of the pipeline that was chosen last, and how much of them.
     """
 
     def __init__(self, captured: Captured, plan: Plan, request: Request, may_recompute: Sequence[str] = ()) -> None:
@@ -74,8 +76,9 @@ class StagePlanner:
         self.saved = kept_parts(captured.graph, Signatures(captured.actual), plan.loss_chunks)
         self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
         self.may_recompute = may_recompute
-        self.recompute: tuple[str, ...] = ()
-        self._chosen: tuple[str, ...] = ()
+        self.products = kept_in_layers(captured.graph, may_recompute)
+        self.recompute: Mapping[str, str] = {}
+        self._chosen: Mapping[str, str] = {}
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
@@ -93,12 +96,13 @@ class StagePlanner:
         best: PipelinePlan | None = None
         reasons: list[str] = []
         layers = self.may_recompute if self.memory_limit is not None else ()
+        means = [{}, *(dict.fromkeys(layers, much) for much in RECOMPUTED)] if layers else [{}]
         if not checked:
             assert request.schedule is not None and request.microbatches is not None
             rows = self._rows(Sizes(self.captured.actual))
             per_rank = request.stages_per_rank or 1
-            return self._plan(rows, request.schedule, per_rank, request.microbatches, request.cuts, layers)
-        for again in ((), layers) if layers else ((),):
+            return self._plan(rows, request.schedule, per_rank, request.microbatches, request.cuts, means[-1])
+        for again in means:
             for count in counts:
                 fewer = {s: self.captured.actual[s] * counts[0] // count for s in self.captured.batches}
                 rows = self._rows(Sizes({**self.captured.actual, **fewer}))
@@ -109,7 +113,8 @@ class StagePlanner:
                         require_schedule(schedule, self.ranks, per_rank, count)
                         pipeline = self._plan(rows, schedule, per_rank, count, request.cuts, again)
                     except (ValueError, CutError) as error:
-                        reasons.append(f"with every layer recomputed in the backward, {error}" if again else str(error))
+                        much = f"with every layer recomputed in the backward ({again[layers[0]]}), " if again else ""
+                        reasons.append(f"{much}{error}")
                         continue
                     if best is None or pipeline.seconds < best.seconds * (1 - 1e-6):
                         best, self.recompute = pipeline, self._chosen
@@ -137,7 +142,7 @@ class StagePlanner:
         per_rank: int,
         count: int,
         cuts: tuple[str, ...] | None,
-        layers: Sequence[str] = (),
+        layers: Mapping[str, str],
     ) -> PipelinePlan:
         """A pipeline of this kind; where there are ``layers``, some of them run again in the backward."""
         stages = per_rank * self.ranks
@@ -150,7 +155,7 @@ class StagePlanner:
             starts = [sum(where[row.node] < s for row in rows) for s in range(1, stages)]
         bounds = [0, *starts, len(rows)]
         again = self._fewest_layers(rows, bounds, schedule, count, layers)
-        self._chosen = tuple(layer for layer in layers if layer in again)
+        self._chosen = again
         costs = self._costs([row.recomputed(again) for row in rows], bounds, schedule, count)
         keys = tuple(rows[i].node.meta["key"] for i in starts)
         plan = PipelinePlan(PIPELINE_AXIS, self.ranks, schedule, count, keys, tuple(costs))
@@ -159,10 +164,10 @@ class StagePlanner:
         return replace(plan, seconds=timeline.seconds, bubble=timeline.bubble)
 
     def _fewest_layers(
-        self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int, layers: Sequence[str]
-    ) -> set[str]:
+        self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int, layers: Mapping[str, str]
+    ) -> dict[str, str]:
         """As few of the first of some layers of each rank's stages as must run again for its memory to suffice."""
-        again: set[str] = set()
+        again: dict[str, str] = {}
         if not layers or self.memory_limit is None:
             return again
         parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
@@ -171,17 +176,17 @@ class StagePlanner:
         for rank in range(self.ranks):
             mine = [s for s in range(len(parts)) if rank_of_stage(schedule, self.ranks, s) == rank]
             names = [row.layer for s in mine for row in parts[s] if row.layer in layers]
-            first = [layer for layer in dict.fromkeys(names) if layer is not None]
+            first = [(layer, layers[layer]) for layer in dict.fromkeys(names) if layer is not None]
 
-            def needs(number: int, mine: Sequence[int] = mine, first: list[str] = first) -> float:
-                some = again.union(first[:number])
+            def needs(number: int, mine: Sequence[int] = mine, first: Sequence[tuple[str, str]] = first) -> float:
+                some = {**again, **dict(first[:number])}
                 chosen = {s: [row.recomputed(some) for row in parts[s]] for s in mine}
                 memory = sum(self._memory(chosen[s], bounds[s], kept[s], held[s]) for s in mine)
                 return memory + max(moment_of(chosen[s]) for s in mine)
 
             limit = self.memory_limit
             again.update(first[: bisect.bisect_left(range(len(first)), True, key=lambda n: needs(n) <= limit)])
-        return again
+        return {layer: again[layer] for layer in layers if layer in again}
 
     def _costs(self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int) -> list[StageCost]:
         """What every stage costs.
@@ -360,7 +365,10 @@ class StagePlanner:
         layer = layer_of(node)
         outside = float(result_bytes) if flows and any(layer_of(user) != layer for user in node.users) else 0.0
         moment = float(moved) if flows else 0.0
-        return Row(node, layer, forward, backward, activations, outside, kept, reads, result, moment)
+        product = None
+        if node in self.products:
+            product = float(result_bytes) if flows and self.products[node] else 0.0
+        return Row(node, layer, forward, backward, activations, outside, kept, reads, result, product, moment)
 
     def _call(self, node: fx.Node) -> tuple[Rule | None, Sequence[Mode], list[Layout], Layout]:
         """An operator's rule, how it runs, and the layouts that it needs and makes; the same for all sizes."""

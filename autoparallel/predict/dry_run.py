@@ -22,6 +22,7 @@ from autoparallel.comm.traffic import CountingMode, Traffic
 from autoparallel.decisions.prediction import PredictedSpan
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
+from autoparallel.operators.kept import Keeping
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout, largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Step
@@ -306,6 +307,8 @@ class _Body(fx.Interpreter):
         return region.run(lambda *inputs: _Body(self.rank, region.program).run(*inputs), *args)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, Keeping):
+            return target.call(lambda *a, **k: self.call_function(target.target, a, k), args, kwargs)
         if target is torch.ops.aten.scaled_dot_product_attention.default:
             return attention(*args, **kwargs)
         if "device" in kwargs:

@@ -71,7 +71,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
     def decided(node: fx.Node) -> Hashable:
         key, name = node.meta["key"], captured.parameters.get(node.name, "")
         parameter = plan.parameters.get(name) if node.op == "placeholder" else None
-        return plan.operators.get(key), plan.shared.get(key), parameter, layer_of(node) in plan.recompute
+        return plan.operators.get(key), plan.shared.get(key), parameter, plan.recompute.get(layer_of(node) or "")
 
     nodes = {node.name: node for node in captured.graph.nodes}
     parts = [part for run in captured.runs for part in run.parts(lambda name: decided(nodes[name]))]
@@ -92,7 +92,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
         graph = leave_out_layers(captured.graph, runs, kept)
         left_layers = {layer_of(node) for node in graph.nodes}
         short = replace(captured.part(graph), runs=())
-        recompute = tuple(layer for layer in plan.recompute if layer in left_layers)
+        recompute = {layer: much for layer, much in plan.recompute.items() if layer in left_layers}
         calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
         key = plan.loss_chunks, plan.microbatches, tuple(kept), calls
         if key not in known:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from autoparallel.comm.traffic import Traffic
-from autoparallel.decisions.decisions import Decisions
+from autoparallel.decisions.decisions import FULL, SELECTIVE, Decisions
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.placements import Layout
 from autoparallel.placements.modes import parse_mode
@@ -62,7 +62,11 @@ def describe_parameter(plan: Decisions, name: str) -> str:
 
 def recomputed(plan: Decisions) -> str:
     """The layers that a plan recomputes, in words."""
-    return ", ".join(path for path, _ in fold((layer, ()) for layer in plan.recompute))
+    rows = fold(plan.recompute.items())
+    whole = ", ".join(path for path, much in rows if much == FULL)
+    parts = ", ".join(path for path, much in rows if much == SELECTIVE)
+    words = [whole] if whole else []
+    return "; ".join([*words, f"{parts} but for products, attention and collectives"] if parts else words)
 
 
 def traffic_rows(*parts: Traffic) -> list[list[str]]:

@@ -19,7 +19,7 @@ from torch import fx, nn
 from autoparallel import _torch, operators
 from autoparallel.comm import ranges
 from autoparallel.graph.layers import layer_of
-from autoparallel.operators import control_flow, opaque
+from autoparallel.operators import control_flow, kept, opaque
 from autoparallel.passes import split_weight_gradients
 from autoparallel.passes.recompute_layers import outline
 from autoparallel.program import LocalProgram
@@ -27,8 +27,8 @@ from autoparallel.rules.calls import arguments, is_tensor, with_argument
 
 Body = Callable[..., Any]
 
-_PYTHON = {control_flow.__name__, opaque.__name__, split_weight_gradients.__name__}
-"""Where the operators stand that look at values, or run the user's Python in their backward: never compiled."""
+_PYTHON = {control_flow.__name__, kept.__name__, opaque.__name__, split_weight_gradients.__name__}
+"""Where the operators stand that look at values, or have Python in their backward: never compiled."""
 
 
 def plain_body(program: LocalProgram) -> Body:

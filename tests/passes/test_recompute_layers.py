@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.passes.name_nodes import name_nodes
-from autoparallel.passes.recompute_layers import find_layers, recompute_layers
+from autoparallel.passes.recompute_layers import find_layers, kept_calls, recompute_layers
 
 aten = torch.ops.aten
 
@@ -28,7 +31,7 @@ def _module() -> fx.GraphModule:
     graph.output((call(1, aten.mul.Tensor, z, y),))
     name_nodes(graph)
     for node in graph.nodes:
-        node.meta["backward"] = True
+        node.meta.update(backward=True, val=torch.empty(4, 4), differentiable=True)
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -38,7 +41,7 @@ def _lines(graph: fx.GraphModule) -> list[str]:
 
 def test_before_and_after() -> None:
     module = _module()
-    regions = recompute_layers(module, ["layers.0"]).regions
+    regions = recompute_layers(module, {"layers.0": False}).regions
     module.recompile()  # as the runner of passes does
     assert [line.partition(";")[0] for line in _lines(module)] == [
         "recompute_0 = self.recompute_0(x, w0)",
@@ -56,11 +59,51 @@ def test_before_and_after() -> None:
     ]
 
 
+def test_all_but_the_products_before_and_after() -> None:
+    module = _module()
+    regions = recompute_layers(module, {"layers.0": True}).regions
+    assert [line.partition(";")[0] for line in _lines(regions["recompute_0"].program)] == [
+        "mm_default = autoparallel_operators_kept_keeping_mm_default(x, w0)",
+        "tanh_default = torch.ops.aten.tanh.default(mm_default)",
+        "mul_tensor = torch.ops.aten.mul.Tensor(tanh_default, tanh_default)",
+        "return (mul_tensor,)",
+    ]
+
+
+def test_what_nothing_that_runs_again_reads_is_not_kept() -> None:
+    """Of a layer "x + down(tanh(up(x)))" the last product is not, whose result is only added."""
+    graph = fx.Graph()
+    x, up, down = (graph.placeholder(name) for name in ("x", "up", "down"))
+    first = graph.call_function(aten.mm.default, (x, up))
+    tanh = graph.call_function(aten.tanh.default, (first,))
+    last = graph.call_function(aten.mm.default, (tanh, down))
+    graph.output((graph.call_function(aten.add.Tensor, (x, last)),))
+    for node in graph.nodes:
+        node.meta.update(backward=True, val=torch.empty(4, 4), differentiable=True)
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    assert kept_calls(calls) == {first: True, last: False}
+
+
+class _Calls(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("much", [False, True], ids=["full", "selective"])
 @pytest.mark.parametrize("layers", [["layers.0"], ["layers.1"], ["layers.0", "layers.1"]], ids=",".join)
-def test_it_computes_the_same_and_keeps_less(layers: list[str]) -> None:
+def test_it_computes_the_same_and_keeps_less(layers: list[str], much: bool) -> None:
     plain, module = _module(), _module()
-    recompute_layers(module, layers)
+    regions = recompute_layers(module, dict.fromkeys(layers, much)).regions
     module.recompile()
+    for region in regions.values():
+        region.program.recompile()
     found = []
     for program in (plain, module):
         torch.manual_seed(0)
@@ -68,12 +111,19 @@ def test_it_computes_the_same_and_keeps_less(layers: list[str]) -> None:
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
             (result,) = program(*inputs)
-        found.append((result, *torch.autograd.grad(result.sum(), inputs), len(saved)))
-    *expected, before = found[0]
-    *ours, after = found[1]
+        counts = []
+        for _ in range(2):  # a graph that is kept is gone through again
+            with _Calls() as calls:
+                grads = torch.autograd.grad(result.sum(), inputs, retain_graph=True)
+            counts.append((calls.names.count("aten::mm"), calls.names.count("aten::tanh")))
+        assert counts[0] == counts[1]
+        found.append((result, *grads, len(saved), *counts[0]))
+    *expected, before, products, _ = found[0]
+    *ours, after, more_products, tanhs = found[1]
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert after < before
+    assert (more_products - products, tanhs) == (0 if much else len(layers), len(layers))
 
 
 def test_layers_are_items_whose_calls_stand_together_and_that_save_something() -> None:
@@ -85,4 +135,4 @@ def test_layers_are_items_whose_calls_stand_together_and_that_save_something() -
     nodes["mm_default_1"].meta["module"] = "layers.0"
     assert find_layers(module.graph) == []
     with pytest.raises(ValueError, match=r"no layer 'layers\.7'"):
-        recompute_layers(module, ["layers.7"])
+        recompute_layers(module, {"layers.7": False})

@@ -61,7 +61,7 @@ def test_the_loss_is_cut_where_memory_is_short() -> None:
     assert (free.plan.loss_chunks, free.plan.microbatches) == (1, 1)
     limit = 0.7 * free.prediction.total_memory
     found = _draft(Wide(), y, limit)
-    assert (found.plan.loss_chunks, found.plan.microbatches, found.plan.recompute) == (8, 1, ())
+    assert (found.plan.loss_chunks, found.plan.microbatches, found.plan.recompute) == (8, 1, {})
     assert found.prediction.total_memory <= limit
 
 

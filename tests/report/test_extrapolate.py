@@ -66,7 +66,7 @@ def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int, rows
     x = torch.empty(rows, 64, device="meta")
     call = call_of((x, x), with_target=True)
     captured = planner.capture(call)
-    layers = tuple(f"blocks.{i}" for i in range(recompute))
+    layers = dict.fromkeys((f"blocks.{i}" for i in range(recompute)), "full")
     plan = planner.search(captured, call)
     evaluator = Evaluator(request, captured, call)
     plan = replace(plan, recompute=layers)
@@ -81,7 +81,7 @@ def test_it_equals_the_prediction_of_the_whole(preset: str, recompute: int, rows
     assert found is not None and not found.whole and len(nodes) > 1 and max(nodes) < 0.8 * len(captured.graph.nodes)
     # Plans that differ only in how many layers are recomputed have the same short models.
     predicted = len(nodes)
-    more = extrapolated(captured, replace(plan, recompute=layers[:-1]), predict, known)
+    more = extrapolated(captured, replace(plan, recompute=dict.fromkeys([*layers][:-1], "full")), predict, known)
     assert len(nodes) == predicted and (more.seconds < found.seconds if recompute else more == found)
     whole = predict(captured, plan)
     assert found.seconds == pytest.approx(whole.seconds(), rel=0.02 if recompute else 1e-6)

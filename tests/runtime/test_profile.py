@@ -43,7 +43,7 @@ def _names(axes: dict[str, int], options: dict[str, Any]) -> set[str]:
     expected = F.mse_loss(plain(x), x.flip(0))
     expected.backward()
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    recompute = options.pop("recompute", ())
+    recompute = options.pop("recompute", {})
     model = autoparallel.compile(make(Layers), mesh, loss_fn=F.mse_loss, **options)
     if recompute:
         model.prepare(x, x.flip(0))
@@ -78,7 +78,7 @@ def test_stages_and_layers_that_are_compiled_or_run_again_have_names() -> None:
     buckets = {f"gather {bucket}", f"reduce gradients of {bucket}", "wait for reduce_scatter dp"}
     compiled = run_on_ranks(_names, {"dp": 2}, {"plan": "fsdp", "backend": "aot_eager"}, world_size=2)[1]
     assert compiled >= {*buckets, "layers.0", "layers.1"}
-    again = run_on_ranks(_names, {"dp": 2}, {"plan": "fsdp", "recompute": ("layers.0",)}, world_size=2)[1]
+    again = run_on_ranks(_names, {"dp": 2}, {"plan": "fsdp", "recompute": {"layers.0": "full"}}, world_size=2)[1]
     assert again >= {"layers.0", "layers.0, computed again", "layers.1.up"}
     assert "layers.1, computed again" not in again
     staged = run_on_ranks(_names, {"pp": 2, "dp": 1}, {}, world_size=2)[1]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import autoparallel
 from autoparallel.decisions.parameters import PlanError
@@ -36,7 +37,7 @@ class _Alive(TorchDispatchMode):
         return result
 
 
-def _train(name: str, shape: tuple[int, ...], preset: str, layers: list[str], gather: str) -> dict[str, Any]:
+def _train(name: str, shape: tuple[int, ...], preset: str, layers: Any, gather: str) -> dict[str, Any]:
     case = build(name)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
     batches = [case.make_batch(step, 8) for step in range(3)]
@@ -97,9 +98,20 @@ def _train(name: str, shape: tuple[int, ...], preset: str, layers: list[str], ga
     }
 
 
+PARTLY = {"blocks.0": "selective", "blocks.1": "selective"}
 CASES = [
     pytest.param("gpt_dropout", (2,), "data_parallel", ["blocks.0"], "per_step", marks=pytest.mark.slow),
-    ("gpt_dropout", (2,), "fsdp", ["blocks.0", "blocks.1"], "per_use"),
+    ("gpt_dropout", (2,), "fsdp", {"blocks.0": "selective", "blocks.1": "full"}, "per_use"),
+    pytest.param("gpt_dropout", (2, 2), "tensor_parallel", PARTLY, "per_use", marks=pytest.mark.slow),
+    pytest.param("moe", (2,), "fsdp", PARTLY, "per_use", marks=pytest.mark.slow),
+    pytest.param(
+        "llama",
+        (2,),
+        "fsdp",
+        {"model.layers.0": "selective", "model.layers.1": "selective"},
+        "per_use",
+        marks=pytest.mark.slow,
+    ),
     pytest.param("gpt_dropout", (2, 2), "tensor_parallel", ["blocks.0"], "per_use", marks=pytest.mark.slow),
     pytest.param("llama", (2,), "fsdp", ["model.layers.0"], "per_use", marks=pytest.mark.slow),
     pytest.param(
@@ -110,7 +122,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "shape", "preset", "layers", "gather"), CASES, ids=str)
 def test_recomputed_layers_give_the_same_numbers_for_less_memory(
-    name: str, shape: tuple[int, ...], preset: str, layers: list[str], gather: str
+    name: str, shape: tuple[int, ...], preset: str, layers: Any, gather: str
 ) -> None:
     tolerance = 1e-6 if name == "llama" else 1e-12
     ranks = run_on_ranks(_train, name, shape, preset, layers, gather, world_size=torch.Size(shape).numel(), timeout=250)
@@ -123,12 +135,62 @@ def test_recomputed_layers_give_the_same_numbers_for_less_memory(
         assert "Recomputed in the backward" in found["explained"]
 
 
+def _three_ways() -> list[dict[str, Any]]:
+    """What a step with two layers keeps, computes and sends in its backward, where nothing, all but the products or all
+    of them runs again."""
+    case = build("gpt_dropout")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    args, kwargs = case.make_batch(0, 8)
+
+    def compiled(plan: Any) -> Any:
+        return autoparallel.compile(copy.deepcopy(case.model), mesh, loss_fn=case.loss_fn, plan=plan)
+
+    model = compiled("tensor_parallel")
+    model.prepare(*args, **kwargs)
+    found = []
+    for much in (None, "selective", "full"):
+        again = {} if much is None else {"blocks.0": much, "blocks.1": much}
+        model = compiled(dataclasses.replace(model.plan, recompute=again))
+        model.prepare(*args, **kwargs)
+        torch.manual_seed(5)
+        alive = _Alive()
+        with alive:
+            loss = model(*args, **kwargs)
+            kept = sum(alive.ledger.live.values())
+            with autoparallel.count_traffic(mesh) as traffic, FlopCounterMode(display=False) as flops:
+                loss.backward()
+        found.append(
+            {
+                "loss": loss.detach(),
+                "gradients": [p.grad.full_tensor() for p in model.parameters()],
+                "kept": kept,
+                "peak": sum(alive.ledger.peak.values()),
+                "flops": flops.get_total_flops(),
+                "sent": sum(traffic.collectives.values()),
+                "predicted": model.plan.prediction.seconds(),
+            }
+        )
+    return found
+
+
+def test_products_attention_and_collectives_are_not_repeated_where_they_are_kept() -> None:
+    for nothing, selective, full in run_on_ranks(_three_ways, world_size=2):
+        for ours in (selective, full):
+            assert off(ours["loss"], nothing["loss"]) == 0
+            assert all(off(a, b) == 0 for a, b in zip(ours["gradients"], nothing["gradients"], strict=True))
+        for what in ("kept", "peak"):
+            assert full[what] < selective[what] < 0.95 * nothing[what], what
+        for what in ("flops", "sent"):
+            assert nothing[what] == selective[what] < full[what], what
+        assert nothing["predicted"] < selective["predicted"] < full["predicted"]
+
+
 def _refusal() -> str:
     case = build("gpt")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     batch = case.make_batch(0, 8)[0]
     model = autoparallel.compile(copy.deepcopy(case.model), mesh, loss_fn=case.loss_fn, example_inputs=batch)
-    plan = dataclasses.replace(model.plan, recompute=("blocks.9",))
+    plan = dataclasses.replace(model.plan, recompute={"blocks.9": "full"})
     try:
         autoparallel.compile(copy.deepcopy(case.model), mesh, loss_fn=case.loss_fn, plan=plan, example_inputs=batch)
     except PlanError as error:
