@@ -160,6 +160,48 @@ def test_accelerate(mesh: str, tmp_path: Path) -> None:
         assert _off(actual, parameters) < 1e-6
 
 
+def _two_models(mesh: str | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Two models in one loss, each clipped and stepped on its own."""
+    import accelerate
+
+    from autoparallel.integrations.accelerate import Accelerator
+
+    with launched():
+        numbers: list[float] = []
+        if mesh is None:
+            accelerator = accelerate.Accelerator(cpu=True)
+        else:
+            device_mesh, options = _mesh_of(mesh)
+            accelerator = Accelerator(mesh=device_mesh, compile_options={**options, "outputs": "gather"}, cpu=True)
+        torch.manual_seed(0)
+        encoder = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+        decoder = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).double()
+        optimizers = [torch.optim.AdamW(encoder.parameters(), lr=0.05), torch.optim.SGD(decoder.parameters(), lr=0.1)]
+        loader: Any = DataLoader(
+            list(zip(torch.randn(12, 6).double(), torch.arange(12) % 4, strict=True)), batch_size=4
+        )  # type: ignore[arg-type]
+        encoder, decoder, *optimizers, loader = accelerator.prepare(encoder, decoder, *optimizers, loader)
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(decoder(encoder(x)), y)
+            accelerator.backward(loss)
+            norms = [accelerator.clip_grad_norm_(model.parameters(), 0.1) for model in (encoder, decoder)]
+            numbers += [loss.item(), *map(float, norms)]
+            for optimizer in optimizers:
+                optimizer.step(), optimizer.zero_grad()
+        return numbers, {**_whole(encoder), **{f"decoder.{name}": x for name, x in _whole(decoder).items()}}
+
+
+@pytest.mark.wide
+@pytest.mark.slow_where(lambda mesh: mesh != "fsdp")
+@pytest.mark.parametrize("mesh", ["fsdp", "tensor_parallel"])
+def test_accelerate_with_two_models(mesh: str) -> None:
+    expected, parameters = _two_models(None)
+    assert len(expected) == 9 and min(expected) > 0.1
+    for numbers, actual in run_on_ranks(_two_models, mesh, world_size=2):
+        assert numbers == pytest.approx(expected, rel=1e-9)
+        assert _off(actual, parameters) < 1e-9
+
+
 # --------------------------------------------------------------------------------------------------------- transformers
 
 

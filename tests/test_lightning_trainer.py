@@ -39,9 +39,15 @@ def _trainer(strategy: str | None, path: str | None = None, **options: Any) -> A
         chosen = TrainerStrategy(mesh, compiling)
     if path is not None:
         options["callbacks"] = ModelCheckpoint(path, "{epoch}", monitor="val_loss", save_top_k=-1, save_last=True)
-    options = {"max_epochs": 3, "precision": "64-true", "accumulate_grad_batches": 2, **options}
+    options = {
+        "max_epochs": 3,
+        "precision": "64-true",
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.2,
+        **options,
+    }
     return pl.Trainer(
-        accelerator="cpu", devices=1 if strategy is None else 2, strategy=chosen, gradient_clip_val=0.2, logger=False,
+        accelerator="cpu", devices=1 if strategy is None else 2, strategy=chosen, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=path is not None, **options,
     )  # fmt: skip
 
@@ -51,11 +57,11 @@ def _loaders(shuffle: bool = False) -> dict[str, Any]:
     return {"train_dataloaders": train, "val_dataloaders": DataLoader(_samples()[:10], batch_size=4)}  # type: ignore[arg-type]
 
 
-def _module(name: str) -> Any:
+def _module(name: str, **options: Any) -> Any:
     from tests import lightning_modules
 
     torch.manual_seed(0)
-    return getattr(lightning_modules, name)()
+    return getattr(lightning_modules, name)(**options)
 
 
 def _whole(module: Any) -> dict[str, Tensor]:
@@ -112,6 +118,31 @@ def test_a_run_goes_on_with_another_mesh(tmp_path: Path) -> None:
         last = numbers[2:]  # after the check of validation, of two batches, that the Trainer begins with
         assert last == pytest.approx(module.numbers[-len(last) :], rel=1e-9) and len(last) == 11
         assert _off(actual, _whole(module)) < 1e-9 and steps == trainer.global_step
+
+
+def _adversarial(strategy: str | None, path: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and weights of three epochs of a GAN; where a strategy is given, the last is of a run that goes on."""
+    numbers: list[float] = []
+    with launched():
+        for i, epochs in enumerate((3,) if strategy is None else (2, 3)):
+            module, stepped = _module("GAN", **options), {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+            trainer = _trainer(strategy, path, max_epochs=epochs, **stepped)
+            trainer.checkpoint_callback.monitor = None
+            trainer.fit(module, _loaders()["train_dataloaders"], ckpt_path=f"{path}/last.ckpt" if i else None)
+            numbers += module.numbers
+        return numbers, _whole(module)
+
+
+@pytest.mark.wide
+@pytest.mark.slow_where(lambda strategy: strategy != "fsdp")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_optimizers_that_are_stepped_by_hand(strategy: str, tmp_path: Path) -> None:
+    for i, options in enumerate(({}, {"clip": 0.01, "accumulate": 2})):
+        expected, weights = _adversarial(None, str(tmp_path / f"plain{i}"), options)
+        assert len(expected) == 2 * 3 * 6
+        for numbers, actual in run_on_ranks(_adversarial, strategy, str(tmp_path / f"{i}"), options, world_size=2):
+            assert numbers == pytest.approx(expected, rel=1e-9)
+            assert _off(actual, weights) < 1e-9
 
 
 def _refused(path: str) -> dict[str, str]:
