@@ -44,9 +44,9 @@ def from_json(
         raise ValueError("it is nested too deep") from None
     if not isinstance(data, dict):
         raise ValueError(f"it is {_named(data)}, not an object")
-    found = data.pop("format", None)
-    if found != version:
-        raise ValueError(f"it has format {_named(found)}, this version reads {version}")
+    stated = data.pop("format", None)
+    if stated != version:
+        raise ValueError(f"it has format {_named(stated)}, this version reads {version}")
     return from_data(kind, renew(data))
 
 

@@ -61,9 +61,9 @@ def _split_lstm_cell(emit: Emitter, node: fx.Node) -> Parts:
     x, (h, c), weights = _cell(node)
     gates = emit(aten.add.Tensor, *_products(emit, x, h, weights))
     i, f, g, o = _cut(emit, gates, 4)
-    kept = emit(aten.mul.Tensor, emit(aten.sigmoid.default, f), c)
+    remembered = emit(aten.mul.Tensor, emit(aten.sigmoid.default, f), c)
     added = emit(aten.mul.Tensor, emit(aten.sigmoid.default, i), emit(aten.tanh.default, g))
-    after = emit(aten.add.Tensor, kept, added)
+    after = emit(aten.add.Tensor, remembered, added)
     out = emit(aten.mul.Tensor, emit(aten.sigmoid.default, o), emit(aten.tanh.default, after))
     return lambda index: after if index else out
 
@@ -116,12 +116,12 @@ def _split_bag(emit: Emitter, node: fx.Node) -> Parts | None:
     steps = arguments(offsets) if offsets.target is aten.arange.start_step else {}
     if steps.get("start") != 0 or steps.get("step") != shape_of(ids)[1] or shape_of(offsets) != shape_of(ids)[:1]:
         return None
-    found = emit(aten.embedding.default, v["weight"], ids)
+    rows = emit(aten.embedding.default, v["weight"], ids)
     if v["mode"] == 2:
-        where = emit(aten.argmax.default, found, 1, True)
-        bags = emit(aten.squeeze.dim, emit(aten.gather.default, found, 1, where), 1)
+        where = emit(aten.argmax.default, rows, 1, True)
+        bags = emit(aten.squeeze.dim, emit(aten.gather.default, rows, 1, where), 1)
     else:
-        bags = emit((aten.sum.dim_IntList, aten.mean.dim)[v["mode"]], found, [1])
+        bags = emit((aten.sum.dim_IntList, aten.mean.dim)[v["mode"]], rows, [1])
     return lambda i: bags
 
 

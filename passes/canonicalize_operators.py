@@ -141,8 +141,8 @@ def _functional_batch_norm(emit: Emitter, node: fx.Node) -> Any:
             if i == 4:
                 count = _count(emit, x, dims)
                 value = emit(aten.mul.Tensor, value, _ratio(emit, count))
-            kept = emit(aten.mul.Tensor, running, 1 - momentum)  # type: ignore[operator]
-            parts[i] = emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, value, momentum))
+            decayed = emit(aten.mul.Tensor, running, 1 - momentum)  # type: ignore[operator]
+            parts[i] = emit(aten.add.Tensor, decayed, emit(aten.mul.Tensor, value, momentum))
         return parts[i]
 
     return part
@@ -230,12 +230,12 @@ def _sizes_like(emit: Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node])
     """The sizes as arguments of a call; a symbolic one is asked of a tensor that has it."""
     sizes: list[Any] = []
     for at, size in enumerate(shape):
-        found = size if isinstance(size, int) else None
+        argument = size if isinstance(size, int) else None
         for x in tensors:
             dim = at - len(shape) + len(shape_of(x))
-            if found is None and dim >= 0 and shape_of(x)[dim] == size:
-                found = emit.size(x, dim)
-        sizes.append(found)
+            if argument is None and dim >= 0 and shape_of(x)[dim] == size:
+                argument = emit.size(x, dim)
+        sizes.append(argument)
     return sizes
 
 
@@ -255,10 +255,10 @@ def _repeated(emit: Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) ->
     sizes: list[Any] = [emit.size(x, d) for d in range(len(shape_of(x)))]
     sizes = [1] * (len(shape) - len(sizes)) + sizes
     split, wide, result = [], [], []
-    for size, known, count in zip(sizes, shape, repeats, strict=True):
+    for size, length, count in zip(sizes, shape, repeats, strict=True):
         if isinstance(count, int) and count == 1:
             parts = [size], [size]
-        elif isinstance(known, int) and known == 1:
+        elif isinstance(length, int) and length == 1:
             parts = [1], [count]
         else:
             parts = ([size, 1], [size, count]) if inner else ([1, size], [count, size])

@@ -73,8 +73,8 @@ class _Chunked(torch.autograd.Function):
                 sums.append(total.detach())
                 if not wanted:
                     continue
-                found = torch.autograd.grad(total, [part[i] for i in wanted], materialize_grads=True)
-                for i, grad in zip(wanted, found, strict=True):
+                chunk_grads = torch.autograd.grad(total, [part[i] for i in wanted], materialize_grads=True)
+                for i, grad in zip(wanted, chunk_grads, strict=True):
                     if i in loss.rows:
                         grads[i].narrow(0, begin, count).copy_(grad)
                     else:
@@ -85,11 +85,11 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        found: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+        results: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         if grads[0] is not None:
             for i, dtype, grad in zip(ctx.places, ctx.dtypes, ctx.saved_tensors, strict=True):
-                found[i + 2] = (grad * grads[0]).to(dtype)
-        return tuple(found)
+                results[i + 2] = (grad * grads[0]).to(dtype)
+        return tuple(results)
 
 
 def _accumulator(x: torch.Tensor, *, is_rows: bool) -> torch.Tensor:

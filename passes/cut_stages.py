@@ -90,15 +90,15 @@ def staged_nodes(captured: Captured) -> list[fx.Node]:
     """
     changed = {name for name, path in captured.buffers.items() if path in captured.mutated_buffers}
     given = {name for name in captured.inputs if name is not None}
-    found: dict[fx.Node, tuple[bool, bool, bool]] = {}
+    depends: dict[fx.Node, tuple[bool, bool, bool]] = {}
     staged: list[fx.Node] = []
     for node in captured.graph.nodes:
         if node.op == "placeholder":
-            found[node] = node.name in captured.parameters, node.name in given, node.name in changed
+            depends[node] = node.name in captured.parameters, node.name in given, node.name in changed
         elif node.op == "call_function":
-            rows = [found[x] for x in node.all_input_nodes if _carries(x)]
+            rows = [depends[x] for x in node.all_input_nodes if _carries(x)]
             flags = tuple(any(row[i] for row in rows) for i in range(3))
-            found[node] = flags if _carries(node) else (False, False, False)  # type: ignore[assignment]
+            depends[node] = flags if _carries(node) else (False, False, False)  # type: ignore[assignment]
             if _carries(node) and (flags[0] and flags[1] or flags[2]):
                 staged.append(node)
     return staged
@@ -127,12 +127,12 @@ def stages_of(captured: Captured, cuts: Sequence[str]) -> dict[fx.Node, int]:
         begins.append(places[cut])
     if any(a >= b for a, b in zip([0, *begins], begins, strict=False)):
         raise CutError(f"the cuts {', '.join(cuts)} are not in the order of the model, or leave a stage empty")
-    found: dict[fx.Node, int] = {}
+    stages: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
         stage = sum(i >= begin for begin in begins)
         made = node.args[0] if node.target is operator.getitem else node
-        found[node] = found.get(made, stage) if node.target is operator.getitem else stage  # type: ignore[arg-type]
-    return found
+        stages[node] = stages.get(made, stage) if node.target is operator.getitem else stage  # type: ignore[arg-type]
+    return stages
 
 
 def cut_stages(
@@ -195,24 +195,24 @@ class _Cutter:
 
     def _needed(self, stage: int) -> dict[fx.Node, fx.Node | None]:
         """What a stage computes or reads; sizes of a value that it does not have come with what to ask instead."""
-        found: dict[fx.Node, fx.Node | None] = {}
+        needed: dict[fx.Node, fx.Node | None] = {}
         roots = [node for node, s in self.stages.items() if s == stage]
         pending = [*roots, *(self.results[i] for i in self.made.get(stage, ()))]
         while pending:
             node = pending.pop()
-            if node in found:
+            if node in needed:
                 continue
-            found[node] = None
+            needed[node] = None
             if self.stages.get(node, stage) != stage or node.op == "placeholder":
                 continue
             operands = tensor_operands(node)
             if node.target is torch.ops.aten.sym_size.int and operands and self.stages.get(operands[0], stage) != stage:
-                found[node] = self._holder(node)
-                if found[node] is not None:
-                    pending.append(found[node])  # type: ignore[arg-type]
+                needed[node] = self._holder(node)
+                if needed[node] is not None:
+                    pending.append(needed[node])  # type: ignore[arg-type]
                     continue
             pending += node.all_input_nodes
-        return found
+        return needed
 
     def _holder(self, size: fx.Node) -> fx.Node | None:
         """An input that has a size in some dim."""
@@ -229,7 +229,7 @@ class _Cutter:
             for node in needed:
                 if self.stages.get(node, stage) != stage:
                     targets.setdefault(node, []).append(stage)
-        found: list[Crossing] = []
+        crossings: list[Crossing] = []
         for node in sorted(targets, key=self.order.__getitem__):
             if not is_tensor(node):
                 raise CutError(f"{node.meta['key']} gives several values, which cannot be parted: cut elsewhere")
@@ -240,8 +240,8 @@ class _Cutter:
             for target in targets[node]:
                 givers.append(min(holders, key=lambda holder: (self.price(holder, target), holder != source)))
                 holders.append(target)
-            found.append(Crossing(len(found), node.name, source, tuple(targets[node]), flows, tuple(givers)))
-        return found
+            crossings.append(Crossing(len(crossings), node.name, source, tuple(targets[node]), flows, tuple(givers)))
+        return crossings
 
     def _flows(self, node: fx.Node, stage: int) -> bool:
         """Whether a gradient of a value comes back from a stage."""

@@ -45,8 +45,8 @@ def _loss_of_rows(emit: Emitter, values: dict[str, Any]) -> fx.Node:
         x = emit(aten.log_softmax.int, x, 1)
     ignored = emit(aten.eq.Scalar, target, values["ignore_index"])
     at = emit(aten.masked_fill.Scalar, target, ignored, 0)
-    found = emit(aten.gather.default, x, 1, emit(aten.unsqueeze.default, at, 1))
-    loss = emit(aten.neg.default, emit(aten.squeeze.dim, found, 1))
+    picked = emit(aten.gather.default, x, 1, emit(aten.unsqueeze.default, at, 1))
+    loss = emit(aten.neg.default, emit(aten.squeeze.dim, picked, 1))
     if weight is not None:
         loss = emit(aten.mul.Tensor, loss, emit(aten.index.Tensor, weight, [at]))
     if smoothing:

@@ -99,9 +99,9 @@ class _Walk:
             return None
         x, indices = node.args[:2]
         assert isinstance(x, fx.Node) and isinstance(indices, list | tuple)
-        found = [self.found[i] for i in indices if isinstance(i, fx.Node)]
+        placements = [self.found[i] for i in indices if isinstance(i, fx.Node)]
         by_rows = self.found[x] == Shard(0) and indices[0] in self.numbers and x not in self.numbers
-        return Shard(rows) if by_rows and Partial not in found else None
+        return Shard(rows) if by_rows and Partial not in placements else None
 
 
 def _open_dim(node: fx.Node) -> int | None:

@@ -179,26 +179,26 @@ def _hoist(
     sizes: Sizes,
     order: Mapping[fx.Node, int],
 ) -> tuple[ParameterChain | None, int]:
-    found: list[tuple[fx.Node, tuple[Step, ...]]] = []
+    versions: list[tuple[fx.Node, tuple[Step, ...]]] = []
     links: list[fx.Node] = []
 
     def follow(version: fx.Node, path: tuple[Step, ...]) -> None:
         links.append(version)
         if any(user.target is not redistribute for user in version.users):
-            found.append((version, path))
+            versions.append((version, path))
         for user in version.users:
             if user.target is redistribute:
                 done: Redistribution = user.meta["redistribution"]
                 follow(user, (*path, done.step))
 
     follow(node, ())
-    if not found:
+    if not versions:
         graph.erase_node(node)
         return None, 0
     at_rest: Layout = node.meta["placements"]
-    first = min(order[u] for version, _ in found for u in version.users if u.target is not redistribute)
+    first = min(order[u] for version, _ in versions for u in version.users if u.target is not redistribute)
     placeholders, uses, paths = [], [], []
-    consumers = [(v, [u for u in v.users if u.target is not redistribute], p) for v, p in found]
+    consumers = [(v, [u for u in v.users if u.target is not redistribute], p) for v, p in versions]
     for i, (version, users, path) in enumerate(consumers):
         with graph.inserting_after(node):
             use = graph.placeholder(node.name if i == 0 else f"{node.name}_{i}")

@@ -32,7 +32,7 @@ def mark_batch(captured: Captured) -> None:
 
 def follow_dims(graph: fx.Graph, dims: Mapping[fx.Node, set[int]]) -> dict[fx.Node, tuple[str, ...]]:
     """The factors that run over some dims of placeholders, of every operator that has one."""
-    followed, found = dict(dims), dict[fx.Node, tuple[str, ...]]()
+    followed, factors_of = dict(dims), dict[fx.Node, tuple[str, ...]]()
     for node in graph.nodes:
         rule = rule_for(node)
         if rule is None:
@@ -41,6 +41,6 @@ def follow_dims(graph: fx.Graph, dims: Mapping[fx.Node, set[int]]) -> dict[fx.No
         for operand, parts in zip(tensor_operands(node), rule.operands, strict=True):
             factors |= {parts[d][0]: None for d in followed.get(operand, ()) if parts[d]}
         if factors:
-            found[node] = tuple(factors)
+            factors_of[node] = tuple(factors)
             followed[node] = {d for d, part in enumerate(rule.result) if part and part[0] in factors}
-    return found
+    return factors_of

@@ -44,7 +44,7 @@ def find_vocabularies(graph: fx.Graph, parameters: Mapping[str, str], shards: in
     Args:
         parameters: placeholder name to parameter name.
     """
-    found: dict[str, int] = {}
+    padded: dict[str, int] = {}
     for node in graph.nodes:
         if node.op != "placeholder" or node.name not in parameters or len(shape_of(node)) != 2:
             continue
@@ -53,8 +53,8 @@ def find_vocabularies(graph: fx.Graph, parameters: Mapping[str, str], shards: in
         if more and rows >= shards and more <= MOST_PADDING * rows:
             tables, heads = _readers(node)
             if tables or any(_is_head(head, rows) for head in heads):
-                found[parameters[node.name]] = rows + more
-    return found
+                padded[parameters[node.name]] = rows + more
+    return padded
 
 
 def pad_vocabulary(module: fx.GraphModule, parameters: Mapping[str, str], padded: Mapping[str, int]) -> None:

@@ -60,11 +60,11 @@ def _marks(node: fx.Node) -> dict[str, Any]:
 
 def _parts(node: fx.Node) -> dict[int, list[fx.Node]]:
     """The readers of each result."""
-    found: dict[int, list[fx.Node]] = {}
+    readers: dict[int, list[fx.Node]] = {}
     for user in node.users:
         assert user.target is operator.getitem
-        found.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
-    return found
+        readers.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
+    return readers
 
 
 def _insert_function(graph: fx.Graph, node: fx.Node, call: Any) -> None:

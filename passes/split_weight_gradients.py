@@ -52,10 +52,10 @@ class Deferred:
         self._grad = grad if self._grad is None else self._grad + grad
         activations, self.activations = self.activations, ()
         wanted = [x for x in activations if x.requires_grad]
-        found: Sequence[torch.Tensor | None] = ()
+        grads: Sequence[torch.Tensor | None] = ()
         if wanted:
-            found = torch.autograd.grad(self.output, wanted, grad, retain_graph=True, allow_unused=True)
-        given = iter(found)
+            grads = torch.autograd.grad(self.output, wanted, grad, retain_graph=True, allow_unused=True)
+        given = iter(grads)
         return [next(given) if x.requires_grad else None for x in activations]
 
     def run(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

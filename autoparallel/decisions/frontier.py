@@ -42,11 +42,11 @@ def frontier_of(tried: Sequence[Tried], limit: float | None) -> Frontier:
     best: dict[str, Tried] = {}
     for one in sorted(tried, key=lambda t: (t.memory > most, t.seconds)):
         best.setdefault(one.origin, one)
-    kept = set(best.values())
+    shown = set(best.values())
     least = math.inf
     for one in sorted(tried, key=lambda t: (t.seconds, t.memory)):
         if one.memory < least:
             least = one.memory
-            kept.add(one)
-    others = sorted(kept - {tried[0]}, key=lambda t: (t.seconds, t.memory, t.origin))
+            shown.add(one)
+    others = sorted(shown - {tried[0]}, key=lambda t: (t.seconds, t.memory, t.origin))
     return Frontier((tried[0], *others), limit)

@@ -85,10 +85,10 @@ def form_of(specs: Sequence[Any]) -> tuple[Any, ...]:
 
 def changing_of(specs: Sequence[Any]) -> tuple[int | float, ...]:
     """What may change between calls of a form: the sizes of the dims that are not the batch, and numbers."""
-    found: list[int | float] = []
+    changing: list[int | float] = []
     for s in specs:
-        found += s.shape[bool(s.batch) :] if isinstance(s, InputSpec) else [s] * (type(s) in NUMBERS)
-    return tuple(found)
+        changing += s.shape[bool(s.batch) :] if isinstance(s, InputSpec) else [s] * (type(s) in NUMBERS)
+    return tuple(changing)
 
 
 def opened(specs: Sequence[Any], seen: Sequence[tuple[int | float, ...]]) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ def opened(specs: Sequence[Any], seen: Sequence[tuple[int | float, ...]]) -> tup
     """
     columns = iter(zip(*seen, strict=True))
     numbers: dict[tuple[int | float, ...], int] = {}
-    found: list[Any] = []
+    described: list[Any] = []
     for spec in specs:
         if isinstance(spec, InputSpec):
             dims = [(dim, next(columns)) for dim in range(bool(spec.batch), len(spec.shape))]
@@ -110,8 +110,8 @@ def opened(specs: Sequence[Any], seen: Sequence[tuple[int | float, ...]]) -> tup
             spec = replace(spec, open=tuple([(dim, numbers.setdefault(s, len(numbers))) for dim, s in several]))
         elif type(spec) in NUMBERS and len({*next(columns)}) > 1:
             spec = NumberSpec(type(spec), spec)
-        found.append(spec)
-    return tuple(found)
+        described.append(spec)
+    return tuple(described)
 
 
 def without_numbers(specs: Sequence[Any]) -> tuple[Any, ...]:

@@ -127,8 +127,8 @@ class Captured:
             roots[node] = {node} if makes or not read else set().union(*read)
         memory = [roots[node] for node in self.graph.output_node().args[0]]  # type: ignore[union-attr,index]
         users = Counter(node for nodes in memory for node in nodes)
-        own = {node for node, count in users.items() if count == 1 and node.op != "placeholder"}
-        return frozenset(i for i, nodes in enumerate(memory) if nodes <= own)
+        unshared = {node for node, count in users.items() if count == 1 and node.op != "placeholder"}
+        return frozenset(i for i, nodes in enumerate(memory) if nodes <= unshared)
 
     @property
     def batches(self) -> frozenset[sympy.Symbol]:

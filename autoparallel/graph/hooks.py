@@ -28,16 +28,16 @@ _GLOBAL = tuple(f"_global{name}" for name in _OF_A_MODULE)
 
 def hooks_of(submodules: Iterable[nn.Module]) -> Hashable:
     """Which hooks a call of these modules would run; equal as long as none is added, removed or replaced."""
-    found: list[Hashable] = []
+    registered: list[Hashable] = []
     for i, module in enumerate(submodules):
         before = module._forward_pre_hooks
         theirs = before and (len(before) > 1 or next(iter(before.values())) is not refuse_direct_call)
         if theirs or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
-            found += [(i, name, *_hooks(getattr(module, name))) for name in _OF_A_MODULE if getattr(module, name)]
+            registered += [(i, name, *_hooks(getattr(module, name))) for name in _OF_A_MODULE if getattr(module, name)]
     for name in _GLOBAL:
         if table := getattr(modules, name):
-            found.append((name, *_hooks(table)))
-    return tuple(found)
+            registered.append((name, *_hooks(table)))
+    return tuple(registered)
 
 
 def _hooks(table: dict[int, Any]) -> Iterator[Hashable]:

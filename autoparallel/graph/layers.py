@@ -113,8 +113,8 @@ def find_runs(graph: fx.Graph) -> tuple[Run, ...]:
             rows.append([(layer, stretch, [])])
         before, last = last if follows else [], stretch
     return tuple(
-        Run(tuple(members), tuple(map(_names, calls)), tuple(map(_names, own)))
-        for members, calls, own in (zip(*row, strict=True) for row in rows if len(row) > 1)
+        Run(tuple(members), tuple(map(_names, calls)), tuple(map(_names, placeholders)))
+        for members, calls, placeholders in (zip(*row, strict=True) for row in rows if len(row) > 1)
     )
 
 

@@ -52,17 +52,17 @@ def holders(parameters: Iterable[Tensor], models: Sequence[ParallelModule]) -> l
         ValueError: where they are not all that each of these models trains.
     """
     given = {id(p): p for p in parameters}
-    found = [model for model in models if any(id(p) in given for p in model.parameters())]
-    own = {id(p) for model in found for p in model.parameters()}
+    models = [model for model in models if any(id(p) in given for p in model.parameters())]
+    own = {id(p) for model in models for p in model.parameters()}
     if not given.keys() <= own or not all(
-        holds_all((p for p in model.parameters() if id(p) in given), model) for model in found
+        holds_all((p for p in model.parameters() if id(p) in given), model) for model in models
     ):
         raise ValueError(
             "the optimizer holds some of a compiled module's parameters, and its gradients are clipped together: give "
             "the optimizer all of them, or clip by names in configure_gradient_clipping(), with "
             "self.net.clip_grad_norm_({'encoder.*': 1.0})"
         )
-    return found
+    return models
 
 
 def clip_together(models: Sequence[ParallelModule], max_norm: float) -> Tensor:

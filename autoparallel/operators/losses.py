@@ -86,10 +86,10 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         if x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         if total is not None:  # columns of padding count as minus infinity
-            own = max(0, min(x.shape[classes], total - axis_index(group) * x.shape[classes]))
-            if own < x.shape[classes]:
+            columns = max(0, min(x.shape[classes], total - axis_index(group) * x.shape[classes]))
+            if columns < x.shape[classes]:
                 x = x.clone()
-                x.narrow(classes, own, x.shape[classes] - own).fill_(-torch.inf)
+                x.narrow(classes, columns, x.shape[classes] - columns).fill_(-torch.inf)
         valid = target != ignore_index
         local, mine = local_rows(target.where(valid, 0), x.shape[classes], group, total)
         local = local.unsqueeze(classes)

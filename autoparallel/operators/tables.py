@@ -24,15 +24,15 @@ def indices_along(x: Tensor, dim: int, finder: str, k: int | None = None) -> Ten
     Args:
         finder: ``cummax``, ``cummin``, ``mode``, ``median``, ``nanmedian`` or, with ``k``, ``kthvalue``.
     """
-    kept = {} if finder.startswith("cum") else {"keepdim": True}
-    found: Tensor = getattr(torch, finder)(x.detach(), *() if k is None else (k,), dim, **kept)[1]
-    return found
+    options = {} if finder.startswith("cum") else {"keepdim": True}
+    indices: Tensor = getattr(torch, finder)(x.detach(), *() if k is None else (k,), dim, **options)[1]
+    return indices
 
 
 def pool_indices(x: Tensor, pool: str, arguments: Sequence[Any]) -> Tensor:
     """Where the largest of each window is, in the flattened plane, as torch's ``pool`` finds it."""
-    found: Tensor = getattr(torch.ops.aten, pool)(x.detach(), *arguments)[1]
-    return found
+    indices: Tensor = getattr(torch.ops.aten, pool)(x.detach(), *arguments)[1]
+    return indices
 
 
 @torch.library.custom_op("autoparallel::shard_index", mutates_args=())

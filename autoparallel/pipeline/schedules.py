@@ -318,10 +318,10 @@ def _order_steps(
 ) -> None:
     """Puts every rank's actions and transfers into one order (see [Note: order of transfers])."""
     # For each rank: before its action number i come the receives of slot i, behind it the sends of slot i.
-    receives: list[list[list[Transfer]]] = [[[] for _ in range(len(own) + 1)] for own in spans]
-    sends: list[list[list[Transfer]]] = [[[] for _ in own] for own in spans]
-    numbers = {action: i for own in spans for i, (action, _, _) in enumerate(own)}
-    ends = [[end for _, _, end in own] for own in spans]
+    receives: list[list[list[Transfer]]] = [[[] for _ in range(len(actions) + 1)] for actions in spans]
+    sends: list[list[list[Transfer]]] = [[[] for _ in actions] for actions in spans]
+    numbers = {action: i for actions in spans for i, (action, _, _) in enumerate(actions)}
+    ends = [[end for _, _, end in actions] for actions in spans]
     for end, rank, action in sorted(finished, key=lambda f: (f[0], f[1])):
         for kind, p, to in crossings.leaving(action):
             other = rank_of(to)
@@ -334,6 +334,6 @@ def _order_steps(
             readers = (FORWARD,) if kind == FORWARD else (BACKWARD, INPUT)
             used = min(numbers[a] for k in readers if (a := Action(k, to, action.microbatch)) in numbers)
             receives[other][min(slot, used)].append(Transfer(RECEIVE, *common, rank))
-    for rank, own in enumerate(spans):
-        for i, (action, _, _) in enumerate(own):
+    for rank, actions in enumerate(spans):
+        for i, (action, _, _) in enumerate(actions):
             steps[rank] += [*receives[rank][i], action, *sends[rank][i]]

@@ -180,9 +180,9 @@ class Redistributor:
             fits &= ~(steps.codes == _R).any(axis=1)
         prices = self._prices(steps, rows, itemsize, backward, bucketed=uneven)
         position = np.cumsum(fits) - 1
-        kept = fits[steps.before] & fits[steps.after]
+        allowed = fits[steps.before] & fits[steps.after]
         direct = np.full((int(fits.sum()),) * 2, np.inf)
-        direct[position[steps.before[kept]], position[steps.after[kept]]] = prices[kept]
+        direct[position[steps.before[allowed]], position[steps.after[allowed]]] = prices[allowed]
         seconds = _shortest(direct)
         layouts = tuple(itertools.compress(steps.layouts, fits))
         return LayoutTable(layouts, {layout: i for i, layout in enumerate(layouts)}, seconds, direct)
@@ -194,20 +194,20 @@ class Redistributor:
             bucketed: whether one collective serves many such tensors, as parameters' do: a small one then pays for its
                 share of the latency alone.
         """
-        known: dict[tuple[int, int, int], float] = {}
+        priced: dict[tuple[int, int, int], float] = {}
 
         def price(kinds: np.ndarray, sizes: np.ndarray) -> np.ndarray:
             keys = np.stack([kinds, steps.group, sizes], axis=1)
             unique, inverse = np.unique(keys, axis=0, return_inverse=True)
             for kind, group, size in unique.tolist():
-                if (kind, group, size) not in known:
+                if (kind, group, size) not in priced:
                     what, axes = _KINDS[kind], steps.groups[group]
                     seconds = self.step_seconds(what, axes, size)
                     if bucketed and what in COLLECTIVES and size < BUCKET_BYTES:
                         share = max(size, 1) / BUCKET_BYTES  # also where there are no elements: no price is zero
                         seconds -= (1 - share) * self.step_seconds(what, axes, 0)
-                    known[kind, group, size] = seconds
-            return np.array([known[key] for key in map(tuple, unique.tolist())])[inverse.reshape(-1)]
+                    priced[kind, group, size] = seconds
+            return np.array([priced[key] for key in map(tuple, unique.tolist())])[inverse.reshape(-1)]
 
         prices = price(steps.kind, steps.full_numel(rows, steps.before, steps.after, steps.src, steps.dst) * itemsize)
         if backward:
@@ -306,7 +306,7 @@ def _all_steps(rank: int, axis_sizes: tuple[int, ...]) -> _Steps:
     codes = np.array(list(itertools.product(range(len(kinds)), repeat=len(axes))), dtype=np.int64)
     weights = np.array([len(kinds) ** (len(axes) - 1 - a) for a in axes], dtype=np.int64)
     groups = [axes_ for count in range(1, len(axes) + 1) for axes_ in itertools.combinations(axes, count)]
-    found: list[tuple[np.ndarray, np.ndarray, int, int, int]] = []  # before, after, src, dst, group
+    edges: list[tuple[np.ndarray, np.ndarray, int, int, int]] = []  # before, after, src, dst, group
     for g, changed in enumerate(groups):
         pairs = itertools.permutations(range(len(kinds)), 2) if len(changed) == 1 else ((_P, _I), (_P, _R), (_I, _R))
         for one, other in pairs:
@@ -316,9 +316,9 @@ def _all_steps(rank: int, axis_sizes: tuple[int, ...]) -> _Steps:
                     if code >= _S:
                         rows &= codes[:, inner] != code
             before = np.flatnonzero(rows)
-            found.append((before, before + (other - one) * int(weights[list(changed)].sum()), one, other, g))
-    sizes = [len(f[0]) for f in found]
-    src, dst, group = (np.repeat(np.array([f[i] for f in found], dtype=np.int64), sizes) for i in (2, 3, 4))
+            edges.append((before, before + (other - one) * int(weights[list(changed)].sum()), one, other, g))
+    sizes = [len(f[0]) for f in edges]
+    src, dst, group = (np.repeat(np.array([f[i] for f in edges], dtype=np.int64), sizes) for i in (2, 3, 4))
 
     def does(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return _KIND_OF[np.minimum(a, _S), np.minimum(b, _S)]
@@ -326,8 +326,8 @@ def _all_steps(rank: int, axis_sizes: tuple[int, ...]) -> _Steps:
     return _Steps(
         [tuple(kinds[c] for c in row) for row in codes.tolist()],
         codes,
-        np.concatenate([f[0] for f in found]),
-        np.concatenate([f[1] for f in found]),
+        np.concatenate([f[0] for f in edges]),
+        np.concatenate([f[1] for f in edges]),
         src,
         dst,
         group,

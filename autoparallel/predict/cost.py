@@ -101,14 +101,14 @@ def model_flops(graph: fx.Graph, size: Callable[[Any], int]) -> dict[torch.dtype
 
     A backward is twice its forward; nothing is computed twice.
     """
-    found: dict[torch.dtype, float] = {}
+    flops: dict[torch.dtype, float] = {}
     for node in graph.nodes:
         rule = rule_for(node)
         if rule is not None and rule.flops:
             dtype = node.meta["val"].dtype
             passes = 3 if node.meta["backward"] else 1
-            found[dtype] = found.get(dtype, 0.0) + passes * rule_points(rule, size)
-    return found
+            flops[dtype] = flops.get(dtype, 0.0) + passes * rule_points(rule, size)
+    return flops
 
 
 def workload_of(captured: Captured, call: Call, profile: Profile) -> Workload:

@@ -98,8 +98,8 @@ def pipeline_traffic(
 
 def _roots(staged: StagedProgram, graph: StageGraph) -> list[int]:
     """The outputs of a stage with which its backward begins: the loss, and what gradients come back of."""
-    found = [n for n, result in enumerate(graph.results) if result == staged.captured.objective]
-    return found + [len(graph.results) + n for n, crossing in enumerate(graph.sent) if crossing.flows]
+    roots = [n for n, result in enumerate(graph.results) if result == staged.captured.objective]
+    return roots + [len(graph.results) + n for n, crossing in enumerate(graph.sent) if crossing.flows]
 
 
 def _loans(tie: Tie, sizes: Sequence[int]) -> list[Loan]:

@@ -30,15 +30,15 @@ def shape_of(node: fx.Node) -> Shape:
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The node's tensor operands in the order of the call, repeated where they repeat."""
-    found: list[fx.Node] = []
+    operands: list[fx.Node] = []
 
     def visit(arg: fx.Node) -> Any:
         if is_tensor(arg):
-            found.append(arg)
+            operands.append(arg)
         return arg
 
     fx.map_arg((node.args, node.kwargs), visit)
-    return found
+    return operands
 
 
 def operand_shapes(node: fx.Node) -> list[Shape]:

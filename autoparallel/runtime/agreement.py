@@ -112,15 +112,15 @@ class Agreement:
             mine: the digest; at most ``ROW`` bytes are sent together with those of any other exchange.
             what: what the ranks are about to do, for errors.
         """
-        own = torch.frombuffer(bytearray(mine.ljust(ROW, b"\0")), dtype=torch.uint8)
+        row = torch.frombuffer(bytearray(mine.ljust(ROW, b"\0")), dtype=torch.uint8)
         if self.alone:
-            return lambda: own.unsqueeze(0)
+            return lambda: row.unsqueeze(0)
         self.settle()
         self.control.exchanges += 1
         waiting.enter(Place(tuple(self.ranks), self.control.exchanges, what))
-        table = torch.empty(len(self.ranks), len(own), dtype=torch.uint8)
+        table = torch.empty(len(self.ranks), len(row), dtype=torch.uint8)
         with waiting.explained():
-            work = _torch.all_gather_single(table.view(-1), own, group=self.group, async_op=True)
+            work = _torch.all_gather_single(table.view(-1), row, group=self.group, async_op=True)
 
         def wait() -> torch.Tensor:
             waiting.wait(work, True)

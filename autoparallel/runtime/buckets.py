@@ -138,12 +138,12 @@ class ParameterBucket(nn.Module):
 
     def _once_per_step(self) -> Tensors:
         """Keeps what is gathered under ``no_sync()`` for the calls that follow (see ``GradientStore.drop_stale``)."""
-        kept, self._kept = self._kept, None
-        values = self._start()() if kept is None else kept[0]
+        copy, self._kept = self._kept, None
+        values = self._start()() if copy is None else copy[0]
         if self.store.synchronise:
             self.store.kept.pop(self, None)
         else:
-            self._kept = values, [p.clone() for p in self.local_parameters()] if kept is None else kept[1]
+            self._kept = values, [p.clone() for p in self.local_parameters()] if copy is None else copy[1]
             self.store.kept[self] = None
         return values
 

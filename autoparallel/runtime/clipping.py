@@ -222,16 +222,16 @@ class Clipper:
                 if expected == tuple(at_rest):
                     self._known[name] = _torch.spec_of(grad)
                 return
-            found = f"a DTensor of placements {tuple(grad.placements)}, where {expected} is expected"
+            description = f"a DTensor of placements {tuple(grad.placements)}, where {expected} is expected"
             if grad.device_mesh != self.store.mesh:
-                found = "a DTensor on another mesh"
+                description = "a DTensor on another mesh"
             mend = "p.grad = grad.redistribute(p.device_mesh, p.placements)"
             if pending is not None:
                 mend = "it after the window's last backward, or clear it with p.grad = None"
         else:
-            found = "a plain tensor, where a DTensor is expected"
+            description = "a plain tensor, where a DTensor is expected"
             mend = "p.grad = distribute_tensor(grad, p.device_mesh, p.placements)"
-        raise RuntimeError(f"{what}: the gradient of {name} was replaced by {found}; set {mend}")
+        raise RuntimeError(f"{what}: the gradient of {name} was replaced by {description}; set {mend}")
 
     def _measure(
         self, grads: Mapping[str, torch.Tensor], norms: tuple[frozenset[str], ...], p: float
@@ -250,8 +250,8 @@ class Clipper:
             )
             self._programs[key] = program
         runs = {names: arithmetic.join([_torch.local_of(grads[n]) for n in names]) for names in program.sets}
-        known = self._known_norms(grads, p)  # a tensor's norm has the same norm
-        measured = ([known.get(_place(run), run) for run in runs[names]] for names in program.sets)
+        norms_of = self._known_norms(grads, p)  # a tensor's norm has the same norm
+        measured = ([norms_of.get(_place(run), run) for run in runs[names]] for names in program.sets)
         with torch.no_grad():
             inputs = [tensors or _empty(grads, names) for tensors, names in zip(measured, program.sets, strict=True)]
             return program.module(*inputs), runs

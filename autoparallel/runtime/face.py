@@ -68,8 +68,8 @@ class Face(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getattr(self.__dict__["_plain"], name)
-        return self._under_whole(name) if name in self.__dict__["_methods"] else found
+            value = getattr(self.__dict__["_plain"], name)
+        return self._under_whole(name) if name in self.__dict__["_methods"] else value
 
     def _under_whole(self, name: str) -> Callable[..., Any]:
         """A method of the plain model that gathers the parameters while it runs."""
@@ -100,8 +100,8 @@ class Face(nn.Module):
         """Loads parameters and buffers; plain tensors are whole values, of which each rank takes its part."""
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
-        own = dict(self.named_parameters(remove_duplicate=False))
-        meta = [n for n, t in [*own.items(), *self.named_buffers()] if _torch.local_of(t).is_meta]
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        meta = [n for n, t in [*parameters.items(), *self.named_buffers()] if _torch.local_of(t).is_meta]
         if meta:
             raise RuntimeError(
                 f"{meta[0]} is on the meta device until the first call is planned, so there is nowhere to load it to: "
@@ -109,9 +109,9 @@ class Face(nn.Module):
             )
         converted = {}
         for name, value in state_dict.items():
-            parameter = own.get(name)
-            known = isinstance(parameter, DTensor) and isinstance(value, torch.Tensor)
-            converted[name] = lay_like(value, parameter) if known else value  # type: ignore[arg-type]
+            parameter = parameters.get(name)
+            is_laid_out = isinstance(parameter, DTensor) and isinstance(value, torch.Tensor)
+            converted[name] = lay_like(value, parameter) if is_laid_out else value  # type: ignore[arg-type]
         return super().load_state_dict(converted, strict=strict)
 
     @property

@@ -127,7 +127,7 @@ class GradientStore:
         marks = _torch.storage_marks(self.parameters.values())
         if marks == self._marks:
             return None
-        name = next(n for n, mark, known in zip(self.parameters, marks, self._marks, strict=True) if mark != known)
+        name = next(n for n, mark, noted in zip(self.parameters, marks, self._marks, strict=True) if mark != noted)
         return (
             f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the "
             "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, "
@@ -250,14 +250,14 @@ class GradientStore:
 
     def _accumulate(self, chains: Sequence[ParameterChain], grads: Tensors) -> None:
         addends = [cast(grad, chain.accumulator_dtype) for chain, grad in zip(chains, grads, strict=True)]
-        known = [self._take_accumulator(chain) for chain in chains]
-        sums = [k for k in known if k is not None]
+        accumulators = [self._take_accumulator(chain) for chain in chains]
+        sums = [k for k in accumulators if k is not None]
         if sums:
-            torch._foreach_add_(sums, [a for a, k in zip(addends, known, strict=True) if k is not None])
+            torch._foreach_add_(sums, [a for a, k in zip(addends, accumulators, strict=True) if k is not None])
         # Copied, because the engine may hand a gradient to others, too; side by side, as they will be reduced.
-        first = [a for a, k in zip(addends, known, strict=True) if k is None]
+        first = [a for a, k in zip(addends, accumulators, strict=True) if k is None]
         copies = iter(pack(first) if first else ())
-        for chain, accumulator in zip(chains, known, strict=True):
+        for chain, accumulator in zip(chains, accumulators, strict=True):
             self._keep(chain, next(copies) if accumulator is None else accumulator)
 
     def _keep(self, chain: ParameterChain, accumulator: torch.Tensor) -> None:
@@ -274,11 +274,11 @@ class GradientStore:
             self._pending.pop(chain.name, None)
             return None
         local = _torch.local_of(grad)
-        known = self._pending.pop(chain.name, None)
-        layout = known.accumulator if known is not None else chain.at_rest
+        pending = self._pending.pop(chain.name, None)
+        layout = pending.accumulator if pending is not None else chain.at_rest
         if layout == chain.accumulator and local.dtype == chain.accumulator_dtype:
             return local
-        if known is None:  # a whole gradient: it becomes a summand again, without communication
+        if pending is None:  # a whole gradient: it becomes a summand again, without communication
             local = local.to(chain.accumulator_dtype, copy=True)
         self.parameters[chain.name].grad = None
         return self.along(local, chain.shape, layout, chain.accumulator)
@@ -300,10 +300,10 @@ class GradientStore:
     def _with_pending(self, chain: ParameterChain, grad: torch.Tensor) -> torch.Tensor:
         if chain.name not in self._pending:
             return grad
-        known = self._take_accumulator(chain)
+        accumulator = self._take_accumulator(chain)
         self._pending.pop(chain.name, None)
         self.parameters[chain.name].grad = None
-        return grad if known is None else known.add_(grad)
+        return grad if accumulator is None else accumulator.add_(grad)
 
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
         """Adds reduced gradients to ``.grad``; those that hooks are to see first, when all of them are there."""

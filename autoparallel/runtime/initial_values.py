@@ -38,11 +38,11 @@ class Unit:
         Raises:
             RuntimeError: naming a module that leaves one of its tensors without a value.
         """
-        kept = [(module, dict(module._parameters), dict(module._buffers)) for _, module in self.modules]
+        tables = [(module, dict(module._parameters), dict(module._buffers)) for _, module in self.modules]
         values: dict[nn.Parameter, torch.Tensor] = {}
         buffers: list[torch.Tensor] = []
         missing = [_missing(module) for _, module in self.modules]
-        for module, parameters, _ in kept:
+        for module, parameters, _ in tables:
             for name, p in parameters.items():
                 if p is not None:
                     module._parameters[name] = nn.Parameter(_blank(p, device), p.requires_grad)
@@ -52,7 +52,7 @@ class Unit:
         try:
             for (path, module), owner, names in zip(self.modules, self.owners, missing, strict=True):
                 _initialise(module, owner, path, names)
-            for (module, parameters, _), names in zip(kept, missing, strict=True):
+            for (module, parameters, _), names in zip(tables, missing, strict=True):
                 for name in names:
                     value = module._parameters.get(name)
                     if value is None:
@@ -63,7 +63,7 @@ class Unit:
             missing = [[] for _ in missing]  # nothing has got a value
             raise
         finally:
-            for (module, parameters, its), names in zip(kept, missing, strict=True):
+            for (module, parameters, its), names in zip(tables, missing, strict=True):
                 module._parameters.update(parameters)
                 module._buffers.update({name: b for name, b in its.items() if name not in names})
         return values, buffers

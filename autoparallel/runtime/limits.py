@@ -89,11 +89,11 @@ class ParameterNames:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
         self._every = frozenset(parameters)
-        own = {id(p): name for name, p in parameters.items()}
+        names_by_id = {id(p): name for name, p in parameters.items()}
         self._names: dict[str, list[str]] = {name: [] for name in parameters}
         for alias, parameter in model.named_parameters(remove_duplicate=False):
-            if id(parameter) in own:
-                self._names[own[id(parameter)]].append(alias)
+            if id(parameter) in names_by_id:
+                self._names[names_by_id[id(parameter)]].append(alias)
 
     def matching(self, patterns: str | Iterable[str]) -> list[str]:
         """The parameters of which any name matches any of the patterns, such as ``"encoder.*"``.
@@ -102,7 +102,7 @@ class ParameterNames:
             ValueError: for a pattern that no parameter matches.
         """
         patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-        found: dict[str, None] = {}
+        matched: dict[str, None] = {}
         for pattern in patterns:
             if not isinstance(pattern, str):
                 raise TypeError(f"a pattern of parameter names must be text, not {pattern!r}")
@@ -110,8 +110,8 @@ class ParameterNames:
             if not some:
                 example = next(iter(self._parameters), "")
                 raise ValueError(f"no parameter matches {pattern!r}; names are such as {example!r}")
-            found.update(dict.fromkeys(some))
-        return list(found)
+            matched.update(dict.fromkeys(some))
+        return list(matched)
 
     def groups(self, groups: Groups) -> dict[str, frozenset[str]]:
         """The parameters of each group; a parameter may be in several.
@@ -153,16 +153,16 @@ class ParameterNames:
         return Limits(tuple(max_norm), tuple(names), values)
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer) -> Limits:
-        own = {id(p): name for name, p in self._parameters.items()}
+        names_by_id = {id(p): name for name, p in self._parameters.items()}
         names: list[frozenset[str]] = []
         values: list[float] = []
         for i, group in enumerate(optimizer.param_groups):
-            if any(id(p) not in own for p in group["params"]):
+            if any(id(p) not in names_by_id for p in group["params"]):
                 raise ValueError(
                     f"param_groups[{i}] holds a parameter that is not the compiled model's: make the optimizer after "
                     "compile(), and clip other models on their own"
                 )
-            names.append(frozenset(own[id(p)] for p in group["params"]))
+            names.append(frozenset(names_by_id[id(p)] for p in group["params"]))
             limit = group.get("max_norm")
             values.append(math.inf if limit is None else require_limit(limit))
         if all(group.get("max_norm") is None for group in optimizer.param_groups):

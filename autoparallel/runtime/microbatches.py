@@ -101,7 +101,7 @@ class Gradients:
             )
         sums, self._sums = self._sums, None
         factor = grad.double() / self._divisor
-        values = [*(v for own in sums.values() for v in own.values()), *self._totals.values()]
+        values = [*(v for grads in sums.values() for v in grads.values()), *self._totals.values()]
         if self._scaled and self._store.synchronise:
             factor = factor.masked_fill(self._overflows(values), torch.nan)
         _scale(values, factor)

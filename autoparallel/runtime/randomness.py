@@ -45,9 +45,9 @@ class Stream:
         """The place of the next call that draws."""
         seed = torch.initial_seed()
         state = _state()
-        known = self.places.get((seed, state))
-        if known is not None:
-            return known
+        place = self.places.get((seed, state))
+        if place is not None:
+            return place
         if state == _fresh(seed):
             return seed, 0
         return self.last.get(seed, (seed, 0))
@@ -69,7 +69,7 @@ class Stream:
         """What a call at a place draws, which is over then."""
         seed = torch.initial_seed()
         if _state() == _fresh(seed):  # what came after the last time it was seeded so means nothing any more
-            self.places = {key: known for key, known in self.places.items() if key[0] != seed}
+            self.places = {key: at for key, at in self.places.items() if key[0] != seed}
         else:
             self._note(place)
         torch.rand((), generator=torch.default_generator)

@@ -61,7 +61,7 @@ class Replicas:
         sets: list[list[tuple[str, int]]] = [[] for _ in range(SETS)]
         for name, mask, value in self._values():
             sets[mask].append((name, value))
-        return b"".join(digest(*found)[:8] for found in sets)
+        return b"".join(digest(*entries)[:8] for entries in sets)
 
     def require_same(self, shown: Tensor, agreement: Agreement, call: int) -> None:
         """Raises on every rank where replicas differ.
@@ -77,10 +77,12 @@ class Replicas:
         if all(_is_same(grid[..., mask, :], _axes(mask, mesh)) for mask in range(SETS)):
             return
         agreement.control.mismatches += 1
-        found = agreement.gather({name: (mask, value) for name, mask, value in self._values()})
+        numbers = agreement.gather({name: (mask, value) for name, mask, value in self._values()})
         lines: list[str] = []
-        for name in dict.fromkeys(name for values in found for name in values):
-            having = {rank: values[name] for rank, values in zip(agreement.ranks, found, strict=True) if name in values}
+        for name in dict.fromkeys(name for values in numbers for name in values):
+            having = {
+                rank: values[name] for rank, values in zip(agreement.ranks, numbers, strict=True) if name in values
+            }
             mask = next(mask for mask, _ in having.values())
             lines.extend(
                 f"  {name}: {text}"

@@ -144,14 +144,14 @@ class Rerun:
     def _compare(self, before: float, after: float, first: Mapping[str, Tensor]) -> None:
         """Says what two computations of a step mean, on every rank alike."""
         second = _gradients(self._model)
-        own = tuple(
+        changed = tuple(
             name
             for name in {**first, **second}
             if name not in first or name not in second or not torch.equal(first[name], second[name])
         )
         agreement = self._model._kinds.exchange.agreement
-        found = [own[:NAMED]] if agreement.alone else agreement.gather(own[:NAMED])
-        differing = {rank: names for rank, names in zip(agreement.ranks, found, strict=True) if names}
+        by_rank = [changed[:NAMED]] if agreement.alone else agreement.gather(changed[:NAMED])
+        differing = {rank: names for rank, names in zip(agreement.ranks, by_rank, strict=True) if names}
         suspicious = self._is_suspicious(before)
         if self._repeats is None:
             self._repeats = not differing or suspicious  # a fault in the first step is told as one

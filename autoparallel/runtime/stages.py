@@ -105,13 +105,13 @@ class StageGradients:
         some = [chain for chain, _ in rows]
         made = [self.store.sum_uses(chain, row) for chain, row in rows]
         for chain, value in zip(some, self._reduced(some, made), strict=True):
-            known = self.sums.get(chain.name)
-            if known is None:
+            total = self.sums.get(chain.name)
+            if total is None:
                 copied = value.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
                 self.sums[chain.name] = copied
             else:
-                sums.append(known)
-                addends.append(value if value.dtype == known.dtype else value.to(known.dtype))
+                sums.append(total)
+                addends.append(value if value.dtype == total.dtype else value.to(total.dtype))
         if sums:
             torch._foreach_add_(sums, addends)
         return [None] * len(chains)
@@ -259,38 +259,38 @@ class Stage:
         Returns:
             The gradients of the values it has received, by the number of the crossing.
         """
-        kept = self._kept[microbatch]
+        saved = self._kept[microbatch]
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
-        for number, value in kept.sent.items():
+        for number, value in saved.sent.items():
             if value.requires_grad and grads.get(number):
                 first, *others = grads[number]
                 roots.append(value)
                 seeds.append(sum(others, first))
-        if kept.loss is not None and kept.loss.requires_grad:
-            roots.append(kept.loss)
-            seeds.append(torch.as_tensor(seed, dtype=kept.loss.dtype, device=kept.loss.device).reshape(()))
+        if saved.loss is not None and saved.loss.requires_grad:
+            roots.append(saved.loss)
+            seeds.append(torch.as_tensor(seed, dtype=saved.loss.dtype, device=saved.loss.device).reshape(()))
         if roots:
             torch.autograd.backward(roots, seeds)
         back: dict[int, torch.Tensor] = {}
         for crossing in self.graph.received:
             if self.index in crossing.flows:
-                x = kept.received[crossing.number]
+                x = saved.received[crossing.number]
                 back[crossing.number] = torch.zeros_like(x) if x.grad is None else settled(x.grad).contiguous()
         self.gradients.own(back.values())
-        kept.received, kept.sent, kept.loss = {}, {}, None
+        saved.received, saved.sent, saved.loss = {}, {}, None
         if not split:
             self.weights(microbatch)
         return back
 
     def weights(self, microbatch: int) -> None:
         """Computes the gradients of parameters that :meth:`backward` has left."""
-        kept = self._kept.pop(microbatch)
+        saved = self._kept.pop(microbatch)
         roots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for deferred in kept.deferred:
+        for deferred in saved.deferred:
             for weight, grad in deferred.run():
-                known = roots.get(id(weight))
-                roots[id(weight)] = (weight, grad if known is None else known[1] + grad)
+                root = roots.get(id(weight))
+                roots[id(weight)] = (weight, grad if root is None else root[1] + grad)
         if roots:
             torch.autograd.backward([w for w, _ in roots.values()], [g for _, g in roots.values()])
             self.gradients.own(())

@@ -57,7 +57,7 @@ def find_ties(
         owners: the rank on the pipeline's axis that holds each parameter.
         rank_of: stage to rank.
     """
-    found = []
+    ties = []
     for name in sorted({name for stage in chains for name in stage}):
         used = {i: stage[name] for i, stage in enumerate(chains) if name in stage}
         users: dict[int, tuple[int, ...]] = {}
@@ -66,8 +66,8 @@ def find_ties(
         if len(used) > 1 or owners[name] not in users:
             first = next(iter(used.values()))
             made = join_layouts([chain.made for chain in used.values()])
-            found.append(Tie(used, first.with_made(made, redistributor), owners[name], users))
-    return found
+            ties.append(Tie(used, first.with_made(made, redistributor), owners[name], users))
+    return ties
 
 
 class TiedParameters:
@@ -130,13 +130,13 @@ class TiedParameters:
         for tie in self.ties:
             if not tie.chain.trainable or self.rank not in tie.users and self.rank != tie.owner:
                 continue
-            own = self._own(tie, sums)
+            total = self._own(tie, sums)
             if self.rank != tie.owner:
-                sends.append(self.communicator.send(own, self.axis, tie.owner))
+                sends.append(self.communicator.send(total, self.axis, tie.owner))
                 continue
             for borrower in tie.borrowers:
-                own = own + self.communicator.receive(torch.empty_like(own), self.axis, borrower)()
-            totals[tie.chain.name] = own
+                total = total + self.communicator.receive(torch.empty_like(total), self.axis, borrower)()
+            totals[tie.chain.name] = total
         for sent in sends:
             sent()
         return totals

@@ -51,7 +51,7 @@ def calibrate(mesh: DeviceMesh, name: str = "measured") -> Profile:
     for axes in _groups(mesh):
         links += _links(watch, f"{prefix}/{axes}", 1 << 26 if large else 1 << 21)
     overlap = _overlap(watch, 1 << 24 if large else 1 << 18)
-    known = profile_for(device.type)
+    base = profile_for(device.type)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     reduced = [link for link in links if link.kind == "all_reduce"]
     profile = Profile(
@@ -59,17 +59,17 @@ def calibrate(mesh: DeviceMesh, name: str = "measured") -> Profile:
         flops=flops,
         memory_bandwidth=bandwidth,
         launch=launch,
-        latency=reduced[0].latency if reduced else known.latency,
-        bandwidth=reduced[0].bandwidth if reduced else known.bandwidth,
+        latency=reduced[0].latency if reduced else base.latency,
+        bandwidth=reduced[0].bandwidth if reduced else base.bandwidth,
         memory=float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None,
         reserve=RESERVE if device.type == "cuda" else 0.0,
         default_flops=flops[torch.float32],
         attention=attention,
         node=local if 0 < local < mesh.size() else 0,
-        network_latency=known.network_latency,
-        network_bandwidth=known.network_bandwidth or known.bandwidth,
+        network_latency=base.network_latency,
+        network_bandwidth=base.network_bandwidth or base.bandwidth,
         overlap=overlap,
-        copies=known.copies,
+        copies=base.copies,
         links=tuple(links),
     )
     texts: list[str] = [profile.to_json()]
@@ -78,8 +78,8 @@ def calibrate(mesh: DeviceMesh, name: str = "measured") -> Profile:
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:
-    found = [torch.float32, torch.float64, torch.bfloat16]
-    return [*found, torch.float16] if device.type == "cuda" else found
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    return [*dtypes, torch.float16] if device.type == "cuda" else dtypes
 
 
 class _Stopwatch:
@@ -213,12 +213,12 @@ def _links(watch: _Stopwatch, group: str, elements: int) -> list[Link]:
 
             runs.append(run)
     _, seconds = watch.beside_computing(*runs)
-    found = []
+    links = []
     for kind, few, many, small, large in zip(KINDS, sent[::2], sent[1::2], seconds[::2], seconds[1::2], strict=True):
         latency = min(small, large)
         bandwidth = (many - few) / max(large - latency, 1e-9)
-        found.append(Link(kind, ranks, -(-ranks // local), latency, bandwidth))
-    return found
+        links.append(Link(kind, ranks, -(-ranks // local), latency, bandwidth))
+    return links
 
 
 def _overlap(watch: _Stopwatch, elements: int) -> float:

@@ -207,13 +207,13 @@ def plan_of(text: str) -> Preset | Plan:
 
 
 def _table(texts: list[str]) -> dict[str, str]:
-    found = {}
+    table = {}
     for text in texts:
         pattern, equals, placements = text.rpartition("=")
         if not equals:
             raise ValueError(f"{text!r} is not a pin: write NAME=S0,R with one placement for each mesh axis")
-        found[pattern] = placements
-    return found
+        table[pattern] = placements
+    return table
 
 
 def _policy(precision: str | None) -> Any:

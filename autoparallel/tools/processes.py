@@ -482,8 +482,8 @@ def _leave_groups() -> list[Any]:
     """
     if not dist.is_initialized():
         return []
-    kept = [dist.group.WORLD]
+    inherited = [dist.group.WORLD]
     groups.unbind_all()
     forget_groups()
     dist.destroy_process_group()
-    return kept
+    return inherited

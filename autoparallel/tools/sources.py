@@ -54,14 +54,16 @@ def find_factory(factory: str) -> Callable[..., Any]:
         if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
             raise RuntimeError(f"importing {place} failed: {error}") from error
         raise UsageError(f"there is no module {place!r} here (for a file, write its path with .py)") from None
-    found: Any = module
+    function: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(function, part):
             raise UsageError(f"{place} has no {part!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"{factory} is a {type(found).__name__}, not a function that returns (model, example_inputs)")
-    return found
+        function = getattr(function, part)
+    if not callable(function):
+        raise UsageError(
+            f"{factory} is a {type(function).__name__}, not a function that returns (model, example_inputs)"
+        )
+    return function
 
 
 def _load_file(path: Path) -> Any:
@@ -147,12 +149,12 @@ def from_config(path: str, batch: int | None, seq: int | None) -> Source:
         config = transformers.AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a configuration of transformers: {error}") from None
-    found: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    model_class: Any = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
-        if found is None:
+        if model_class is None:
             model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
         else:
-            model = found._from_config(config, attn_implementation="sdpa")
+            model = model_class._from_config(config, attn_implementation="sdpa")
         model.train()
         if model.main_input_name == "pixel_values":
             size, channels = config.image_size, getattr(config, "num_channels", 3)

@@ -198,13 +198,13 @@ class _Comparison:
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
         """The next nodes that can be compared, on the ways from a node to the output."""
-        found: list[fx.Node] = []
+        readers: list[fx.Node] = []
         for user in node.users:
             if user.op == "output":
                 continue
             at = [n for n in user.users if n.meta.get("scales") is user]
-            found += at or ([user] if user in self.nodes else self._readers(user))
-        return found
+            readers += at or ([user] if user in self.nodes else self._readers(user))
+        return readers
 
     def _gives_wrong(self, reader: fx.Node, node: fx.Node) -> bool:
         """Whether a call gives back a wrong gradient to one operand; False where that cannot be told."""

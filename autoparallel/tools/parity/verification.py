@@ -221,11 +221,11 @@ class VerifyReport:
         for title, justify in (("compared", "left"), ("tensors", "right"), ("largest difference", "right")):
             table.add_column(title, justify=justify)  # type: ignore[arg-type]
         table.add_column("where", overflow="fold")
-        for kind, found in kinds.items():
-            worst = next((d for d in found if not d.value <= self.limit_of(d)), found[0])
+        for kind, differences in kinds.items():
+            worst = next((d for d in differences if not d.value <= self.limit_of(d)), differences[0])
             style = "" if worst.value <= self.limit_of(worst) else "red"
             where = self._where(worst) if worst.value > 0 else ""
-            table.add_row(kind, str(len(found)), _number(worst.value), Text(where), style=style)
+            table.add_row(kind, str(len(differences)), _number(worst.value), Text(where), style=style)
         return table
 
     def _failures(self) -> Table:
