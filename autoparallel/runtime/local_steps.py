@@ -81,6 +81,11 @@ def step_of(kind: type[Optimizer]) -> Any:
 _unwrapped = lru_cache(inspect.unwrap)
 
 
+def _is_torchs(function: Any) -> bool:
+    """Whether a function is one of ``torch.optim``."""
+    return str(getattr(function, "__module__", "")).startswith("torch.optim.")
+
+
 for _name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop"):
     register_optimizer(getattr(torch.optim, _name), per="element")
 for _name in ("Muon", "Adafactor"):
@@ -119,7 +124,7 @@ def take_back(optimizer: Optimizer, twin: Optimizer) -> None:
         group.update((key, value) for key, value in own.items() if key != "params")
 
 
-_OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf", *_torch.STEP_HOOKS})
+_OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf", _torch.FILLER, *_torch.STEP_HOOKS})
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -220,12 +225,18 @@ class LocalStep:
 
     States are kept twice, as ``DTensor``s and as the plain tensors inside of them; only where the objects in the
     optimizer's dictionaries are others than after its last step are they looked at one by one.
+
+    [Note: lists that are kept] The step of each of torch's optimizers first goes through a group's parameters and puts
+    them, their gradients and their states into lists (``_init_group``), which one function then updates.  As long as
+    all objects and the group's options are those of the step before, so are the lists, but for the gradients: the twin
+    is handed them as they were, and gradients need not be set on the plain tensors.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
         self._parameters: list[torch.Tensor] = list(chain.from_iterable(self._lists))
         self._locals = list(map(_torch.local_of, self._parameters))
+        self._slices = [slice(i, j) for i, j in pairwise(accumulate(map(len, self._lists), initial=0))]
         sharded = [(p, x) for p, x in zip(self._parameters, self._locals, strict=True) if p is not x]
         for parameter, local in sharded:
             local.grad_dtype = parameter.grad_dtype
@@ -233,11 +244,18 @@ class LocalStep:
         self._shards = [x for _, x in sharded]
         self._by_parameter = {id(p): x for p, x in zip(self._parameters, self._locals, strict=True)}
         self._specs: list[Any] = [_UNKNOWN] * len(sharded)  # of gradients that have been found to lie as they should
-        known = step_of(type(optimizer)).__module__.startswith("torch.optim.")
+        self._without: list[int] = []  # places of those that had none
+        self._changed = self._sharded
+        kind = type(optimizer)
+        known = _is_torchs(step_of(kind))
         self._numbers = NUMBERS if known else try_elements(optimizer)
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._seen: list[Any] = []
         self._made: list[Any] = []
+        self._keeps_lists = known and len(sharded) == len(self._locals) and _is_torchs(_torch.filler_of(kind))
+        self._options: list[Any] = []
+        self._filled: list[_torch.Filled] = []  # by each group, in the last step, if they hold for the next
+        self._filling: list[_torch.Filled] = []
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's parameters are still these, where they were."""
@@ -252,24 +270,31 @@ class LocalStep:
         """Gives the plain tensors their gradients and states, and the twin these tensors."""
         grads = _torch.grads_of(self._sharded)
         parts, specs = _torch.locals_of(grads), _torch.specs_of(grads)
-        changed = self._sharded
-        if all(map(is_, specs, self._specs)):
-            for local, part in zip(self._shards, parts, strict=True):
-                local.grad = part
-        else:
-            for i, (local, part, spec) in enumerate(zip(self._shards, parts, specs, strict=True)):
-                if spec is self._specs[i]:
-                    local.grad = part
-                else:
-                    local.grad = gradient_of(self._sharded[i])
-                    self._specs[i] = spec if local.grad is part and spec is not None else _UNKNOWN
-            changed = [p for p, g in zip(changed, grads, strict=True) if g is not None]
+        same = all(map(is_, specs, self._specs)) and all(grads[i] is None for i in self._without)
+        if not same:
+            found = list(map(gradient_of, self._sharded))
+            self._specs = [s if a is b else _UNKNOWN for s, a, b in zip(specs, parts, found, strict=True)]
+            self._without = [i for i, grad in enumerate(grads) if grad is None]
+            self._changed = [p for p, grad in zip(self._sharded, grads, strict=True) if grad is not None]
+            parts = found
         # Writing to a local tensor does not let it show in the version of its ``DTensor``.
-        torch.autograd.graph.increment_version(changed)
+        torch.autograd.graph.increment_version(self._changed)
         if not _same(_objects(optimizer.state), self._seen):
+            same = False
             self._read(optimizer)
-        ends = list(accumulate(map(len, self._lists), initial=0))
-        fill(twin, optimizer, self._state, [self._locals[i:j] for i, j in pairwise(ends)])
+        fill(twin, optimizer, self._state, [self._locals[part] for part in self._slices])
+        filled, self._filled, self._filling = self._filled, [], []
+        if self._keeps_lists:
+            options = list(map(_options, twin.param_groups))
+            if same and filled and options == self._options:
+                present = [[p for p in parts[part] if p is not None] for part in self._slices]
+                _torch.refill(twin, filled, present)
+                self._filled = filled
+                return
+            self._options = options
+            _torch.note_filled(twin, self._filling)
+        for local, part in zip(self._shards, parts, strict=True):
+            local.grad = part
 
     def _read(self, optimizer: Optimizer) -> None:
         self._state.clear()
@@ -286,10 +311,14 @@ class LocalStep:
 
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
         """Takes back what a step has made."""
+        take_back(optimizer, twin)
+        if self._filled:
+            return
         for local in self._shards:
             local.grad = None
-        take_back(optimizer, twin)
-        if not _same(_objects(self._state), self._made):
+        if _same(_objects(self._state), self._made):
+            self._filled = self._filling
+        else:
             self._write(optimizer)
 
     def _write(self, optimizer: Optimizer) -> None:
@@ -312,6 +341,14 @@ class LocalStep:
         for key in self._state.keys() - {*self._locals}:
             optimizer.state[key] = self._state[key]
         self._seen, self._made = _objects(optimizer.state), _objects(self._state)
+
+
+def _options(group: dict[str, Any]) -> list[Any]:
+    """What may decide which tensors of a group are gathered: options, of numbers only whether they are 0."""
+    return [(key, type(x), bool(x) if isinstance(x, _SCALARS) else None) for key, x in group.items() if key != "params"]
+
+
+_SCALARS = (bool, int, float, str, type(None))
 
 
 def _objects(state: Mapping[Any, Any]) -> list[Any]:

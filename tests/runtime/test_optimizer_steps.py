@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autoparallel
+from autoparallel import _torch
 from tests.runtime.support import Net, batch, compiled_pair, parameters_off, raised, run_on_ranks
 from tests.runtime.test_clipping import backward
 
@@ -117,6 +119,52 @@ def _bits(shape: tuple[int, ...]) -> dict[str, bool]:
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 def test_elements_are_updated_bit_for_bit_as_in_plain_tensors(shape: tuple[int, ...]) -> None:
     for results in run_on_ranks(_bits, shape, world_size=torch.Size(shape).numel()):
+        wrong = [name for name, right in results.items() if not right]
+        assert not wrong, wrong
+
+
+def _disturbed() -> dict[str, bool]:
+    """Steps between which something changes that decides what a step gathers; whether each was gathered anew."""
+    model, _ = compiled_pair(lambda: Net(8, 6), 2, plan="fsdp", dtype=torch.float32)
+    model(*batch(0, dtype=torch.float32))
+    results: dict[str, bool] = {}
+    for kind, options, changed in (
+        (torch.optim.AdamW, {"fused": True}, {"lr": 0.1}),
+        (torch.optim.AdamW, {"amsgrad": True}, {"fused": True}),
+        (torch.optim.SGD, {}, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {"momentum": 0.9}, {"momentum": 0.0}),
+    ):
+        plain = [nn.Parameter(p.to_local().detach().clone()) for p in model.parameters()]  # type: ignore[attr-defined]
+        optimizers = [kind(some, lr=0.01, **options) for some in (list(model.parameters()), plain)]  # type: ignore[operator]
+        for step in range(12):
+            model.zero_grad()
+            model(*batch(step, dtype=torch.float32)).backward()
+            if step in (4, 5):
+                model.up.bias.grad = None
+            for p, new in zip(model.parameters(), plain, strict=True):
+                new.grad = p.grad.to_local().clone() if isinstance(p.grad, DTensor) else None
+            for optimizer in optimizers:
+                if step == 7:
+                    optimizer.param_groups[0].update(changed)
+                if step == 10:
+                    for state in optimizer.state.values():
+                        state |= {k: v.clone() if v.ndim else v + 1 for k, v in state.items()}
+            with mock.patch.object(_torch, "refill", wraps=_torch.refill) as kept:
+                optimizers[0].step()
+            optimizers[1].step()
+            results[f"{kind.__name__} {step}"] = all(
+                torch.equal(p.to_local(), new)  # type: ignore[attr-defined]
+                for p, new in zip(model.parameters(), plain, strict=True)
+            )
+            if step in (3, 6, 9):  # a gradient that was missing is there again at 6
+                results[f"{kind.__name__} {step} is kept"] = kept.called == (step != 6)
+        model.up.bias.grad = torch.zeros(6)
+        results[f"{kind.__name__} refuses"] = "replaced by a plain tensor" in raised(optimizers[0].step)
+    return results
+
+
+def test_what_a_step_gathers_is_kept_until_something_changes() -> None:
+    for results in run_on_ranks(_disturbed, world_size=2):
         wrong = [name for name, right in results.items() if not right]
         assert not wrong, wrong
 
