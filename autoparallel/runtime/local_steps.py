@@ -284,7 +284,7 @@ class LocalStep:
             self._read(optimizer)
         fill(twin, optimizer, self._state, [self._locals[part] for part in self._slices])
         filled, self._filled, self._filling = self._filled, [], []
-        if self._keeps_lists:
+        if self._keeps_lists and _torch.FILLER not in vars(optimizer):
             options = list(map(_options, twin.param_groups))
             if same and filled and options == self._options:
                 present = [[p for p in parts[part] if p is not None] for part in self._slices]
