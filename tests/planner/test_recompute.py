@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.hardware import CPU
+from autoparallel.hardware import CPU, H100
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import Draft, call_of
 from autoparallel.planner.request import Request
@@ -59,6 +60,46 @@ def test_a_plan_says_what_is_recomputed() -> None:
     assert f"Recomputed in the backward: nothing; now {words}." in diff_plans(free.plan, plan)
     again = _draft(None, Plan.from_json(plan.to_json()))
     assert again.prediction.total_memory == plan.prediction.total_memory  # type: ignore[union-attr]
+
+
+class _Gated(nn.Module):
+    """A layer of which most of what it saves follows from its products alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up, self.down = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.down(torch.tanh(nn.functional.silu(self.gate(x)) * torch.sigmoid(self.up(x))))
+
+
+def test_products_are_kept_where_the_rest_saves_enough() -> None:
+    def drafted(part: float | None) -> Draft:
+        limit = None if part is None else part * most
+        loss = nn.functional.mse_loss
+        request = Request((("dp", 2),), H100, "fsdp", loss_fn=loss, memory_limit=limit, microbatches=1)
+        x = torch.empty(65536, 1024, device="meta")
+        return draft(nn.Sequential(*(_Gated(1024) for _ in range(4))), call_of((x, x), with_target=True), request)
+
+    free = drafted(None)
+    most = free.prediction.total_memory
+    some, least = drafted(0.85), drafted(0.5)
+    assert {*some.plan.recompute.values()} == {"selective"}
+    assert "full" in least.plan.recompute.values()
+    assert free.prediction.seconds() < some.prediction.seconds() < least.prediction.seconds()
+    for found, part in ((some, 0.85), (least, 0.5)):
+        assert found.prediction.total_memory <= part * most
+    assert Plan.from_json(some.plan.to_json()).recompute == some.plan.recompute
+    assert "but for products, attention and collectives" in " ".join(some.plan.explain().split())
+
+
+def test_a_plan_from_before_recomputes_whole_layers_and_an_unknown_way_is_refused() -> None:
+    data = json.loads(_draft(None).plan.to_json())
+    assert Plan.from_json(json.dumps({**data, "recompute": ["blocks.1"]})).recompute == {"blocks.1": "full"}
+    with pytest.raises(PlanError, match=r"'blocks\.1' is recomputed 'half'; expected one of selective, full"):
+        Plan.from_json(json.dumps({**data, "recompute": {"blocks.1": "half"}}))
 
 
 def test_a_limit_that_nothing_fits_says_the_least_that_is_needed_what_for_and_what_helps() -> None:

@@ -129,8 +129,10 @@ def test_recomputed_layers_give_the_same_numbers_for_less_memory(
     for found in ranks:
         assert found["worst"] < tolerance, found["worst"]
         ours, plain = found["kept"]
-        assert ours < 0.8 * plain, "a layer keeps only what enters it"
-        assert found["activations"][0] < 0.8 * found["activations"][1]
+        # A layer keeps what enters it, and what its products make where these are not repeated.
+        most = 0.95 if "selective" in str(layers) else 0.8
+        assert ours < most * plain
+        assert found["activations"][0] < most * found["activations"][1]
         assert found["traffic"] == found["predicted"]
         assert "Recomputed in the backward" in found["explained"]
 
