@@ -9,7 +9,7 @@ How they are described:
 - torchtitan's Llama repeats keys and values for each head before attention, and so does the model here.
 - Activations are recomputed.  Wholly: each layer runs again.  Selectively ("op"): of each layer all but attention and
   two thirds of the products, as torchtitan's rule keeps them of a layer of Llama.  For a pipeline a second forward is
-  added.
+  added, and fusion saves the part that it saves without stages.
 - Compiled programs are fused (``predict.fusion``); attention stays in bfloat16 where linear layers are in Float8.
 
 Two numbers are fitted, each to one run, which the table marks "(fitted)" and which proves nothing; all others are
@@ -278,7 +278,17 @@ def _predict_staged(run: Run, profile: Profile, plan: str, limit: float | None) 
         pipeline=Pipeline() if plan == "auto" else Pipeline(run.schedule, microbatches=ranks, stages_per_rank=per_rank),
     )
     p = draft_captured(Planner(model, request), captured.copy(), call).prediction
-    return p.seconds() + p.forward_seconds, p.total_memory
+    return _fusion(run, profile) * (p.seconds() + p.forward_seconds), p.total_memory
+
+
+def _fusion(run: Run, profile: Profile) -> float:
+    """The part that fusion leaves of a step without the pipeline, whose stages are priced operator by operator."""
+    axes = run.mesh[1:]
+    _, call, captured = _captured(run.size, run.batch, run.sequence, axes)
+    fused = Evaluator(_request(axes, profile, run.plan), captured, call)
+    plan = best(proposals(fused), fused.plan).require()
+    eager = Evaluator(_request(axes, replace(profile, fuses=False), run.plan), captured, call)
+    return fused.forecast(plan).seconds / eager.forecast(plan).seconds
 
 
 def _fitted() -> Numbers:
