@@ -14,7 +14,7 @@ def train() -> list[float]:
     torch.manual_seed(0)
     model = autoparallel.compile(Net().double(), plan="fsdp", loss_fn=F.cross_entropy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses: list[float] = []
     for window in model.accumulate(4, batches(steps=14)):  # new
         for x, y in window:  # new
             loss = model(x, y)  # new

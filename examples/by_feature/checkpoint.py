@@ -17,7 +17,7 @@ def train(path: str = os.path.join(tempfile.gettempdir(), "autoparallel-by-featu
     torch.manual_seed(0)
     model = autoparallel.compile(Net().double(), plan="fsdp", loss_fn=F.cross_entropy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses: list[float] = []
     for step, (x, y) in enumerate(batches()):  # new
         if step == 6:  # new
             model.save(path, step=step, optimizer=optimizer, keep=1)  # new

@@ -35,7 +35,7 @@ def train() -> list[float]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))  # new
     model = autoparallel.compile(Experts().double(), mesh, plan="expert_parallel", loss_fn=F.cross_entropy)  # new
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses: list[float] = []
     for x, y in batches():
         loss = model(x, y)
         loss.backward()

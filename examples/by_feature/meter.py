@@ -15,7 +15,7 @@ def train() -> list[float]:
     model = autoparallel.compile(Net().double(), plan="fsdp", loss_fn=F.cross_entropy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     meter = autoparallel.Meter(model)  # new
-    losses = []
+    losses: list[float] = []
     for x, y in batches():
         loss = model(x, y)
         loss.backward()

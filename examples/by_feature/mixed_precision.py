@@ -16,7 +16,7 @@ def train() -> list[float]:
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)  # new
     model = autoparallel.compile(Net(), plan="fsdp", loss_fn=F.cross_entropy, precision=policy)  # new
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses: list[float] = []
     for x, y in batches():
         loss = model(x.float(), y)  # new
         loss.backward()

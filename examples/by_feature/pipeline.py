@@ -17,7 +17,7 @@ def train() -> list[float]:
     pipeline = autoparallel.Pipeline(schedule="1f1b", microbatches=4)  # new
     model = autoparallel.compile(Net().double(), mesh, loss_fn=F.cross_entropy, pipeline=pipeline)  # new
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses: list[float] = []
     for x, y in batches():
         loss = model(x, y)
         loss.backward()
