@@ -197,6 +197,7 @@ def compile(
         pipeline=pipeline,
         loss_chunks=loss_chunks,
         microbatches=microbatches,
+        compiled=backend != "eager",
     )
     STREAM.begin()
     agreement = Agreement(mesh)

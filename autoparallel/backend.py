@@ -134,6 +134,7 @@ class Options:
             precision=self.precision,
             device=mesh.device_type,
             microbatches=1,
+            compiled=self.backend != "eager",
         )
 
 

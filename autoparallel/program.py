@@ -26,6 +26,7 @@ from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_s
 from autoparallel.passes.find_divisors import Divisors, find_divisors
 from autoparallel.passes.hoist_parameter_chains import Chains, ParameterChain, hoist_parameter_chains
 from autoparallel.passes.insert_collectives import insert_collectives
+from autoparallel.passes.overlap_collectives import overlap_collectives
 from autoparallel.passes.recompute_layers import Region, Regions, recompute_layers
 from autoparallel.passes.runner import CAPTURED, Fact, Findings, Pass, PassList, Watch, ignore, run_passes
 from autoparallel.passes.set_device import set_device
@@ -104,6 +105,8 @@ class Target:
         device: where a program creates tensors.
         reduce_dtype: the dtype in which gradients travel; None is that in which parameters are used.
         node: how many devices a node has, in the order of ranks; 0 where all devices are one node.
+        overlaps: whether collectives of activations run beside what computes. Inside of a compiled region, each is
+            one operator, which waits.
         checked: whether programs are checked and compiled, as those that run must be.
         watch: is told of each pass.
     """
@@ -114,6 +117,7 @@ class Target:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - frozen
     reduce_dtype: torch.dtype | None = None
     node: int = 0
+    overlaps: bool = True
     checked: bool = True
     watch: Watch = ignore
 
@@ -230,6 +234,7 @@ def program_passes(
             places=True,
             reads=lambda findings: {"chains": findings[Chains].chains},
         ),
+        *overlapping_passes(plan, target, losses),
         Pass(partial(set_device, device=target.device), requires={Fact.FLAT}),
         Pass(partial(find_divisors, axis_sizes=plan.axis_sizes), requires={Fact.PLACED, Fact.FLAT}),
         # Takes the gathers of what only one layer reads into the layer, so they must be calls of their own before.
@@ -256,6 +261,27 @@ def program_passes(
             )
         )
     return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED}, verify=_verify)
+
+
+def overlapping_passes(plan: Plan, target: Target, losses: Sequence[str]) -> list[Pass]:
+    """What lets collectives of activations run beside what computes, where the target wants it.
+
+    Not under a schedule that parts the backward: that says when the gradients of parameters are computed.
+
+    Args:
+        losses: the keys of those in chunks.
+    """
+    if not target.overlaps or plan.pipeline is not None and plan.pipeline.schedule in SPLIT:
+        return []
+    return [
+        # Waits behind the gathers of what reads a result, so these must be calls of their own before.
+        Pass(
+            partial(overlap_collectives, losses=losses),
+            requires={Fact.BUCKETED, Fact.FLAT},
+            places=True,
+            reads=lambda findings: {"specification": findings[Specification]},
+        )
+    ]
 
 
 def _verify(module: fx.GraphModule, findings: Findings) -> None:

@@ -40,6 +40,14 @@ class Redistribution:
     step: Step
     before: Layout
 
+    def growth(self, ranks: int) -> tuple[int, int]:
+        """A dim of a rank's value, and how many times as long it is afterwards.
+
+        Args:
+            ranks: how many there are along the step's axes.
+        """
+        return (self.step.src.dim, ranks) if self.step.src.kind == "S" else (0, 1)
+
 
 def insert_collectives(
     module: fx.GraphModule,

@@ -349,7 +349,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.spec = (src, dst, group)
         ctx.module = "" if torch.compiler.is_compiling() else ranges.place()
         ctx.set_materialize_grads(False)
-        return _apply(x, src, dst, group)
+        return apply(x, src, dst, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -357,26 +357,28 @@ class _Redistribute(torch.autograd.Function):
             return None, None, None, None
         src, dst, group = ctx.spec
         if not ctx.module:
-            return redistribute(grads[0], _DUALS.get(dst, dst), _DUALS.get(src, src), group), None, None, None
+            return redistribute(grads[0], DUALS.get(dst, dst), DUALS.get(src, src), group), None, None, None
         with ranges.named(lambda: f"{ctx.module}, backward"):
-            return redistribute(grads[0], _DUALS.get(dst, dst), _DUALS.get(src, src), group), None, None, None
+            return redistribute(grads[0], DUALS.get(dst, dst), DUALS.get(src, src), group), None, None, None
 
 
 # Dynamo traces what is below, and follows no cache: so it looks texts up instead of parsing them.
-_DUALS = {str(p): str(dual(p)) for p in (Replicate, Partial)}
+DUALS = {str(p): str(dual(p)) for p in (Replicate, Partial)}
 _WHOLE = (Invariant, Replicate, Partial)
 _NOTHING = frozenset((str(a), str(b)) for a in _WHOLE for b in _WHOLE if action(a, b) == "nothing")
 
 
-def _apply(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
+def apply(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
+    """A redistribution as :func:`redistribute` does it, not differentiable."""
     if src == dst or (src, dst) in _NOTHING:
         return x.view_as(x)
-    if torch.compiler.is_compiling() or _is_traced(x):
+    if torch.compiler.is_compiling() or is_traced(x):
         return torch.ops.autoparallel.transfer(x, src, dst, group)
     return transfer(x, parse_placement(src), parse_placement(dst), group)
 
 
-def _is_traced(x: torch.Tensor) -> bool:
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether a tensor has no values: operators are only noted, and what communicates must be one."""
     return x.is_meta or type(x) is not torch.Tensor and not isinstance(x, torch.nn.Parameter)
 
 

@@ -212,7 +212,7 @@ class CountingMode(TorchDispatchMode):
             return
         if name == "all_reduce":
             kind, part = "all_reduce", False
-        elif name == "transfer":
+        elif name in ("transfer", "start_transfer"):
             src, dst = parse_placement(given["src"]), parse_placement(given["dst"])
             kind, part = action(src, dst), src.kind == "S"
             if kind not in COLLECTIVES:

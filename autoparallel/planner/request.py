@@ -41,6 +41,7 @@ class Request:
         loss_chunks: into how many chunks of rows the loss is cut; None leaves it open.
         microbatches: into how many parts a training call cuts its batch, where there is no pipeline; None leaves it
             open.
+        compiled: whether ``torch.compile`` runs the programs.
     """
 
     axes: Axes
@@ -56,6 +57,7 @@ class Request:
     pipeline: Pipeline | None = None
     loss_chunks: int | None = None
     microbatches: int | None = None
+    compiled: bool = False
 
     @property
     def origin(self) -> str:
@@ -80,6 +82,7 @@ class Request:
             torch.device(self.device),
             self.precision.reduce_dtype if self.precision is not None else None,
             self.profile.node,
+            overlaps=not (self.compiled or self.profile.fuses),
         )
 
     def on(self, mesh: Axes) -> Request:

@@ -99,10 +99,6 @@ class MeteredCommunicator:
 
     # -- time -------------------------------------------------------------------------------------------------------
 
-    def add(self, kind: str, axis: str, full_bytes: int, ranks: int) -> None:
-        """Counts one collective in the phase that runs now, and waits for it."""
-        self.clock.wait(self.begin(kind, axis, full_bytes, ranks))
-
     def begin(self, kind: str, axis: str, full_bytes: int, ranks: int) -> float:
         """Counts one collective in the phase that runs now, and starts it."""
         self.counters[self.phase].add(kind, axis, full_bytes, ranks)

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from autoparallel import _torch
 from autoparallel.comm.groups import use_communicator
-from autoparallel.comm.traffic import CountingMode, Traffic
+from autoparallel.comm.traffic import Traffic
 from autoparallel.decisions.prediction import PredictedSpan
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
@@ -79,7 +79,7 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
     """
     clock = Clock(profile.overlap)
     communicator, ledger = MeteredCommunicator(plan, profile, clock), Ledger(clock)
-    meter = Meter(profile, plan.axis_sizes, clock, ledger, CountingMode(communicator.add))
+    meter = Meter(profile, plan.axis_sizes, clock, ledger, communicator.begin)
     rank = _DryRank(program, plan, communicator, meter, roots)
     before = use_communicator(communicator)
     try:

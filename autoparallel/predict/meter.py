@@ -1,9 +1,9 @@
 """The clock and the ledger of a dry run: what operators cost, what overlaps, and which memory is alive.
 
 [Note: two clocks] What computes runs in one line, and so do collectives.  A collective that the program waits for at
-once takes its whole time.  One that it starts ahead (the next bucket's gather, a gradient's reduction) runs beside what
-computes, as far as the hardware lets it (``Profile.overlap``), and only what is left of it when its result is needed
-is waited for.
+once takes its whole time.  One that it starts ahead (the next bucket's gather, a gradient's reduction, half of
+a redistribution) runs beside what computes, as far as the hardware lets it (``Profile.overlap``), and only what is left
+of it when its result is needed is waited for.
 
 [Note: memory by liveness] Tensors of a dry run have no data, but they live and die as the real ones do: autograd holds
 what it saves, and lets go of it as the backward proceeds.  So the ledger asks the storages themselves.
@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from autoparallel import _torch
-from autoparallel.comm.groups import communicator_of
+from autoparallel.comm.collectives import local_shape
+from autoparallel.comm.groups import axis_size, communicator_of
 from autoparallel.comm.traffic import CountingMode
 from autoparallel.decisions.prediction import COMPUTE, NETWORK, PredictedSpan
 from autoparallel.hardware import Profile
@@ -149,17 +150,27 @@ class Meter(TorchDispatchMode):
     Args:
         profile: what is priced for.
         axis_sizes: the mesh's.
-        clock, ledger, sent: what is told.
+        clock, ledger: what is told.
+        begin: starts a collective of a kind over an axis, of so many bytes in all and so many ranks; when it is done.
     """
 
     def __init__(
-        self, profile: Profile, axis_sizes: Sequence[int], clock: Clock, ledger: Ledger, sent: CountingMode
+        self,
+        profile: Profile,
+        axis_sizes: Sequence[int],
+        clock: Clock,
+        ledger: Ledger,
+        begin: Callable[[str, str, int, int], float],
     ) -> None:
         super().__init__()
         self.profile, self.axis_sizes = profile, tuple(axis_sizes)
-        self.clock, self.ledger, self.sent = clock, ledger, sent
+        self.clock, self.ledger = clock, ledger
         self._queued = replace(profile, launch=0.0)
         self._fusion = Fusion() if profile.fuses else None
+        self._done: list[float] = []  # when the collectives of the operator that runs are done
+        # By ticket: when a collective is done, and the memory that it has until it is waited for.
+        self._in_flight: Any = WeakTensorKeyDictionary()
+        self._sent = CountingMode(lambda *sent: self._done.append(begin(*sent)))
 
     @contextmanager
     def copying(self, kind: str) -> Iterator[None]:
@@ -174,13 +185,25 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
+        if name == "autoparallel::finish_transfer":
+            done, result, _ = self._in_flight.pop(args[0])
+            self.clock.wait(done)
+            return result
         # What a collective inside an operator needs beside its operand and its result.
         beside = _beside(name, args, self.profile.copies)
         extra = args[0].new_empty(beside) if beside else None
         if extra is not None:
             self.ledger.add(extra)
-        self.sent.count(func, args, kwargs or {})
+        self._sent.count(func, args, kwargs or {})
+        done, self._done = max(self._done, default=self.clock.now), []
         result = call_on_meta(func, args, kwargs or {})
+        if name == "autoparallel::start_transfer":
+            x, src, dst, group = args
+            shape = local_shape(x.shape, parse_placement(src), parse_placement(dst), axis_size(group))
+            self._in_flight[result] = done, x.new_empty(shape), extra
+            self.ledger.add(self._in_flight[result])
+            return result
+        self.clock.wait(done)
         self.ledger.add(result)
         self.clock.module = _torch.marked_module() or self.clock.module
         self.clock.compute(self.seconds(name, args, kwargs or {}, result, fused=is_fused(func)))
@@ -230,7 +253,7 @@ class Meter(TorchDispatchMode):
 
 def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
     """Elements that a redistribution inside the body needs beside its operand and its result."""
-    if name != "autoparallel::transfer":
+    if name not in ("autoparallel::transfer", "autoparallel::start_transfer"):
         return 0
     src, dst = parse_placement(args[1]), parse_placement(args[2])
     kind, size = action(src, dst), args[0].numel()

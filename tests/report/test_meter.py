@@ -21,7 +21,6 @@ import autoparallel
 from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of, use_communicator
 from autoparallel.comm.simulate import simulate
-from autoparallel.comm.traffic import CountingMode
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
 from autoparallel.predict.communicator import FORWARD, MeteredCommunicator
@@ -57,7 +56,7 @@ class TestMeter:
     def meter(self) -> tuple[Meter, Clock, Ledger]:
         clock = Clock(0.0)
         ledger = Ledger(clock)
-        return Meter(CPU, (2,), clock, ledger, CountingMode(lambda *sent: None)), clock, ledger
+        return Meter(CPU, (2,), clock, ledger, lambda *sent: 0.0), clock, ledger
 
     def test_products_are_priced_by_their_sizes_forward_and_backward(self) -> None:
         meter, clock, _ = self.meter()
@@ -236,7 +235,7 @@ class TestFusion:
         hardware = replace(CPU, memory_bandwidth=1.0, launch=0.0, flops={}, default_flops=1e30, fuses=fuses)
         with torch.device("meta"):
             x, weight = torch.empty(64, 32), torch.empty(32, 32)
-            with Meter(hardware, (2,), clock, ledger, CountingMode(lambda *sent: None)), ledger.holding("working"):
+            with Meter(hardware, (2,), clock, ledger, lambda *sent: 0.0), ledger.holding("working"):
                 before = clock.now
                 x @ weight
                 product = clock.now - before

@@ -1,0 +1,195 @@
+"""`overlap_collectives`: small programs, before and after, as text; what they compute, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoparallel.comm import collectives
+from autoparallel.comm.collectives import redistribute
+from autoparallel.comm.in_flight import finish_redistribution, start_redistribution
+from autoparallel.comm.simulate import simulate
+from autoparallel.operators.late import late_linear, late_parameters
+from autoparallel.passes.overlap_collectives import overlap_collectives
+from autoparallel.passes.specification import Specification
+from autoparallel.passes.verify_placements import PlacementError, verify_placements
+from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, placed, show
+
+MODES = {"w0/aten.linear#0": ["shard:n"], "w1/aten.linear#0": ["shard:n"]}
+PARAMETERS = {"w0.weight": "S0", "w1.weight": "S0"}
+
+
+class Branches(nn.Module):
+    """A product that is gathered, and what does not read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w0 = nn.Linear(4, 4, bias=False)
+        self.w1 = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w1(self.w0(x) * x.tanh())
+
+
+def _programs() -> tuple[fx.GraphModule, fx.GraphModule, Specification]:
+    """The program of a rank as it waits at once, and as it does not."""
+    plain, _ = placed(captured(Branches(), torch.rand(8, 4)), MODES, PARAMETERS)
+    program, specification = placed(captured(Branches(), torch.rand(8, 4)), MODES, PARAMETERS)
+    overlap_collectives(program, specification=specification)
+    program.graph.lint()
+    program.recompile()
+    return plain, program, specification
+
+
+def test_before_and_after() -> None:
+    plain, program, specification = _programs()
+    assert show(plain)[3:] == [
+        "linear = aten.linear(args_0, p_model_w0_weight)  S1",
+        "tanh = aten.tanh(args_0)  I",
+        "redistribute = collectives.redistribute(linear, 'S1', 'I', 'mesh0/tp')  I",
+        "mul_4 = aten.mul.Tensor(redistribute, tanh)  I",
+        "redistribute_1 = collectives.redistribute(mul_4, 'I', 'R', 'mesh0/tp')  R",
+        "linear_1 = aten.linear(redistribute_1, p_model_w1_weight)  S1",
+        "redistribute_2 = collectives.redistribute(linear_1, 'S1', 'I', 'mesh0/tp')  I",
+        "return [redistribute_2]",
+    ]
+    assert show(program)[3:] == [
+        "linear = aten.linear(args_0, p_model_w0_weight)  S1",
+        "start_redistribution = in_flight.start_redistribution(linear, 'S1', 'I', 'mesh0/tp')  S1",
+        "tanh = aten.tanh(args_0)  I",
+        "redistribute = in_flight.finish_redistribution(start_redistribution, 'S1', 'I', 'mesh0/tp')  I",
+        "mul_4 = aten.mul.Tensor(redistribute, tanh)  I",
+        "start_redistribution_1 = in_flight.start_redistribution(mul_4, 'I', 'R', 'mesh0/tp')  I",
+        "late_parameters = late.late_parameters(start_redistribution_1, p_model_w1_weight, None, 0, 1)",
+        "redistribute_1 = in_flight.finish_redistribution(start_redistribution_1, 'I', 'R', 'mesh0/tp')  R",
+        "linear_1 = late.late_linear(redistribute_1, p_model_w1_weight, None, late_parameters)  S1",
+        "redistribute_2 = collectives.redistribute(linear_1, 'S1', 'I', 'mesh0/tp')  I",
+        "return [redistribute_2]",
+    ]
+    verify_placements(program, specification)
+
+
+class _Order(TorchDispatchMode):
+    """Notes products, and when collectives start and are waited for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        for kind in ("all_reduce", "all_gather"):
+            patch.setitem(collectives._STARTERS, kind, self._noting(kind, collectives._STARTERS[kind]))
+
+    def _noting(self, kind: str, starter: collectives.Starter) -> collectives.Starter:
+        def start(*arguments: object) -> object:
+            self.seen.append(f"start {kind}")
+            wait = starter(*arguments)  # type: ignore[arg-type]
+
+            def finish() -> object:
+                self.seen.append(f"wait for {kind}")
+                return wait()
+
+            return finish
+
+        return start  # type: ignore[return-value]
+
+    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        name = func._schema.name.removeprefix("aten::")  # type: ignore[attr-defined]
+        if name in ("mm", "tanh", "tanh_backward"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))  # type: ignore[operator, misc]
+
+
+def test_what_stands_between_runs_meanwhile_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, program, _ = _programs()
+    order = _Order(monkeypatch)
+
+    def rank(index: int) -> None:
+        x, w0, w1 = (torch.rand(n, 4, requires_grad=True) for n in (8, 4, 4))
+        with order:
+            program(w0, w1, x)[0].sum().backward()
+
+    simulate(rank, (1,), ("tp",))
+    assert order.seen == [
+        "mm", "start all_gather", "tanh", "wait for all_gather", "mm", "start all_gather", "wait for all_gather",
+        "mm",  # the gradient of what the second layer reads
+        "start all_reduce",
+        "mm",  # that of its weight
+        "wait for all_reduce", "tanh_backward", "mm", "mm",
+    ]  # fmt: skip
+
+
+def test_it_computes_the_same() -> None:
+    plain, program, _ = _programs()
+    torch.manual_seed(0)
+    x, w0, w1 = (torch.rand(n, 4, dtype=torch.float64) for n in (8, 4, 4))
+
+    def run(module: fx.GraphModule, index: int) -> list[Tensor]:
+        inputs = [part.detach().requires_grad_() for part in (w0.chunk(2)[index], w1.chunk(2)[index], x)]
+        result = module(*inputs)[0]
+        return [result, *torch.autograd.grad(result.square().sum(), inputs)]
+
+    before, after = (simulate(lambda index, p=p: run(p, index), (2,), ("tp",)) for p in (plain, program))
+    for one, other in zip(before, after, strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
+
+
+def test_where_nothing_else_computes_it_stays_one_call() -> None:
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+    modes = {"0/aten.linear#0": ["shard:n"], "1/aten.linear#0": ["shard:k"]}
+    program, specification = placed(captured(model, torch.rand(8, 4)), modes, {"0.weight": "S0", "1.weight": "S1"})
+    before = show(program)
+    overlap_collectives(program, specification=specification)
+    assert show(program) == before
+
+
+def test_a_frozen_weight_has_no_gradient_that_could_be_late() -> None:
+    model = MLP()
+    model.w1.requires_grad_(False)
+    program, specification = placed(captured(model, torch.rand(8, 4)), PAIR_MODES, PAIR_PARAMETERS)
+    overlap_collectives(program, specification=specification)
+    assert not [n for n in program.graph.nodes if n.target is late_linear]
+
+
+class TestItIsVerified:
+    def node(self, program: fx.GraphModule, target: object) -> fx.Node:
+        return next(n for n in program.graph.nodes if n.target is target)
+
+    @pytest.mark.parametrize("target", [start_redistribution, finish_redistribution])
+    def test_halves_of_different_redistributions(self, target: object) -> None:
+        _, program, specification = _programs()
+        node = self.node(program, target)
+        node.args = (node.args[0], "S1", "R", node.args[3])
+        with pytest.raises(PlacementError):
+            verify_placements(program, specification)
+
+    def test_what_is_started_and_not_finished(self) -> None:
+        _, program, specification = _programs()
+        node = self.node(program, finish_redistribution)
+        node.target, node.args = redistribute, (node.args[0].args[0], *node.args[1:])  # type: ignore[union-attr]
+        with pytest.raises(PlacementError, match="finished once"):
+            verify_placements(program, specification)
+
+    def test_the_gradient_of_another_weight(self) -> None:
+        _, program, specification = _programs()
+        late = self.node(program, late_linear).args[3]
+        assert isinstance(late, fx.Node)
+        late.args = (late.args[0], next(iter(program.graph.nodes)), *late.args[2:])
+        with pytest.raises(PlacementError, match="as those of another"):
+            verify_placements(program, specification)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_late_linear_is_a_linear(shape: tuple[int, ...], bias: bool) -> None:
+    x = torch.rand(shape, dtype=torch.float64, requires_grad=True)
+    w = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)
+    b = torch.rand(5, dtype=torch.float64, requires_grad=True) if bias else None
+    inputs = [t for t in (x, w, b) if t is not None]
+    found = late_linear(x, w, b, late_parameters((x.new_empty(0), x), w, b, 0, 1))
+    expected = F.linear(x, w, b)
+    assert torch.equal(found, expected)
+    for one, other in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
