@@ -15,6 +15,7 @@ After:
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,13 +41,11 @@ class Redistribution:
     step: Step
     before: Layout
 
-    def growth(self, ranks: int) -> tuple[int, int]:
-        """A dim of a rank's value, and how many times as long it is afterwards.
-
-        Args:
-            ranks: how many there are along the step's axes.
-        """
-        return (self.step.src.dim, ranks) if self.step.src.kind == "S" else (0, 1)
+    def growth(self, axis_sizes: Sequence[int]) -> tuple[int, int]:
+        """A dim of a rank's value, and how many times as long it is afterwards."""
+        if self.step.src.kind != "S":
+            return 0, 1
+        return self.step.src.dim, math.prod(axis_sizes[axis] for axis in self.step.axes)
 
 
 def insert_collectives(

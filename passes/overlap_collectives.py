@@ -26,7 +26,7 @@ After:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -59,7 +59,7 @@ def overlap_collectives(module: fx.GraphModule, *, specification: Specification,
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(place):
         if node.target is redistribute and node not in kept:
-            _overlap(graph, node, place, kept, specification.ranks)
+            _overlap(graph, node, place, kept, specification.axis_sizes)
 
 
 def _overlap(
@@ -67,7 +67,7 @@ def _overlap(
     node: fx.Node,
     place: dict[fx.Node, int],
     kept: Collection[fx.Node],
-    ranks: Callable[[Sequence[int]], int],
+    axis_sizes: Sequence[int],
 ) -> None:
     """Makes two halves of a redistribution, where that lets anything run beside a collective."""
     done: Redistribution = node.meta["redistribution"]
@@ -90,9 +90,7 @@ def _overlap(
     for layer in layers:
         _, weight, *bias = layer.args
         with graph.inserting_before(node):
-            late = graph.call_function(
-                late_parameters, (start, weight, *(bias or [None]), *done.growth(ranks(done.step.axes)))
-            )
+            late = graph.call_function(late_parameters, (start, weight, *(bias or [None]), *done.growth(axis_sizes)))
         place[late] = place[first]
         late.meta = {name: layer.meta[name] for name in _NOTED}
         layer.target, layer.args = late_linear, (node, weight, *(bias or [None]), late)

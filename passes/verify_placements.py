@@ -247,7 +247,7 @@ class _Verifier:
         x, weight, bias, late = node.args
         assert isinstance(x, fx.Node) and isinstance(late, fx.Node)
         done = x.meta.get("redistribution")
-        growth = done.growth(self.specification.ranks(done.step.axes)) if isinstance(done, Redistribution) else ()
+        growth = done.growth(self.specification.axis_sizes) if isinstance(done, Redistribution) else ()
         right = x.target is finish_redistribution and late.target is late_parameters
         if not right or late.args != (x.args[0], weight, bias, *growth):
             raise PlacementError(f"{_name(node)}: the gradients of its parameters are computed as those of another")
