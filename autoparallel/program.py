@@ -234,7 +234,6 @@ def program_passes(
             places=True,
             reads=lambda findings: {"chains": findings[Chains].chains},
         ),
-        *overlapping_passes(plan, target, losses),
         Pass(partial(set_device, device=target.device), requires={Fact.FLAT}),
         Pass(partial(find_divisors, axis_sizes=plan.axis_sizes), requires={Fact.PLACED, Fact.FLAT}),
         # Takes the gathers of what only one layer reads into the layer, so they must be calls of their own before.
@@ -260,28 +259,16 @@ def program_passes(
                 reads=lambda findings: {"parameters": [x for c in findings[Chains].chains for x in c.placeholders]},
             )
         )
-    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED}, verify=_verify)
-
-
-def overlapping_passes(plan: Plan, target: Target, losses: Sequence[str]) -> list[Pass]:
-    """What lets collectives of activations run beside what computes, where the target wants it.
-
-    Not under a schedule that parts the backward: that says when the gradients of parameters are computed.
-
-    Args:
-        losses: the keys of those in chunks.
-    """
-    if not target.overlaps or plan.pipeline is not None and plan.pipeline.schedule in SPLIT:
-        return []
-    return [
-        # Waits behind the gathers of what reads a result, so these must be calls of their own before.
-        Pass(
-            partial(overlap_collectives, losses=losses),
-            requires={Fact.BUCKETED, Fact.FLAT},
-            places=True,
-            reads=lambda findings: {"specification": findings[Specification]},
+    elif target.overlaps:  # such a schedule says itself when the gradients of parameters are computed
+        # Keeps both halves of a redistribution in one graph, so layers that run again must be graphs of their own.
+        passes.append(
+            Pass(
+                partial(overlap_collectives, axis_sizes=plan.axis_sizes),
+                requires={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED},
+                reads=lambda findings: {"regions": findings[Regions].regions},
+            )
         )
-    ]
+    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED}, verify=_verify)
 
 
 def _verify(module: fx.GraphModule, findings: Findings) -> None:

@@ -15,7 +15,6 @@ After:
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,12 +39,6 @@ class Redistribution:
 
     step: Step
     before: Layout
-
-    def growth(self, axis_sizes: Sequence[int]) -> tuple[int, int]:
-        """A dim of a rank's value, and how many times as long it is afterwards."""
-        if self.step.src.kind != "S":
-            return 0, 1
-        return self.step.src.dim, math.prod(axis_sizes[axis] for axis in self.step.axes)
 
 
 def insert_collectives(

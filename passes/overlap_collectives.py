@@ -25,8 +25,9 @@ After:
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -36,8 +37,7 @@ from autoparallel.comm.in_flight import finish_redistribution, start_redistribut
 from autoparallel.graph.layers import layer_of
 from autoparallel.operators.late import late_linear, late_parameters
 from autoparallel.passes.insert_collectives import Redistribution
-from autoparallel.passes.raise_row_views import find_heads
-from autoparallel.passes.specification import Specification
+from autoparallel.passes.recompute_layers import Region
 from autoparallel.placements import COLLECTIVES, action
 from autoparallel.rules.calls import is_tensor
 
@@ -46,61 +46,67 @@ aten = torch.ops.aten
 _NOTED = ("differentiable", "backward", "module")
 
 
-def overlap_collectives(module: fx.GraphModule, *, specification: Specification, losses: Collection[str] = ()) -> None:
+def overlap_collectives(module: fx.GraphModule, *, regions: Mapping[str, Region], axis_sizes: Sequence[int]) -> None:
     """Rewrites ``module`` in place.
 
     Args:
-        specification: of the program.
-        losses: the keys of those that go through their rows in chunks, with the product before them.
+        regions: the layers that run again, each of which starts and finishes what it redistributes itself.
+        axis_sizes: the mesh's.
     """
-    graph = module.graph
-    heads = [head for head in find_heads(graph) if head.loss.meta["key"] in losses] if losses else []
-    kept = {node for head in heads for node in (head.product, *head.between)}
+    _overlap_all(module.graph, axis_sizes)
+    for region in regions.values():
+        if _overlap_all(region.program.graph, axis_sizes):
+            region.program.recompile()
+            region.function = region.program.forward
+
+
+def _overlap_all(graph: fx.Graph, axis_sizes: Sequence[int]) -> bool:
+    """Whether any redistribution of a graph has become two halves."""
     place = {node: i for i, node in enumerate(graph.nodes)}
+    halved = False
     for node in list(place):
-        if node.target is redistribute and node not in kept:
-            _overlap(graph, node, place, kept, specification.axis_sizes)
+        if node.target is redistribute:
+            halved = _overlap(graph, node, place, axis_sizes) or halved
+    return halved
 
 
-def _overlap(
-    graph: fx.Graph,
-    node: fx.Node,
-    place: dict[fx.Node, int],
-    kept: Collection[fx.Node],
-    axis_sizes: Sequence[int],
-) -> None:
+def _overlap(graph: fx.Graph, node: fx.Node, place: dict[fx.Node, int], axis_sizes: Sequence[int]) -> bool:
     """Makes two halves of a redistribution, where that lets anything run beside a collective."""
     done: Redistribution = node.meta["redistribution"]
-    returned = done.step.transposed()
+    step, returned = done.step, done.step.transposed()
     returns = node.meta["differentiable"] and node.meta["backward"]
     returns = returns and action(returned.src, returned.dst) in COLLECTIVES
-    if not returns and action(done.step.src, done.step.dst) not in COLLECTIVES:
-        return
+    if not node.users or not returns and action(step.src, step.dst) not in COLLECTIVES:
+        return False
     first = min(node.users, key=place.__getitem__)
     point = _earliest(node, first)
-    layers = [user for user in node.users if returns and user not in kept and _is_late(user, node, place, place[first])]
+    layers = [user for user in node.users if returns and _is_late(user, node, place, place[first])]
     if not layers and not any(map(_computes, _between(point, first))):
-        return
+        return False
     with graph.inserting_before(point):
         start = graph.call_function(start_redistribution, node.args)
     start.meta = {**node.meta, "placements": done.before, "key": f"{node.meta['key']}/start"}
     del start.meta["val"]  # it is no tensor
     node.target, node.args = finish_redistribution, (start, *node.args[1:])
     first.prepend(node)
+    gathered = step.src.kind == "S"
+    growth = (step.src.dim, math.prod(axis_sizes[axis] for axis in step.axes)) if gathered else (0, 1)
     for layer in layers:
         _, weight, *bias = layer.args
         with graph.inserting_before(node):
-            late = graph.call_function(late_parameters, (start, weight, *(bias or [None]), *done.growth(axis_sizes)))
+            late = graph.call_function(late_parameters, (start, weight, *(bias or [None]), *growth))
         place[late] = place[first]
         late.meta = {name: layer.meta[name] for name in _NOTED}
         layer.target, layer.args = late_linear, (node, weight, *(bias or [None]), late)
+    return True
 
 
 def _earliest(node: fx.Node, first: fx.Node) -> fx.Node:
     """The node before which a redistribution can start: behind its operand, and in the layer that reads it."""
     layer, point = layer_of(first), first
     while (passed := point.prev) is not node.args[0] and passed.op not in ("placeholder", "root"):
-        if is_tensor(passed) and passed is not node and "bucket" not in passed.meta and layer_of(passed) != layer:
+        elsewhere = is_tensor(passed) and "bucket" not in passed.meta and layer_of(passed) != layer
+        if "region" in passed.meta or elsewhere and passed is not node:
             break
         point = passed
     return point

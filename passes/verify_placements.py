@@ -14,14 +14,11 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
-from autoparallel.comm.in_flight import finish_redistribution, start_redistribution
-from autoparallel.operators.late import late_linear, late_parameters
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.passes.insert_collectives import Redistribution
@@ -150,10 +147,8 @@ class _Verifier:
                 raise PlacementError(f"{node.target} is no bucket that is gathered in the program")
         elif node.target is operator.getitem and node.args[0].op == "call_module":  # type: ignore[union-attr]
             self._take(node)
-        elif node.target in (redistribute, finish_redistribution):
+        elif node.target is redistribute:
             self._redistribute(node)
-        elif node.target is start_redistribution:
-            self._begin(node)
         elif node.op == "call_function":
             self._call(node)
 
@@ -183,18 +178,8 @@ class _Verifier:
             )
         self._settle(node, self.origins[part], self.layouts.get(part), "completes what lies as")
 
-    def _begin(self, node: fx.Node) -> None:
-        """A redistribution that is begun ends once."""
-        ends = [user for user in node.users if user.target is finish_redistribution]
-        if len(ends) != 1 or ends[0].args != (node, *node.args[1:]):
-            raise PlacementError(f"{_name(node)}: what is started is finished once, in the same way")
-        if any(user.target is not late_parameters for user in node.users if user is not ends[0]):
-            raise PlacementError(f"{_name(node)} is read before it is there")
-
     def _redistribute(self, node: fx.Node) -> None:
         source, src, dst, group = node.args
-        if node.target is finish_redistribution:
-            (source, *_) = source.args  # type: ignore[union-attr]
         assert isinstance(source, fx.Node)
         if source not in self.layouts:
             raise PlacementError(f"{_name(node)} redistributes what has no layout")
@@ -227,31 +212,17 @@ class _Verifier:
                 raise PlacementError(f"{_name(node)} is no call of the model")
             return
         expected = self.specification.expected(origin)
-        target, args = node.target, node.args
-        if target is late_linear:
-            target, args = self._early(node, len(expected.args))
-        if target is not expected.target:
+        if node.target is not expected.target:
             raise PlacementError(f"{_name(node)} must be {expected.target} on a rank; it is {node.target}")
         if "modes" in node.meta and tuple(node.meta["modes"]) != tuple(self._modes(origin)):
             raise PlacementError(
                 f"{_name(node)} runs as {_ways(self._modes(origin))}, not as {_ways(node.meta['modes'])}"
             )
-        self._match(node, args, expected.args, expected)
+        self._match(node, node.args, expected.args, expected)
         self._match(node, node.kwargs, expected.kwargs, expected)
         self._settle(node, origin, expected.result, "gives")
         if expected.completion is not None:
             self.completions[node] = expected.completion
-
-    def _early(self, node: fx.Node, count: int) -> tuple[Any, tuple[Any, ...]]:
-        """The call that computes the gradients of its parameters at once, and is otherwise a linear layer's."""
-        x, weight, bias, late = node.args
-        assert isinstance(x, fx.Node) and isinstance(late, fx.Node)
-        done = x.meta.get("redistribution")
-        growth = done.growth(self.specification.axis_sizes) if isinstance(done, Redistribution) else ()
-        right = x.target is finish_redistribution and late.target is late_parameters
-        if not right or late.args != (x.args[0], weight, bias, *growth):
-            raise PlacementError(f"{_name(node)}: the gradients of its parameters are computed as those of another")
-        return torch.ops.aten.linear.default, node.args[:count]
 
     def _match(self, node: fx.Node, actual: Any, expected: Any, call: ExpectedCall) -> None:
         """Checks an argument of a call."""

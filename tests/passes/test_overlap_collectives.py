@@ -9,13 +9,9 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.comm import collectives
-from autoparallel.comm.collectives import redistribute
-from autoparallel.comm.in_flight import finish_redistribution, start_redistribution
 from autoparallel.comm.simulate import simulate
 from autoparallel.operators.late import late_linear, late_parameters
 from autoparallel.passes.overlap_collectives import overlap_collectives
-from autoparallel.passes.specification import Specification
-from autoparallel.passes.verify_placements import PlacementError, verify_placements
 from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, placed, show
 
 MODES = {"w0/aten.linear#0": ["shard:n"], "w1/aten.linear#0": ["shard:n"]}
@@ -34,18 +30,18 @@ class Branches(nn.Module):
         return self.w1(self.w0(x) * x.tanh())
 
 
-def _programs() -> tuple[fx.GraphModule, fx.GraphModule, Specification]:
+def _programs() -> tuple[fx.GraphModule, fx.GraphModule]:
     """The program of a rank as it waits at once, and as it does not."""
     plain, _ = placed(captured(Branches(), torch.rand(8, 4)), MODES, PARAMETERS)
-    program, specification = placed(captured(Branches(), torch.rand(8, 4)), MODES, PARAMETERS)
-    overlap_collectives(program, specification=specification)
+    program, _ = placed(captured(Branches(), torch.rand(8, 4)), MODES, PARAMETERS)
+    overlap_collectives(program, regions={}, axis_sizes=(2,))
     program.graph.lint()
     program.recompile()
-    return plain, program, specification
+    return plain, program
 
 
 def test_before_and_after() -> None:
-    plain, program, specification = _programs()
+    plain, program = _programs()
     assert show(plain)[3:] == [
         "linear = aten.linear(args_0, p_model_w0_weight)  S1",
         "tanh = aten.tanh(args_0)  I",
@@ -69,7 +65,6 @@ def test_before_and_after() -> None:
         "redistribute_2 = collectives.redistribute(linear_1, 'S1', 'I', 'mesh0/tp')  I",
         "return [redistribute_2]",
     ]
-    verify_placements(program, specification)
 
 
 class _Order(TorchDispatchMode):
@@ -102,7 +97,7 @@ class _Order(TorchDispatchMode):
 
 
 def test_what_stands_between_runs_meanwhile_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, program, _ = _programs()
+    _, program = _programs()
     order = _Order(monkeypatch)
 
     def rank(index: int) -> None:
@@ -121,7 +116,7 @@ def test_what_stands_between_runs_meanwhile_forward_and_backward(monkeypatch: py
 
 
 def test_it_computes_the_same() -> None:
-    plain, program, _ = _programs()
+    plain, program = _programs()
     torch.manual_seed(0)
     x, w0, w1 = (torch.rand(n, 4, dtype=torch.float64) for n in (8, 4, 4))
 
@@ -139,46 +134,18 @@ def test_it_computes_the_same() -> None:
 def test_where_nothing_else_computes_it_stays_one_call() -> None:
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
     modes = {"0/aten.linear#0": ["shard:n"], "1/aten.linear#0": ["shard:k"]}
-    program, specification = placed(captured(model, torch.rand(8, 4)), modes, {"0.weight": "S0", "1.weight": "S1"})
+    program, _ = placed(captured(model, torch.rand(8, 4)), modes, {"0.weight": "S0", "1.weight": "S1"})
     before = show(program)
-    overlap_collectives(program, specification=specification)
+    overlap_collectives(program, regions={}, axis_sizes=(2,))
     assert show(program) == before
 
 
 def test_a_frozen_weight_has_no_gradient_that_could_be_late() -> None:
     model = MLP()
     model.w1.requires_grad_(False)
-    program, specification = placed(captured(model, torch.rand(8, 4)), PAIR_MODES, PAIR_PARAMETERS)
-    overlap_collectives(program, specification=specification)
+    program, _ = placed(captured(model, torch.rand(8, 4)), PAIR_MODES, PAIR_PARAMETERS)
+    overlap_collectives(program, regions={}, axis_sizes=(2,))
     assert not [n for n in program.graph.nodes if n.target is late_linear]
-
-
-class TestItIsVerified:
-    def node(self, program: fx.GraphModule, target: object) -> fx.Node:
-        return next(n for n in program.graph.nodes if n.target is target)
-
-    @pytest.mark.parametrize("target", [start_redistribution, finish_redistribution])
-    def test_halves_of_different_redistributions(self, target: object) -> None:
-        _, program, specification = _programs()
-        node = self.node(program, target)
-        node.args = (node.args[0], "S1", "R", node.args[3])
-        with pytest.raises(PlacementError):
-            verify_placements(program, specification)
-
-    def test_what_is_started_and_not_finished(self) -> None:
-        _, program, specification = _programs()
-        node = self.node(program, finish_redistribution)
-        node.target, node.args = redistribute, (node.args[0].args[0], *node.args[1:])  # type: ignore[union-attr]
-        with pytest.raises(PlacementError, match="finished once"):
-            verify_placements(program, specification)
-
-    def test_the_gradient_of_another_weight(self) -> None:
-        _, program, specification = _programs()
-        late = self.node(program, late_linear).args[3]
-        assert isinstance(late, fx.Node)
-        late.args = (late.args[0], next(iter(program.graph.nodes)), *late.args[2:])
-        with pytest.raises(PlacementError, match="as those of another"):
-            verify_placements(program, specification)
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)], ids=str)
