@@ -118,9 +118,12 @@ def make_fake_mode() -> FakeTensorMode:
 def is_composite(operator: torch._ops.OpOverload) -> bool:
     """Whether an operator is differentiated through the others that it calls, and neither writes nor gives a view."""
     schema = operator._schema
-    return not any(argument.alias_info for argument in (*schema.arguments, *schema.returns)) and bool(
-        torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
-    )
+    return not any(x.alias_info for x in (*schema.arguments, *schema.returns)) and has_composition(operator)
+
+
+def has_composition(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator is differentiated through the others that it calls."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
 
 
 def dtype_of_cast(*args: Any, **kwargs: Any) -> torch.dtype | None:

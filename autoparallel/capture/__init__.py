@@ -8,6 +8,7 @@ May import ``graph``, ``passes``, ``rules``, ``operators``, ``text`` and ``_torc
 - ``layers``: those that repeat, traced once.
 - ``tracing``: what decides about gradients beside operators, made visible to a trace: ``functions``
   (``autograd.Function``) and ``backward_hooks``; ``trace`` is what one trace notes of them.
+- ``functional``: a trace as values.
 - ``composites``: what stands for operators that are composed of others and have no rule.
 - ``caches``: those of generation, which no program makes.
 - ``positions``: those that count up, of which transformers asks the values.

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from autoparallel import _torch
 from autoparallel._torch import make_fake_mode, size_guards
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
-from autoparallel.capture.composites import compositions
+from autoparallel.capture.functional import make_functional
 from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
 from autoparallel.capture.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.outputs import Objective, find_objective, set_apart
@@ -395,7 +395,7 @@ def _export(
             with calls.silent():
                 findings = run_passes(tracing_passes(program.graph, calls), program.graph_module)
                 _name_outputs(program)
-                decomposed = program.run_decompositions(compositions(program.graph_module))
+                decomposed = make_functional(program)
         run_passes(resolving_passes(calls), decomposed.graph_module)
         _name_outputs(decomposed)
         return decomposed, findings[Draws].count

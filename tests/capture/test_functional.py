@@ -1,0 +1,83 @@
+"""Where a trace writes nowhere, what torch would make of it is made without tracing it again."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, export
+
+from autoparallel.capture.functional import make_functional
+
+
+class Views(nn.Module):
+    """Composites of views and copies, of which some give what they are given, and a size that is asked for twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.drop(self.up(x)).reshape(x.shape[0], -1, 4)
+        left, right = h.transpose(1, 2).contiguous().chunk(2, dim=1)
+        flat = (left * right.to(left.dtype)).flatten()
+        weight = mask.to(x.dtype).expand_as(x).movedim(0, 1)
+        return flat.view(h.shape[0], -1).contiguous(), weight.narrow(0, 0, 3), h.float().reshape(-1)
+
+
+class Writes(nn.Module):
+    """The same in place."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = x.reshape(-1, 2).clone()
+        y[:, 0] = 0
+        return y * mask.sum()
+
+
+def _traced(model: nn.Module) -> ExportedProgram:
+    inputs = torch.randn(4, 5, 6), torch.ones(4, 1, 1, dtype=torch.int64)
+    return export(model, inputs, dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}), strict=False)
+
+
+def _lines(graph: fx.Graph) -> list[str]:
+    """The calls that make tensors, in numbers instead of names; sizes as they are."""
+    numbers: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | int):
+            numbers[node] = str(value)
+            continue
+        if node.target is torch.ops.aten.clone.default and not node.kwargs:  # of what dropout gives back
+            numbers[node] = numbers[node.args[0]]
+            continue
+        args = fx.map_arg((node.args, node.kwargs), lambda n: numbers[n])
+        numbers[node] = f"%{len(lines)}"
+        shape = (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else ()
+        if "_assert" not in str(node.target):
+            lines.append(f"{node.target if node.op == 'call_function' else node.op} {args} {shape}")
+    return lines
+
+
+def test_a_trace_that_writes_nowhere_becomes_what_torch_makes_of_it() -> None:
+    program = _traced(Views())
+    expected = program.run_decompositions({})
+    with patch.object(ExportedProgram, "run_decompositions") as again:
+        ours = make_functional(program)
+    again.assert_not_called()
+    assert _lines(ours.graph) == _lines(expected.graph)
+    targets = [node.target for node in ours.graph.nodes]
+    assert torch.ops.aten.view.default in targets and torch.ops.aten.reshape.default not in targets
+    assert targets.count(torch.ops.aten.sym_size.int) == 1
+    ours.graph.lint()
+
+
+@pytest.mark.parametrize("kind", [Writes, Views])
+def test_only_a_trace_that_writes_is_traced_again(kind: type[nn.Module]) -> None:
+    program = _traced(kind())
+    with patch.object(ExportedProgram, "run_decompositions", return_value=program) as again:
+        make_functional(program)
+    assert again.called == (kind is Writes)
