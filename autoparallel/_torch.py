@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._decomp import decompositions as decompositions
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._guards import tracing
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
@@ -48,6 +49,14 @@ NoopSaveInputs = getattr(checkpoint, "_NoopSaveInputs", None)
 # Renamed in 2.13; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ONE_LAYER_LSTM = decompositions.one_layer_lstm
+
+
+def one_layer_lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """A trace's LSTM, with states of the shape [rows, width]: before 2.13 torch's have a dim more."""
+    outputs, (hidden, cell) = _ONE_LAYER_LSTM(*args, **kwargs)
+    return outputs, (hidden.flatten(0, -2), cell.flatten(0, -2))
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

@@ -161,6 +161,7 @@ _ENTER_SAVED, _EXIT_SAVED = _SAVED.__enter__, _SAVED.__exit__
 _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.SingleLevelFunction, "apply", classmethod(function_apply)),
     (_torch.modules, "BackwardHook", backward_hook),
+    (_torch.decompositions, "one_layer_lstm", _torch.one_layer_lstm),
     (_torch.ShapeEnv, "_set_replacement", _set_replacement),
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
