@@ -43,6 +43,11 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.hooks import BackwardHook
 
+# In a build for CUDA, fake tensors pretend that there are eight GPUs; autograd starts a thread for each that it sees at
+# its first backward, and a process with such threads cannot be forked any more. So it has its first one before.
+if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+    torch.ones((), requires_grad=True).backward()
+
 # What saves the inputs of a checkpoint; gone in 2.13.
 NoopSaveInputs = getattr(checkpoint, "_NoopSaveInputs", None)
 
