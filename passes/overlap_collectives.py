@@ -80,7 +80,8 @@ def _overlap(graph: fx.Graph, node: fx.Node, place: dict[fx.Node, int], axis_siz
         return False
     first = min(node.users, key=place.__getitem__)
     point = _earliest(node, first)
-    layers = [user for user in node.users if returns and _is_late(user, node, place, place[first])]
+    whole = step.dst.kind != "S"  # what is cut has another length, which late_parameters does not tell
+    layers = [user for user in node.users if returns and whole and _is_late(user, node, place, place[first])]
     if not layers and not any(map(_computes, _between(point, first))):
         return False
     with graph.inserting_before(point):
