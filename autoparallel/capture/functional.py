@@ -118,37 +118,74 @@ def _apart(value: Any) -> Any:
 
 
 def _share_sizes(program: ExportedProgram) -> None:
-    """Asks the first input that has it for each size, once."""
+    """Makes each size once, of those of the inputs where they say it: what is asked of a value is one more reader."""
     graph = program.graph
-    nodes = {node.name: node for node in graph.nodes}
-    asked: dict[sympy.Expr, fx.Node] = {}
-    where: dict[sympy.Expr, tuple[fx.Node, int]] = {}
-    for spec in program.graph_signature.input_specs:
-        node = nodes.get(spec.arg.name)
-        value = node.meta.get("val") if node is not None and spec.kind == InputKind.USER_INPUT else None
-        if isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.shape):
-                if isinstance(size, torch.SymInt):
-                    where.setdefault(size.node.expr, (node, dim))
-    begin = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in [node for node in graph.nodes if node.target is _SIZE]:
-        size = node.meta["val"]
-        expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-        if expression.is_Integer:
-            _replace_by_number(node, int(expression))
+    sizes = _Sizes(program)
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
             continue
-        if expression not in asked:
-            asked[expression] = node
-            if expression in where:
-                with graph.inserting_before(begin):
-                    asked[expression] = graph.call_function(_SIZE, where[expression])
-                asked[expression].meta = dict(node.meta)
-        if asked[expression] is not node:
-            node.replace_all_uses_with(asked[expression])
-            graph.erase_node(node)
+        size = sizes.made(value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value), node)
+        if size is not node:
+            _replace(node, size)
 
 
-def _replace_by_number(node: fx.Node, number: int) -> None:
+def _replace(node: fx.Node, size: fx.Node | int) -> None:
     for user in list(node.users):
-        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: number if n is node else n)
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: size if n is node else n)
     node.graph.erase_node(node)
+
+
+class _Sizes:
+    """The sizes of a trace by what they are as expressions."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._graph = program.graph
+        self._begin = next(node for node in program.graph.nodes if node.op != "placeholder")
+        self._nodes: dict[sympy.Expr, fx.Node] = {}
+        self._inputs: dict[sympy.Expr, tuple[fx.Node, int]] = {}
+        nodes = {node.name: node for node in program.graph.nodes}
+        for spec in program.graph_signature.input_specs:
+            node = nodes.get(spec.arg.name)
+            value = node.meta.get("val") if node is not None and spec.kind == InputKind.USER_INPUT else None
+            if node is not None and isinstance(value, torch.Tensor):
+                for dim, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt):
+                        self._inputs.setdefault(size.node.expr, (node, dim))
+
+    def made(self, expression: sympy.Expr, node: fx.Node) -> fx.Node | int:
+        """A size: a number, the node that makes it first, or products and sums of the sizes of inputs.
+
+        Args:
+            node: what makes it in the trace.
+        """
+        if expression.is_Integer:
+            return int(expression)
+        if expression not in self._nodes and not self._follows(expression):
+            self._nodes[expression] = node
+        return self._of_inputs(expression)
+
+    def _follows(self, expression: sympy.Expr) -> bool:
+        """Whether a size is said by those of the inputs."""
+        if expression in self._inputs or expression.is_Integer:
+            return True
+        return isinstance(expression, sympy.Add | sympy.Mul) and all(map(self._follows, expression.args))
+
+    def _of_inputs(self, expression: sympy.Expr) -> fx.Node | int:
+        if expression.is_Integer:
+            return int(expression)
+        if expression in self._nodes:
+            return self._nodes[expression]
+        if expression in self._inputs:
+            target, args = _SIZE, self._inputs[expression]
+            tensor, dim = args
+            value = tensor.meta["val"].shape[dim]
+        else:
+            target = operator.add if isinstance(expression, sympy.Add) else operator.mul
+            first, *others = expression.args
+            args = self._of_inputs(first), self._of_inputs(type(expression)(*others))
+            value = target(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in args))
+        with self._graph.inserting_before(self._begin):
+            self._nodes[expression] = made = self._graph.call_function(target, args)
+        made.meta = {"val": value}
+        return made

@@ -30,19 +30,19 @@ def test_what_crosses_is_what_later_stages_read() -> None:
         ["p_model_a_weight", "args_0", "linear = aten.linear(args_0, p_model_a_weight)", "return [linear]"],
         [
             "p_model_b_weight", "args_0", "linear",
-            "sym_size_int_1 = aten.sym_size.int(args_0, 0)",
+            "sym_size_int_2 = aten.sym_size.int(args_0, 0)",
             "gt = aten.gt.Scalar(args_0, 0)",
             "_to_copy = aten._to_copy(gt, dtype=torch.float32)",
             "linear_1 = aten.linear(linear, p_model_b_weight)",
-            "mul_7 = aten.mul.Tensor(linear_1, _to_copy)",
-            "reshape_default = aten.reshape(mul_7, [sym_size_int_1, 4])",
+            "mul = aten.mul.Tensor(linear_1, _to_copy)",
+            "reshape_default = aten.reshape(mul, [sym_size_int_2, 4])",
             "return [reshape_default]",
         ],
         [
             "p_model_a_weight", "linear", "reshape_default",
             "linear_2 = aten.linear(reshape_default, p_model_a_weight)",
-            "add_21 = aten.add.Tensor(linear_2, linear)",
-            "return [add_21]",
+            "add = aten.add.Tensor(linear_2, linear)",
+            "return [add]",
         ],
     ]  # fmt: skip
     skip = first.sent[0]

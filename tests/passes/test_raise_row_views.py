@@ -34,7 +34,7 @@ def test_before_and_after() -> None:
     lines = show(captured(Shifted(), x, y).module)
     assert lines[-6:] == [
         "slice_tensor = aten.slice.Tensor(args_0, 1, 0, -1)",
-        "reshape_default_2 = aten.reshape(slice_tensor, [mul_11, 4])",
+        "reshape_default_2 = aten.reshape(slice_tensor, [mul_2, 4])",
         "linear_default = aten.linear(reshape_default_2, p_model_head_weight)",
         "mul_tensor = aten.mul.Tensor(linear_default, 2)",
         "cross_entropy_sum = losses.cross_entropy_sum(mul_tensor, reshape_default_1, None, -100, 0.0)",
