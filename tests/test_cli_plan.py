@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
-from autoparallel.planner import evaluation
+from autoparallel.planner import evaluation, plan_cache
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.request import Request
-from autoparallel.tools.cli import main
+from autoparallel.tools import plan as cli_plan
+from autoparallel.tools.answers import Answer, File, answer_key
+from autoparallel.tools.cli import _parser, main
 from tests.captures import draft
 from tests.distributed import run_distributed
 from tests.plan_factories import net
@@ -128,6 +130,110 @@ def test_a_config_that_asks_to_run_code_or_is_none(tmp_path: Path, capsys: pytes
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.wide
+def test_a_command_is_answered_without_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, out, trace = tmp_path / "config.json", tmp_path / "plan.json", tmp_path / "trace.json"
+    config.write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    arguments = ["plan", "--model", str(tmp_path), "--mesh", "2", "--batch", "4", "--seq", "16", "--compare", "none"]
+    arguments += ["--explain", "--out", str(out), "--trace", str(trace), "--cache", str(tmp_path / "kept")]
+    assert main(arguments) == 0
+    first, written = capsys.readouterr().out, (out.read_text(), trace.read_text())
+    assert "LlamaForCausalLM on (dp=2)" in first and f"wrote {out}" in first
+    out.unlink()
+    monkeypatch.setattr(cli_plan, "from_config", pytest.fail)
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == first
+    assert (out.read_text(), trace.read_text()) == written and Plan.load(out)
+
+
+def test_an_answer_that_does_not_fit_is_made_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, out, made = tmp_path / "config.json", tmp_path / "plan.json", []
+    config.write_text(json.dumps(LLAMA))
+    arguments = ["plan", "--model", str(config), "--mesh", "2", "--out", str(out), "--cache", str(tmp_path / "kept")]
+
+    def answer(*args: object) -> Answer:
+        made.append(args)
+        return Answer("tokens", {"out": File("the plan", "wrote it")})
+
+    monkeypatch.setattr(cli_plan, "_answer", answer)
+    for count in (1, 1):
+        assert main(arguments) == 0 and len(made) == count
+        assert capsys.readouterr().out == "tokens\nwrote it\n" and out.read_text() == "the plan"
+        out.unlink()
+    (kept,) = (tmp_path / "kept").iterdir()
+    text = kept.read_text()
+    for damage in (
+        "",
+        "{}",
+        "[" * 100_000,
+        text[:-9],
+        text.replace("the plan", "The plan"),
+        text.replace('"out"', '"a"'),
+    ):
+        made.clear()
+        kept.write_text(damage)
+        for _ in range(2):
+            assert main(arguments) == 0 and out.read_text() == "the plan" and len(made) == 1
+    config.write_text(config.read_text().replace("256", "512"))
+    assert main(arguments) == 0 and len(made) == 2
+
+    def edited(*args: object) -> Answer:  # while the command runs: of which of both was it?
+        config.write_text(json.dumps(LLAMA) + " " * len(made))
+        return answer()
+
+    monkeypatch.setattr(cli_plan, "_answer", edited)
+    config.write_text("{}")
+    for count in (3, 4):
+        config.write_text("{}")
+        assert main(arguments) == 0 and len(made) == count
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"auto_map": {"AutoConfig": "code.Config"}},
+        {"configuration_files": ["config.4.0.0.json"]},
+        {"backbone": "resnet50"},
+        {"text_config": {"encoder": "./folder"}},
+        {"model_type": "timm_wrapper"},
+    ],
+)
+def test_a_config_that_names_something_else_is_not_kept(tmp_path: Path, changed: dict[str, Any]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "_name_or_path": "meta-llama/Llama-3-8B"}))
+    options = ["plan", "--mesh", "2", "--model"]
+    assert answer_key(_parser().parse_args([*options, str(config)])) is not None
+    assert answer_key(_parser().parse_args([*options, MODEL])) is None
+    config.write_text(json.dumps({**LLAMA, **changed}))
+    assert answer_key(_parser().parse_args([*options, str(config)])) is None
+
+
+def test_what_a_command_reads_is_another_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, profile, package = tmp_path / "config.json", tmp_path / "profile.json", tmp_path / "path"
+    config.write_text(json.dumps(LLAMA))
+    CPU.save(profile)
+    package.mkdir()
+    monkeypatch.syspath_prepend(package)
+    options = ["plan", "--model", str(config), "--mesh", "2"]
+    options += ["--hardware", str(profile)]
+    keys = [answer_key(_parser().parse_args(options)) for _ in range(2)]
+    assert keys[0] is not None and keys[0] == keys[1]
+    keys += [answer_key(_parser().parse_args([*options, *more])) for more in (["--batch", "8"], ["--explain"])]
+    profile.write_text(profile.read_text() + "\n")
+    keys.append(answer_key(_parser().parse_args(options)))
+    monkeypatch.setenv("USE_HUB_KERNELS", "YES")
+    keys.append(answer_key(_parser().parse_args(options)))
+    (package / "timm-1.0.dist-info").mkdir()
+    keys.append(answer_key(_parser().parse_args(options)))
+    monkeypatch.setattr(plan_cache, "_sources", lambda: "another")
+    keys.append(answer_key(_parser().parse_args(options)))
+    assert None not in keys and len(set(keys)) == len(keys) - 1
 
 
 def test_a_profile_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

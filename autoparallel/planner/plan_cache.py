@@ -76,8 +76,8 @@ def key_of(request: Request, captured: Captured, call: Call, settled: Settled, *
     if request.pins.kept is not None:  # the search says what of it is not possible any more
         return None
     sets = (captured.rebound, captured.lengths, captured.left_out, captured.attributes, captured.actual.items())
-    parts: list[object] = [
-        _sources(), torch.__version__, others, replace(request, plan=request.origin, pins=Pins(), loss_fn=None),
+    return digest_of(
+        others, replace(request, plan=request.origin, pins=Pins(), loss_fn=None),
         request.pins.text(), sorted(map(repr, USER_RULES.items())),
         settled.at_rest is None, sorted((settled.at_rest or {}).items()), settled.pipeline, settled.recompute,
         call.layouts, call.batch, call.with_target, call.training, call.trainable, call.gradients,
@@ -86,8 +86,13 @@ def key_of(request: Request, captured: Captured, call: Call, settled: Settled, *
         captured.inputs, captured.mutated_buffers, captured.loss, captured.flowing, captured.detached, captured.weight,
         captured.rest_dtypes, captured.draws, captured.numbers, *(sorted(map(repr, each)) for each in sets),
         *_lines(captured.module),
-    ]  # fmt: skip
-    text = "\n".join(map(repr, parts))
+    )  # fmt: skip
+
+
+def digest_of(*parts: object) -> str | None:
+    """A digest of parts by their ``repr``, of this package's code and of torch's version; None where a part is known by
+    its address in memory alone."""
+    text = "\n".join(map(repr, (_sources(), torch.__version__, *parts)))
     return None if _ADDRESS.search(text) else hashlib.sha256(text.encode()).hexdigest()
 
 

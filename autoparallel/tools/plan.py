@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,8 +34,10 @@ from autoparallel.predict.cost import workload_of
 from autoparallel.report.comparison import Comparison, comparison_blocks, report
 from autoparallel.report.meshes import choice_blocks
 from autoparallel.report.progress import Progress
+from autoparallel.report.trace import trace_of
 from autoparallel.text import plain_text
-from autoparallel.tools.sources import Source, UsageError, from_config, from_factory, require_writable
+from autoparallel.tools.answers import FILES, Answer, File, answer_key
+from autoparallel.tools.sources import Source, UsageError, config_file, from_config, from_factory, require_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -> None:
@@ -83,14 +86,32 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--seed", type=int, default=0, help="seed of the factory (default: 0)")
     parser.add_argument("--explain", action="store_true", help="print the whole plan, too")
     parser.add_argument("--passes", action="store_true", help="print the program before and after each pass, too")
-    parser.add_argument("--cache", help="a folder in which plans are kept, to be found by the next run")
+    parser.add_argument("--cache", help="a folder in which plans and answers are kept, to be found by the next run")
     parser.add_argument("--out", help="write the plan as JSON")
     parser.add_argument("--trace", help="write the predicted step as a trace for Perfetto")
     parser.add_argument("--report", help="write a report as one HTML file that needs no network")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans, prints the comparison, and writes what was asked for."""
+    """Plans, prints the comparison, and writes what was asked for; or does so with what the cache has of it."""
+    cache = PlanCache(options.cache) if options.cache else None
+    for name in FILES:
+        require_writable(getattr(options, name))
+    key = answer_key(options) if cache is not None else None
+    answer = cache.get(key, Answer.from_json) if cache is not None else None
+    if answer is None:
+        answer = _answer(options, cache)
+        if cache is not None and key == answer_key(options):  # no file that is read has changed meanwhile
+            cache.put(key, answer.to_json())
+    print(answer.text)
+    for name, file in answer.files.items():
+        Path(getattr(options, name)).write_text(file.text)
+        print(file.said)
+    return 0
+
+
+def _answer(options: argparse.Namespace, cache: PlanCache | None) -> Answer:
+    """What is to be printed and written."""
     source, request, call, mesh = prepare(options)
     gc.freeze()  # what was imported lives on: a tenth of the command's time went into looking through it for garbage
     with _progress(request.origin).phase("trace"):
@@ -100,30 +121,27 @@ def run(options: argparse.Namespace) -> int:
         with _progress("mesh").phase("search"):
             choice = MeshSearch(request, captured, call, mesh, refusal=_refusal(request)).choose()
         request = request.on(choice.mesh)
-    cache = PlanCache(options.cache) if options.cache else None
     compared = compare(source, request, call, captured, _presets(options, request), choice, cache)
     plan = compared.plan
     assert isinstance(plan, Plan)
-    print(plain_text(f"{compared.title}: {compared.step}", *choice_blocks(choice), *comparison_blocks(compared)))
+    texts = [plain_text(f"{compared.title}: {compared.step}", *choice_blocks(choice), *comparison_blocks(compared))]
     if options.explain:
-        print(f"\n{plan.explain()}")
+        texts.append(plan.explain())
     if options.passes:
-        print(f"\n{plan.explain(passes=True)}")
+        texts.append(plan.explain(passes=True))
+    files: dict[str, File] = {}
     if options.out:
-        plan.save(options.out)
         precision = f", precision={request.precision!r}" if request.precision is not None else ""
-        print(f"\nwrote {options.out}; run it, without a search, with")
-        print(f'  autoparallel.compile(model, plan=autoparallel.Plan.load("{options.out}"){precision})')
-        if source.call:
-            print(f"  {source.call}")
+        said = f"""
+wrote {options.out}; run it, without a search, with
+  autoparallel.compile(model, plan=autoparallel.Plan.load("{options.out}"){precision})"""
+        files["out"] = File(plan.to_json(), said + (f"\n  {source.call}" if source.call else ""))
     if options.trace:
-        plan.save_trace(options.trace)
-        print(f"wrote {options.trace}")
+        files["trace"] = File(json.dumps(trace_of(plan)), f"wrote {options.trace}")
     if options.report:
         others = [_on_other_mesh(options, source, request, call, captured, axes) for axes in options.beside]
-        Path(options.report).write_text(report(compared, *others))
-        print(f"wrote {options.report}")
-    return 0
+        files["report"] = File(report(compared, *others), f"wrote {options.report}")
+    return Answer("\n\n".join(map(str, texts)), files)
 
 
 def _on_other_mesh(
@@ -140,9 +158,6 @@ def _on_other_mesh(
 def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | int]:
     """The model, what is asked of the planner, the call that is planned for, and the mesh: its axes, or the number of
     devices that the search factors."""
-    require_writable(options.out)
-    require_writable(options.report)
-    require_writable(options.trace)
     mesh = options.devices if options.devices is not None else options.mesh
     for other in options.beside:
         if isinstance(other, int) or not options.report:
@@ -178,8 +193,9 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
         request.constraints()
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
-    if options.model.endswith(".json") or Path(options.model, "config.json").is_file():
-        source = from_config(options.model, options.batch, options.seq)
+    config = config_file(options.model)
+    if config is not None:
+        source = from_config(config, options.batch, options.seq)
     else:
         source = from_factory(options.model, options.batch, options.seq, options.seed, options.real_tensors)
     call = call_of(source.args, source.kwargs, source.loss_fn is not None)

@@ -125,7 +125,13 @@ def from_factory(name: str, batch: int | None, seq: int | None, seed: int, real:
     return Source(model, (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}, loss_fn)
 
 
-def from_config(path: str, batch: int | None, seq: int | None) -> Source:
+def config_file(model: str) -> Path | None:
+    """The configuration of transformers that ``--model`` names by itself or by its folder; None for a factory."""
+    inner = Path(model, "config.json")
+    return inner if inner.is_file() else Path(model) if model.endswith(".json") else None
+
+
+def from_config(file: Path, batch: int | None, seq: int | None) -> Source:
     """The model of a ``config.json`` of transformers, on the meta device, and a batch for it.
 
     Raises:
@@ -136,19 +142,18 @@ def from_config(path: str, batch: int | None, seq: int | None) -> Source:
     try:
         import transformers
     except ModuleNotFoundError:
-        raise UsageError(f"{path} describes a model of transformers, which is not installed") from None
-    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+        raise UsageError(f"{file} describes a model of transformers, which is not installed") from None
     if not file.is_file():
         raise UsageError(f"there is no file {file}")
     try:
         if "auto_map" in json.loads(file.read_text()):
             raise UsageError(
-                f"{path} names code of its own that makes the model (auto_map), which is not run: write a factory that "
+                f"{file} names code of its own that makes the model (auto_map), which is not run: write a factory that "
                 "makes it, and give file.py:function"
             )
         config = transformers.AutoConfig.from_pretrained(file.parent if file.name == "config.json" else file)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not a configuration of transformers: {error}") from None
+        raise UsageError(f"{file} is not a configuration of transformers: {error}") from None
     model_class: Any = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
         if model_class is None:
