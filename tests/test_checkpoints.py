@@ -251,12 +251,17 @@ def test_a_disk_that_cannot_be_written(two: Any, tmp_path: Path, monkeypatch: py
 def _fails_on_one(directory: str) -> str:
     run = Run(2)
     run.model.save(directory, **run.states)
-    if torch.distributed.get_rank() == 1:
-        folders._flush = lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    try:
-        run.model.save(directory, **run.states)
-    except RuntimeError as error:
-        return str(error)
+
+    def full(file: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(folders, "_flush", full)
+        try:
+            run.model.save(directory, **run.states)
+        except RuntimeError as error:
+            return str(error)
     return ""
 
 

@@ -11,7 +11,7 @@ tracing the model.  Where nothing writes, all it does is to take apart what is c
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -141,12 +141,12 @@ class _Sizes:
 
     def __init__(self, program: ExportedProgram) -> None:
         self._graph = program.graph
-        self._begin = next(node for node in program.graph.nodes if node.op != "placeholder")
         self._nodes: dict[sympy.Expr, fx.Node] = {}
         self._inputs: dict[sympy.Expr, tuple[fx.Node, int]] = {}
-        nodes = {node.name: node for node in program.graph.nodes}
+        inputs = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+        self._last = next(reversed(inputs.values()), None)  # the next is made behind it
         for spec in program.graph_signature.input_specs:
-            node = nodes.get(spec.arg.name)
+            node = inputs.get(spec.arg.name)
             value = node.meta.get("val") if node is not None and spec.kind == InputKind.USER_INPUT else None
             if node is not None and isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
@@ -176,16 +176,16 @@ class _Sizes:
             return int(expression)
         if expression in self._nodes:
             return self._nodes[expression]
+        target: Callable[..., Any]
+        args: tuple[fx.Node | int, fx.Node | int]
         if expression in self._inputs:
             target, args = _SIZE, self._inputs[expression]
-            tensor, dim = args
-            value = tensor.meta["val"].shape[dim]
         else:
             target = operator.add if isinstance(expression, sympy.Add) else operator.mul
             first, *others = expression.args
             args = self._of_inputs(first), self._of_inputs(type(expression)(*others))
-            value = target(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in args))
-        with self._graph.inserting_before(self._begin):
-            self._nodes[expression] = made = self._graph.call_function(target, args)
-        made.meta = {"val": value}
+        assert self._last is not None
+        with self._graph.inserting_after(self._last):
+            self._nodes[expression] = self._last = made = self._graph.call_function(target, args)
+        made.meta = {"val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
         return made

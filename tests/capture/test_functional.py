@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from unittest.mock import patch
 
 import pytest
@@ -73,6 +74,24 @@ def test_a_trace_that_writes_nowhere_becomes_what_torch_makes_of_it() -> None:
     assert torch.ops.aten.view.default in targets and torch.ops.aten.reshape.default not in targets
     assert targets.count(torch.ops.aten.sym_size.int) == 1 and torch.ops.aten.sym_numel.default not in targets
     ours.graph.lint()
+
+
+class Positions(nn.Module):
+    """Asks for a size before anything else is computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1] * x.shape[0]).to(x.dtype)
+        return x.transpose(0, 1).reshape(-1, 6) * positions[:, None]
+
+
+def test_sizes_are_made_of_those_of_the_inputs_before_they_are_read() -> None:
+    x = torch.randn(4, 5, 6)
+    program = make_functional(export(Positions(), (x,), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},), strict=False))
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(torch.ops.aten.sym_size.int) == 2 and targets.count(operator.mul) == 1
+    assert torch.ops.aten.sym_numel.default not in targets
+    for inputs in (x, torch.randn(3, 7, 6)):
+        torch.testing.assert_close(fx.Interpreter(program.graph_module).run(inputs)[0], Positions()(inputs))
 
 
 @pytest.mark.parametrize("kind", [Writes, Views])
