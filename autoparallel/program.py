@@ -33,6 +33,7 @@ from autoparallel.passes.set_device import set_device
 from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.passes.specification import Specification, specify_program
 from autoparallel.passes.split_weight_gradients import split_weight_gradients
+from autoparallel.passes.verify_halves import verify_halves
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.pipeline.schedules import SPLIT, Passing
 from autoparallel.placements import Invariant, Layout, parse_layout
@@ -191,7 +192,7 @@ def placing_passes(
             requires={Fact.DIFFERENTIABLE, Fact.BACKWARD, Fact.GLOBAL, Fact.SPECIFIED},
             provides={Fact.PLACED},
             removes={Fact.GLOBAL},
-            places=True,
+            verify=_verify,
             reads=lambda findings: {"specification": findings[Specification]},
         ),
     ]
@@ -224,14 +225,14 @@ def program_passes(
             ),
             requires={Fact.PLACED, Fact.FLAT},
             provides={Fact.HOISTED},
-            places=True,
+            verify=_verify,
         ),
         # Calls of buckets stand before the first use of what they gather, so all uses must be there to be seen.
         Pass(
             partial(bucket_collectives, gather=gather, layers=plan.recompute),
             requires={Fact.HOISTED, Fact.FLAT},
             provides={Fact.BUCKETED},
-            places=True,
+            verify=_verify,
             reads=lambda findings: {"chains": findings[Chains].chains},
         ),
         Pass(partial(set_device, device=target.device), requires={Fact.FLAT}),
@@ -265,10 +266,11 @@ def program_passes(
             Pass(
                 partial(overlap_collectives, axis_sizes=plan.axis_sizes),
                 requires={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED},
+                verify=lambda module, findings: verify_halves(module, findings[Specification]),
                 reads=lambda findings: {"regions": findings[Regions].regions},
             )
         )
-    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED}, verify=_verify)
+    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED})
 
 
 def _verify(module: fx.GraphModule, findings: Findings) -> None:
@@ -288,7 +290,7 @@ def lay_out(captured: Captured, plan: Plan, target: Target, parameters: Mapping[
     """Makes a captured graph a rank's, in place, in which parameters are gathered where they are used, and inputs are
     whole; gives what it was to become. The arguments are those of :func:`placing_passes`."""
     passes = placing_passes(captured, plan, target, parameters, {})
-    return run_passes(PassList(passes, CAPTURED, {Fact.PLACED}, _verify), captured.module)[Specification]
+    return run_passes(PassList(passes, CAPTURED, {Fact.PLACED}), captured.module)[Specification]
 
 
 def build_program(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, cast
 
@@ -77,7 +77,7 @@ class Pass:
         rewrite: the function, which rewrites a module in place; its options are bound.
         requires: the facts that must be true before.
         provides, removes: the facts that it makes true, and those that are not true any more.
-        places: whether it makes or moves layouts, so that they are verified after it.
+        verify: raises where what it has made is wrong; is given what has been found, too.
         reads: the arguments that are what earlier passes have found.
     """
 
@@ -85,7 +85,7 @@ class Pass:
     requires: Collection[Fact] = ()
     provides: Collection[Fact] = ()
     removes: Collection[Fact] = ()
-    places: bool = False
+    verify: Callable[[fx.GraphModule, Findings], object] = lambda module, findings: None
     reads: Callable[[Findings], Mapping[str, object]] = lambda findings: {}
 
     @property
@@ -112,7 +112,6 @@ class PassList:
         passes: the passes.
         given: the facts that are true of a graph before the first of them.
         promised: the facts that must be true after the last of them.
-        verify: raises where layouts are wrong.
 
     Raises:
         PassOrderError: when a pass requires a fact that is not true where it stands.
@@ -121,7 +120,6 @@ class PassList:
     passes: Sequence[Pass]
     given: Collection[Fact] = ()
     promised: Collection[Fact] = ()
-    verify: Callable[[fx.GraphModule, Findings], object] = field(default=lambda module, findings: None)
 
     def __post_init__(self) -> None:
         facts = {*self.given}
@@ -160,8 +158,8 @@ def run_passes(
 ) -> Findings:
     """Runs all passes of a list on a module, in place, and returns what they have found.
 
-    The graph, with those that it calls, is checked after each pass, layouts are verified after each that makes or moves
-    them, and all is compiled once, after the last.
+    The graph, with those that it calls, is checked after each pass, what the pass has made is verified as it says, and
+    all is compiled once, after the last.
 
     Args:
         watch: is told of each pass.
@@ -177,8 +175,7 @@ def run_passes(
         if checked:
             for graph in _graphs(module):
                 graph.graph.lint()
-            if each.places:
-                passes.verify(module, findings)
+            each.verify(module, findings)
         watch(each.name, seconds, module)
     for graph in _graphs(module) if checked else ():
         graph.recompile()

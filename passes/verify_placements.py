@@ -105,21 +105,9 @@ class _Verifier:
     def _require_way(self, name: str, layout: Layout, steps: Sequence[Step], end: Layout) -> None:
         begin = layout
         for step in steps:
-            layout = self._require_step(name, layout, step)
+            layout = _require_step(name, layout, step)
         if layout != end:
             raise PlacementError(f"{name}: the way from {_text(begin)} ends as {_text(layout)}, not as {_text(end)}")
-
-    def _require_step(self, name: str, before: Layout, step: Step) -> Layout:
-        """The layout after a step; raises where there is no such step."""
-        after = step.apply(before)
-        ends = [(before, step.src), (after, step.dst)]
-        if (
-            (step.src.kind, step.dst.kind) not in ACTIONS
-            or any(before[axis] != step.src for axis in step.axes)
-            or any(p.kind == "S" and step.axes != shards_of(layout, p.dim)[-1:] for layout, p in ends)
-        ):
-            raise PlacementError(f"{name}: no step leads from {_text(before)} to {_text(after)}")
-        return after
 
     def collect(self, chains: Sequence[ParameterChain] | None, buckets: Sequence[Bucket]) -> None:
         """Notes what comes out of which bucket; every hoisted parameter is in one bucket."""
@@ -174,49 +162,31 @@ class _Verifier:
         target, count = self.completions[part]
         if node.target is not target or node.args != (part, count) or node.kwargs:
             raise PlacementError(
-                f"{_name(part)} is of one of {count} parts, and is read without taking that into account"
+                f"{name_of(part)} is of one of {count} parts, and is read without taking that into account"
             )
         self._settle(node, self.origins[part], self.layouts.get(part), "completes what lies as")
 
     def _redistribute(self, node: fx.Node) -> None:
-        source, src, dst, group = node.args
+        source = node.args[0]
         assert isinstance(source, fx.Node)
         if source not in self.layouts:
-            raise PlacementError(f"{_name(node)} redistributes what has no layout")
-        before, noted = self.layouts[source], node.meta["redistribution"]
-        step = Step(self._axes_of(node, str(group)), parse_placement(str(src)), parse_placement(str(dst)))
-        if any(before[axis] != step.src for axis in step.axes):
-            raise PlacementError(f"{_name(node)}: redistributes from {step.src}, its operand lies as {_text(before)}")
-        after = self._require_step(_name(node), before, step)
-        assert isinstance(noted, Redistribution)
-        if (noted.before, noted.step.axes, noted.step.src, noted.step.dst) != (before, step.axes, step.src, step.dst):
-            raise PlacementError(
-                f"{_name(node)}: redistributes from {step.src} to {step.dst} over the axes {step.axes}, noted is "
-                f"{noted.step} from {_text(noted.before)}"
-            )
+            raise PlacementError(f"{name_of(node)} redistributes what has no layout")
+        after = check_redistribution(node, self.layouts[source], self.specification)
         self._settle(node, self.origins[source], after, "becomes")
-
-    def _axes_of(self, node: fx.Node, group: str) -> tuple[int, ...]:
-        """The mesh axes over which a group communicates."""
-        names = self.specification.names
-        axes = tuple(names.index(name) for name in group.rpartition("/")[2].split("+") if name in names)
-        if group_name(self.specification.prefix, names, axes) != group:
-            raise PlacementError(f"{_name(node)}: communicates over {group!r}, which is no group of the mesh")
-        return axes
 
     def _call(self, node: fx.Node) -> None:
         origin = self.specification.calls.get(node.meta.get("key", ""))
         if origin is None:
             # A size that one call is given: it is checked where it is read.
             if is_tensor(node):
-                raise PlacementError(f"{_name(node)} is no call of the model")
+                raise PlacementError(f"{name_of(node)} is no call of the model")
             return
         expected = self.specification.expected(origin)
         if node.target is not expected.target:
-            raise PlacementError(f"{_name(node)} must be {expected.target} on a rank; it is {node.target}")
+            raise PlacementError(f"{name_of(node)} must be {expected.target} on a rank; it is {node.target}")
         if "modes" in node.meta and tuple(node.meta["modes"]) != tuple(self._modes(origin)):
             raise PlacementError(
-                f"{_name(node)} runs as {_ways(self._modes(origin))}, not as {_ways(node.meta['modes'])}"
+                f"{name_of(node)} runs as {_ways(self._modes(origin))}, not as {_ways(node.meta['modes'])}"
             )
         self._match(node, node.args, expected.args, expected)
         self._match(node, node.kwargs, expected.kwargs, expected)
@@ -231,7 +201,7 @@ class _Verifier:
             right = isinstance(actual, fx.Node) and self.origins.get(actual) is expected.node
             if right and expected.layout is not None and self.layouts[actual] != expected.layout:
                 raise PlacementError(
-                    f"{_name(node)} {self._runs(self.specification.calls[node.meta['key']])} needs operand "
+                    f"{name_of(node)} {self._runs(self.specification.calls[node.meta['key']])} needs operand "
                     f"{_position(call, expected)} as {_text(expected.layout)}; it lies as {_text(self.layouts[actual])}"
                 )
             expected = expected.node
@@ -253,7 +223,7 @@ class _Verifier:
         else:
             right = actual is expected or type(actual) is type(expected) and bool(actual == expected)
         if not right:
-            raise PlacementError(f"{_name(node)} reads {actual!r} where its rule gives it {expected!r}")
+            raise PlacementError(f"{name_of(node)} reads {actual!r} where its rule gives it {expected!r}")
 
     def _leave(self, node: fx.Node) -> None:
         results: Any = node.args[0]
@@ -261,7 +231,7 @@ class _Verifier:
             if not isinstance(origin, fx.Node):
                 continue
             if self.origins.get(value) is not origin:
-                raise PlacementError(f"output {i} is {value}, not {_name(origin)}")
+                raise PlacementError(f"output {i} is {value}, not {name_of(origin)}")
             layout = self.specification.output_layout(i)
             if layout is not None and self.layouts[value] != layout:
                 raise PlacementError(f"output {i} leaves as {_text(self.layouts[value])}, not as {_text(layout)}")
@@ -276,14 +246,14 @@ class _Verifier:
         if noted != layout:
             why = f"{self._runs(origin)} {why}" if why == "gives" else why
             raise PlacementError(
-                f"{_name(node)} {why} {_text(layout)}; it is said to lie as {_text(noted)}"
+                f"{name_of(node)} {why} {_text(layout)}; it is said to lie as {_text(noted)}"
                 if noted is not None
-                else f"{_name(node)} has no layouts"
+                else f"{name_of(node)} has no layouts"
             )
         derived = self.specification.differentiable(origin)
         if node.meta["differentiable"] != derived:
             whether = "is" if derived else "is not"
-            raise PlacementError(f"{_name(node)} {whether} differentiable, and was laid out as if it were otherwise")
+            raise PlacementError(f"{name_of(node)} {whether} differentiable, and was laid out as if it were otherwise")
 
     def _modes(self, origin: fx.Node) -> Sequence[Any]:
         return self.specification.modes.get(origin.meta["key"], ())
@@ -291,6 +261,52 @@ class _Verifier:
     def _runs(self, origin: fx.Node) -> str:
         modes = self._modes(origin)
         return f"runs as {_ways(modes)} and" if modes else "reads whole tensors and"
+
+
+def check_redistribution(node: fx.Node, before: Layout, specification: Specification) -> Layout:
+    """The layout that a redistribution, or a half of one, makes.
+
+    Args:
+        before: how its operand lies.
+
+    Raises:
+        PlacementError: when there is no such redistribution, or when another one is noted.
+    """
+    _, src, dst, group = node.args
+    noted = node.meta["redistribution"]
+    step = Step(_axes_of(node, str(group), specification), parse_placement(str(src)), parse_placement(str(dst)))
+    if any(before[axis] != step.src for axis in step.axes):
+        raise PlacementError(f"{name_of(node)}: redistributes from {step.src}, its operand lies as {_text(before)}")
+    after = _require_step(name_of(node), before, step)
+    assert isinstance(noted, Redistribution)
+    if (noted.before, noted.step.axes, noted.step.src, noted.step.dst) != (before, step.axes, step.src, step.dst):
+        raise PlacementError(
+            f"{name_of(node)}: redistributes from {step.src} to {step.dst} over the axes {step.axes}, noted is "
+            f"{noted.step} from {_text(noted.before)}"
+        )
+    return after
+
+
+def _axes_of(node: fx.Node, group: str, specification: Specification) -> tuple[int, ...]:
+    """The mesh axes over which a group communicates."""
+    names = specification.names
+    axes = tuple(names.index(name) for name in group.rpartition("/")[2].split("+") if name in names)
+    if group_name(specification.prefix, names, axes) != group:
+        raise PlacementError(f"{name_of(node)}: communicates over {group!r}, which is no group of the mesh")
+    return axes
+
+
+def _require_step(name: str, before: Layout, step: Step) -> Layout:
+    """The layout after a step; raises where there is no such step."""
+    after = step.apply(before)
+    ends = [(before, step.src), (after, step.dst)]
+    if (
+        (step.src.kind, step.dst.kind) not in ACTIONS
+        or any(before[axis] != step.src for axis in step.axes)
+        or any(p.kind == "S" and step.axes != shards_of(layout, p.dim)[-1:] for layout, p in ends)
+    ):
+        raise PlacementError(f"{name}: no step leads from {_text(before)} to {_text(after)}")
+    return after
 
 
 def _position(call: ExpectedCall, operand: Operand) -> int:
@@ -303,7 +319,8 @@ def _text(layout: Layout | None) -> str:
     return format_layout(layout) if layout is not None else "no tensor"
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
+    """What messages call a node."""
     return str(node.meta.get("key", node.name))
 
 

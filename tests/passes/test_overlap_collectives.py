@@ -12,6 +12,7 @@ from autoparallel.comm import collectives
 from autoparallel.comm.simulate import simulate
 from autoparallel.operators.late import late_linear, late_parameters
 from autoparallel.passes.overlap_collectives import overlap_collectives
+from autoparallel.passes.verify_halves import verify_halves
 from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, placed, show
 
 MODES = {"w0/aten.linear#0": ["shard:n"], "w1/aten.linear#0": ["shard:n"]}
@@ -124,6 +125,46 @@ def test_it_computes_the_same() -> None:
         inputs = [part.detach().requires_grad_() for part in (w0.chunk(2)[index], w1.chunk(2)[index], x)]
         result = module(*inputs)[0]
         return [result, *torch.autograd.grad(result.square().sum(), inputs)]
+
+    before, after = (simulate(lambda index, p=p: run(p, index), (2,), ("tp",)) for p in (plain, program))
+    for one, other in zip(before, after, strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
+
+
+class Cut(nn.Module):
+    """A product of rows that were cut, and what does not read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w0 = nn.Linear(4, 4, bias=False)
+        self.w1 = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.w0(x)
+        return x.tanh() * self.w1(y)
+
+
+@pytest.mark.parametrize(
+    ("mode", "at_rest", "src"), [("I", "I", "I"), ("shard:n", "S0", "S1")], ids=["sliced", "moved"]
+)
+def test_a_layer_that_reads_a_part_that_was_cut_keeps_its_gradients(mode: str, at_rest: str, src: str) -> None:
+    modes = {"w0/aten.linear#0": [mode], "w1/aten.linear#0": ["shard:...0"]}
+    plain, _ = placed(captured(Cut(), torch.rand(8, 4)), modes, {"w0.weight": at_rest})
+    program, specification = placed(captured(Cut(), torch.rand(8, 4)), modes, {"w0.weight": at_rest})
+    overlap_collectives(program, regions={}, axis_sizes=(2,))
+    verify_halves(program, specification)
+    program.recompile()
+    text = "\n".join(show(program))
+    assert f"finish_redistribution(start_redistribution, '{src}', 'S0', 'mesh0/tp')" in text and "late" not in text
+    w0 = torch.rand(4, 4, dtype=torch.float64)
+    x, w1 = torch.rand(8, 4, dtype=torch.float64), torch.rand(4, 4, dtype=torch.float64)
+
+    def run(module: fx.GraphModule, index: int) -> list[Tensor]:
+        mine = w0.chunk(2)[index] if at_rest == "S0" else w0
+        inputs = [part.detach().requires_grad_() for part in (mine, w1, x)]
+        result = module(*inputs)[0]
+        return [result, *torch.autograd.grad(result.square().sum(), inputs[:2])]
 
     before, after = (simulate(lambda index, p=p: run(p, index), (2,), ("tp",)) for p in (plain, program))
     for one, other in zip(before, after, strict=True):
