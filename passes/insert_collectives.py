@@ -26,7 +26,7 @@ from torch import fx
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
 from autoparallel.passes.specification import Specification
-from autoparallel.placements import Invariant, Layout, divides, shards_of
+from autoparallel.placements import Invariant, Layout, count_pieces, divides
 from autoparallel.placements.modes import Mode
 from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
@@ -109,9 +109,8 @@ class _Writer:
         if node.target is torch.ops.aten.sym_size.int:
             source, dim = node.args
             assert isinstance(source, fx.Node) and isinstance(dim, int)
-            count = 1
-            for axis in shards_of(source.meta["placements"], dim % len(source.meta["val"].shape)):
-                count *= self.axis_sizes[axis]
+            dim %= source.meta["val"].ndim
+            count = count_pieces(source.meta["placements"], dim, self.axis_sizes)
             if count > 1:
                 with self.graph.inserting_after(node):
                     whole = self.graph.call_function(operator.mul, (node, count))

@@ -223,9 +223,9 @@ def test_what_fails_anyhow_is_not_tried_with_a_fixed_batch(
 ) -> None:
     """Unless it was traced with more rows than it has, as a batch that is smaller than twice the mesh is."""
     made: list[str] = []
-    attempt = capture_module._capture
+    attempt = capture_module.attempt_capture
     monkeypatch.setattr(
-        capture_module, "_capture", lambda *args, **options: made.append("") or attempt(*args, **options)
+        capture_module, "attempt_capture", lambda *args, **options: made.append("") or attempt(*args, **options)
     )
     assert f"got [{rows}, 8]" in refusal(_Breaks(), torch.rand(rows, 8))
     assert len(made) == attempts

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import capture as capture_module
+from autoparallel.capture import attempt
 from autoparallel.capture.layers import Stack
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import draw_of
@@ -66,19 +66,19 @@ def _loss(output: Any, target: Tensor) -> Tensor:
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[Stack]]:
     """What was found, call by call."""
     found: list[list[Stack]] = []
-    find = capture_module.find_stacks
+    find = attempt.find_stacks
 
     def note(*args: Any) -> list[Stack]:
         found.append(find(*args))
         return found[-1]
 
-    monkeypatch.setattr(capture_module, "find_stacks", note)
+    monkeypatch.setattr(attempt, "find_stacks", note)
     return found
 
 
 def _whole(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Captured:
     with monkeypatch.context() as patch:
-        patch.setattr(capture_module, "find_stacks", lambda *args: [])
+        patch.setattr(attempt, "find_stacks", lambda *args: [])
         return _capture(model)
 
 

@@ -2,8 +2,8 @@
 
 May import ``graph``, ``passes``, ``rules``, ``operators``, ``text`` and ``_torch``.
 
-- ``capture``: traces a model, and describes what it traced; ``training`` is what is traced, ``outputs`` says which is
-  the loss.
+- ``capture``: what is tried, one attempt after another; ``attempt`` is one of them, a trace; ``describe`` says what the
+  trace is of. ``training`` is what is traced, ``outputs`` says which is the loss.
 - ``passes``: the passes of a capture, in their order.
 - ``layers``: those that repeat, traced once.
 - ``tracing``: what decides about gradients beside operators, made visible to a trace: ``functions``

@@ -1,91 +1,28 @@
-"""From a model to its forward graph.
+"""From a model to its forward graph: what is tried, one attempt after another, until a model can be traced.
 
-``torch.export`` (non-strict) traces the model on fake CPU tensors, whatever its device and however large it is; the
-graph is made functional, brought into the few canonical operators that rules speak of, and described: which
-placeholder is which parameter, buffer or input, which output is the loss.
+What an attempt leaves open (numbers, lengths, the batch size), the next one fixes (see ``capture.attempt``).
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import sympy
-import torch
-from torch import fx, nn
-from torch.export import Dim, ExportedProgram, ShapesCollection, export
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel._torch import make_fake_mode, size_guards
-from autoparallel.capture.caches import asks_for_cache, make_no_caches
-from autoparallel.capture.functional import make_functional
-from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
-from autoparallel.capture.layers import NotAlike, Stack, find_stacks, leave_out
-from autoparallel.capture.outputs import Objective, find_objective, set_apart
-from autoparallel.capture.passes import describing_passes, filling_passes, resolving_passes, tracing_passes
-from autoparallel.capture.recorder import IN_THE_MODEL, LOSS, Recorder, StateChangedError
-from autoparallel.capture.refusals import (
-    explain_failure,
-    explain_mutation,
-    place_of,
-    require_positions,
-    require_same_dtypes,
-    require_same_memory,
-    require_static,
-)
-from autoparallel.capture.trace import Trace
-from autoparallel.capture.tracing import everything_seen
-from autoparallel.capture.training import Found, Training
-from autoparallel.capture.user_warnings import only_the_users
+from autoparallel.capture.attempt import FailsUntraced, attempt_capture, scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
-from autoparallel.graph.captured import (
-    Captured,
-    CaptureError,
-    Constant,
-    InputSpec,
-    Leaf,
-    NumberSpec,
-    Size,
-    SizeGuard,
-)
-from autoparallel.graph.hooks import require_full_hooks
-from autoparallel.graph.layers import find_runs
-from autoparallel.graph.lines import first_line, line_of
-from autoparallel.graph.plain_tensors import (
-    REPLACED,
-    is_attribute,
-    make_buffer,
-    not_copied,
-    plain_tensors,
-    stand_in,
-    trained_attributes,
-)
-from autoparallel.passes.mark_gradients import Detached
-from autoparallel.passes.refusal import Refusal
-from autoparallel.passes.replace_random_operators import Draws
-from autoparallel.passes.runner import run_passes
-from autoparallel.text import LOGGER
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-AS_COMPILED = (
-    "the model asks whether it is compiled at %s, and is told that it is: the way that it goes otherwise cannot be "
-    "traced (%s)"
-)
+from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
 
 
 def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **options: Any) -> Captured:
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
     What a model does not leave open is fixed: first numbers, then lengths, then the batch size, too;
-    ``Captured.fixed`` has the lines.  The arguments are those of :func:`_capture`.
+    ``Captured.fixed`` has the lines.  The arguments are those of :func:`attempt_capture`.
 
     Raises:
         CaptureError: when the model cannot be captured.
@@ -103,12 +40,12 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
             continue
         try:
             with _torch.without_fake_errors():
-                captured = _capture(model, attempt, *others, fixed=fixed, **options)
+                captured = attempt_capture(model, attempt, *others, fixed=fixed, **options)
         except CaptureError as error:
             if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open
                 raise
             failed = error  # the last one speaks of the sizes of the call
-            vain = _examples(attempt, options) if isinstance(error, _InVain) else vain
+            vain = _examples(attempt, options) if isinstance(error, FailsUntraced) else vain
             fixed[str(error).splitlines()[0].partition(" at ")[2]] = None
             continue
         captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
@@ -121,197 +58,10 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
     raise failed
 
 
-class _InVain(CaptureError):
-    """The model fails in the same line without a trace, where no size is open."""
-
-
 def _examples(specs: Sequence[InputSpec | Any], options: Mapping[str, Any]) -> list[Any]:
     """What tells apart the inputs that a model is traced with, but for what of them is left open."""
-    scale = _scale(options["least_batch"], options["batch"])
-    return [_traced_shape(s, scale) if isinstance(s, InputSpec) else isinstance(s, NumberSpec) for s in specs]
-
-
-def _scale(least_batch: int, batch: int) -> int:
-    return max(1, -(-least_batch // max(batch, 1)))
-
-
-def _traced_shape(spec: InputSpec, scale: int) -> tuple[int, ...]:
-    return (spec.shape[0] * scale, *spec.shape[1:]) if spec.batch else tuple(spec.shape)
-
-
-def _capture(
-    model: nn.Module,
-    specs: Sequence[InputSpec | Any],
-    in_spec: pytree.TreeSpec,
-    *,
-    fixed: dict[str, None],
-    loss_fn: Callable[..., Any] | None,
-    least_batch: int,
-    batch: int,
-    training: bool | None = None,
-    symbolic: bool = True,
-    detach_beside_loss: bool = True,
-    precision: MixedPrecisionPolicy | None = None,
-    ranks: int = 1,
-    gradients: bool = True,
-    autocast: torch.dtype | None = None,
-) -> Captured:
-    """One attempt at a capture.
-
-    Args:
-        model: the plain model; its tensors are not touched.
-        specs, in_spec: the inputs, flattened from ``(args, kwargs)``, with the dims that are left open.
-        fixed: the lines at which the model fixes sizes are added.
-        loss_fn: called as ``loss_fn(output, target)``.
-        least_batch: the smallest batch to trace with.
-        batch: the batch size of the actual call.
-        training: captures in this mode instead of the model's own.
-        symbolic: leaves the batch size open.
-        detach_beside_loss: where the loss is known (see ``capture.outputs``), detaches the other outputs.
-        ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
-            ``passes.interleave_projections``).
-        precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.
-        gradients: whether it is called with gradients enabled.
-        autocast: the dtype of the autocast that it is called under: each cast becomes an operator of the graph.
-
-    Raises:
-        CaptureError: when the model cannot be captured.
-    """
-    mode = make_fake_mode()
-    scale = _scale(least_batch, batch)
-    memo: dict[int, Any] = {}
-    names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    buffer_names = {id(b): name for name, b in reversed(list(model.named_buffers(remove_duplicate=False)))}
-    owners: dict[str, str] = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    owners |= {name: buffer_names[id(b)] for name, b in model.named_buffers(remove_duplicate=False)}
-    with mode:
-        for tensor in (*model.parameters(), *model.buffers()):
-            is_parameter = isinstance(tensor, nn.Parameter)
-            used = precision.param_dtype if precision is not None and is_parameter else None
-            dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
-            fake = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-        leaves: list[Any] = []
-        dynamic: list[dict[int, Any] | None] = []
-        for spec in specs:
-            if not isinstance(spec, InputSpec):
-                is_open = isinstance(spec, NumberSpec)
-                leaves.append(torch.empty((), dtype=spec.dtype) if is_open else spec)
-                dynamic.append({} if is_open else None)
-                continue
-            fake = torch.empty(_traced_shape(spec, scale), dtype=spec.dtype)
-            leaves.append(fake.requires_grad_(spec.requires_grad))
-            rows = {0: Dim.AUTO} if spec.batch and symbolic and scale * batch > 1 else {}
-            dynamic.append(rows | {dim: Dim.AUTO for dim, _ in spec.open})
-    args, kwargs = pytree.tree_unflatten(leaves, in_spec)
-    shapes = _shapes_of((args, kwargs), leaves, dynamic)
-    cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
-
-    tensors = plain_tensors(model)
-    if isinstance(loss_fn, nn.Module):
-        state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
-        tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in memo}
-    with mode:
-        for tensor in tensors.values():
-            memo.setdefault(id(tensor), stand_in(tensor, memo))
-    memo |= {id(held): held for held in not_copied(model)}
-    attributes = {name: t for name, t in tensors.items() if is_attribute(model, name)}
-    owners |= {name: name for name in attributes}
-    references = {id(memo[id(t)]): t for t in tensors.values()}
-    trained = trained_attributes(tensors)
-    constants = {name: memo[id(t)] for name, t in tensors.items() if name not in attributes and t not in REPLACED}
-    recorders: list[Recorder] = []
-    numbers = [i for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
-
-    def make() -> Training:
-        table = dict(memo)
-        try:
-            plain = copy.deepcopy(model, table)
-        except Exception as error:
-            raise CaptureError(
-                f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"
-            ) from error
-        for name in attributes:
-            make_buffer(plain, name)
-        if training is not None:
-            plain.train(training)
-        if not cached:
-            make_no_caches(plain)
-        loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
-        pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
-        recorders.append(Recorder(model, plain, table, trained, pair, constants))
-        wrapper = Training(plain, loss, precision, recorders[-1], _alike(specs), numbers)
-        wrapper.training = plain.training
-        wrapper.found.copies = table
-        wrapper.found.given = {id(x) for x in (*table.values(), *leaves)}
-        wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
-        return wrapper
-
-    def trace(stacks: list[Stack], as_compiled: bool = False) -> Captured:
-        wrapper = make()
-        leave_out(wrapper, stacks)
-        calls = _calls_of(wrapper, as_compiled)
-        try:
-            program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
-        except CaptureError as error:
-            if as_compiled or calls.asked_at is None:
-                raise
-            try:
-                captured = trace(stacks, as_compiled=True)
-            except CaptureError:
-                raise error from None
-            reason = str(error).partition("\nWhat to change")[0].splitlines()[-1]
-            LOGGER.warning(AS_COMPILED, calls.asked_at, reason)
-            return captured
-        finally:
-            fixed.update(dict.fromkeys(calls.fixed.values()))
-        captured = _describe(
-            program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
-        )
-        captured.state = wrapper.recorder.state()
-        captured.draws = draws
-        captured.rebound = frozenset(owners[name] for name in wrapper.recorder.rebound)
-        if stacks:
-            run_passes(filling_passes(stacks, captured), captured.module)
-        return captured
-
-    def run(wrapper: nn.Module) -> Any:
-        with everything_seen(_calls_of(wrapper, as_compiled=False)):
-            return wrapper(args, kwargs)
-
-    require_full_hooks(model)
-    packages = packages_of(model, loss_fn)
-    reads = GlobalsRead(owners_of(loss_fn), packages)
-    before = torch.is_grad_enabled()
-    torch.set_grad_enabled(gradients)
-    try:
-        with only_the_users(), torch.autocast("cpu", autocast, enabled=autocast is not None):
-            with mode:
-                whole = make()
-                try:
-                    stacks, failed = _rehearse(whole, make, run, reads)
-                except StateChangedError as error:
-                    raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn), packages), run) from None
-            with reads if failed else nullcontext():
-                try:
-                    captured = trace(stacks)
-                except NotAlike:
-                    captured = trace([])
-                except CaptureError as error:
-                    if failed is None or error.__cause__ is None or place_of(error.__cause__) != place_of(failed):
-                        raise
-                    raise _InVain(explain_failure(failed, model)) from failed  # it speaks of sizes, not of symbols
-        captured.state.merge(whole.recorder.state())
-        captured.state.merge(reads.state())
-        captured.state.merge(read_of_loss(loss_fn))
-    finally:
-        torch.set_grad_enabled(before)
-        reads.forget_cached()
-        for recorder in recorders:
-            recorder.close()
-    captured.runs = find_runs(captured.graph)
-    captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
-    return captured
+    scale = scale_of(options["least_batch"], options["batch"])
+    return [traced_shape(s, scale) if isinstance(s, InputSpec) else isinstance(s, NumberSpec) for s in specs]
 
 
 def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec, options: Mapping[str, Any]) -> str:
@@ -327,207 +77,3 @@ def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec,
         if isinstance(spec, InputSpec)
     ]
     return f"It was called with {', '.join(shown) or 'no tensors'}."
-
-
-def _alike(specs: Sequence[InputSpec | Any]) -> list[list[tuple[int, int]]]:
-    """The sets of open dims that have the same size, where there are other open dims than the batch's."""
-    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for i, spec in enumerate(specs):
-        if isinstance(spec, InputSpec):
-            for dim, number in spec.open:
-                found.setdefault(("length", number), []).append((i, dim))
-            if spec.batch:
-                found.setdefault(("batch", spec.batch), []).append((i, 0))
-    return list(found.values()) if any(kind == "length" for kind, _ in found) else []
-
-
-def _rehearse(
-    whole: Training, make: Callable[[], nn.Module], run: Callable[[nn.Module], Any], reads: GlobalsRead
-) -> tuple[list[Stack], Exception | None]:
-    """Runs the whole model once, without a trace, to see what it reads of Python: the stacks of layers that need not be
-    traced, and how it failed, if it did."""
-    try:
-        stacks = find_stacks(whole, make, run, reads)
-    except CaptureError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
-        return [], error
-    inside = tuple(f"{stack.path}." for stack in stacks)
-    return ([] if any(f"model.{name}".startswith(inside) for name in whole.found.attributes) else stacks), None
-
-
-def _with_line(
-    error: StateChangedError, wrapper: Training, reads: GlobalsRead, run: Callable[[nn.Module], Any]
-) -> CaptureError:
-    """What a run changes that no trace can show, with the line that does, for which a copy runs again."""
-
-    def again() -> None:
-        with reads:
-            run(wrapper)
-
-    return CaptureError(error.message(first_line(again, lambda: error.has_changed(wrapper.recorder, reads))))
-
-
-def _calls_of(wrapper: nn.Module, as_compiled: bool) -> Trace:
-    """What a trace of a copy of the model notes beside operators."""
-    assert isinstance(wrapper, Training)
-    paths = {id(module): path for path, module in wrapper.model.named_modules()}
-    return Trace(wrapper.found.originals, paths, wrapper.found.given, as_compiled)
-
-
-def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:
-    """Which dims of the inputs are open, nested as export wants it: a class of the user's as the list of its parts."""
-    shapes = ShapesCollection()
-    for leaf, dims in zip(leaves, dynamic, strict=True):
-        if dims is not None:
-            shapes[leaf] = dims
-    return shapes.dynamic_shapes(lambda args, kwargs: None, inputs)
-
-
-def _export(
-    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: Any, model: nn.Module, calls: Trace
-) -> tuple[ExportedProgram, int]:
-    """The trace, and how many times it draws random numbers."""
-    try:
-        with everything_seen(calls):
-            program = export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
-            require_same_memory(program.graph)
-            with calls.silent():
-                findings = run_passes(tracing_passes(program.graph, calls), program.graph_module)
-                _name_outputs(program)
-                decomposed = make_functional(program)
-        run_passes(resolving_passes(calls), decomposed.graph_module)
-        _name_outputs(decomposed)
-        return decomposed, findings[Draws].count
-    except CaptureError:
-        raise
-    except Refusal as error:
-        raise CaptureError(f"{error} at {line_of(error.node)}\nWhat to change: {error.cure}.") from None
-    except Exception as error:
-        raise CaptureError(explain_failure(error, model)) from error
-
-
-def _name_outputs(program: ExportedProgram) -> None:
-    """Writes the names of the results of a graph that was rewritten into its signature."""
-    results = program.graph.output_node().args[0]
-    for spec, node in zip(program.graph_signature.output_specs, results, strict=True):
-        if isinstance(node, fx.Node):
-            spec.arg.name = node.name
-
-
-def _describe(
-    program: ExportedProgram,
-    model: nn.Module,
-    owners: Mapping[str, str],
-    references: Mapping[int, torch.Tensor],
-    specs: Sequence[InputSpec | Any],
-    has_loss_fn: bool,
-    detach_beside_loss: bool,
-    found: Found,
-    ranks: int,
-) -> Captured:
-    module = fx.GraphModule(torch.nn.Module(), program.graph)
-    graph = module.graph
-    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
-    parameters: dict[str, str] = {}
-    buffers: dict[str, str] = {}
-    constants: dict[str, torch.Tensor] = {}
-    inputs: list[str | None] = []
-    first_of: dict[str, fx.Node] = {}
-    for spec in program.graph_signature.input_specs:
-        node = placeholders.get(spec.arg.name)
-        if spec.kind == InputKind.USER_INPUT:
-            inputs.append(None if isinstance(spec.arg, ConstantArgument) or node is None else node.name)
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).startswith("model."):
-            name = owners[str(spec.target).removeprefix("model.")]
-            known = first_of.setdefault(name, node)  # type: ignore[arg-type]
-            if known is not node and node is not None:  # another name of a tied weight
-                node.replace_all_uses_with(known)
-                graph.erase_node(node)
-                continue
-            table = parameters if spec.kind == InputKind.PARAMETER else buffers
-            table[node.name] = name  # type: ignore[union-attr]
-        elif spec.kind == InputKind.PARAMETER:
-            raise CaptureError(f"the loss function has a parameter, {spec.target}: move it into the model")
-        elif node is not None:
-            value = (program.state_dict | program.constants).get(str(spec.target))
-            if not isinstance(value, torch.Tensor):
-                raise CaptureError(f"the model uses {spec.target!r}, which is not a tensor, as an input of its graph")
-            constants[node.name] = references.get(id(value), value)
-    for node in list(graph.nodes):  # inputs that the graph ignores keep their placeholder, constants lose it
-        if node.op == "placeholder" and node.name not in {*parameters, *buffers, *constants, *inputs}:
-            if node.users:
-                raise CaptureError(f"the input {node.name} is used, but it is not a tensor")
-            graph.erase_node(node)
-
-    mutated: list[str] = []
-    results: list[fx.Node] = []
-    outputs: list[Leaf] = []
-    nodes = {n.name: n for n in graph.nodes}
-    for out in program.graph_signature.output_specs:
-        if out.kind == OutputKind.BUFFER_MUTATION:
-            if not str(out.target).startswith("model."):
-                raise CaptureError(f"the loss function changes its buffer {out.target} in place\n{IN_THE_MODEL}")
-            mutated.append(owners[str(out.target).removeprefix("model.")])
-            results.append(nodes[out.arg.name])
-        elif out.kind == OutputKind.USER_OUTPUT:
-            if isinstance(out.arg, ConstantArgument):
-                outputs.append(Constant(out.arg.value))
-            elif isinstance(out.arg, SymIntArgument):
-                size = nodes[out.arg.name].meta["val"]
-                outputs.append(Constant(size) if isinstance(size, int) else Size(size.node.expr))
-            else:
-                outputs.append(len(results))
-                results.append(nodes[out.arg.name])
-        else:
-            raise CaptureError(explain_mutation(str(out.target), nodes[out.arg.name], model))
-    require_static(graph, {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)})
-    require_positions(graph)
-    require_same_dtypes(graph)
-    output = graph.output_node()
-    output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)
-    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    differentiable = {node for node, name in parameters.items() if name in trainable}
-    differentiable |= {
-        n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
-    }
-    assert found.spec is not None
-    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
-    for name, nesting in reversed(found.attributes.items()):
-        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
-        del outputs[len(outputs) - nesting.num_leaves :]
-    passes = describing_passes(
-        parameters=parameters,
-        differentiable=differentiable,
-        ranks=ranks,
-        buffers=len(mutated),
-        objective=partial(
-            find_objective,
-            outputs=outputs,
-            spec=found.spec,
-            buffers=len(mutated),
-            of_loss_fn=has_loss_fn,
-            detach_beside_loss=detach_beside_loss,
-            counted=found.counted,
-        ),
-    )
-    findings = run_passes(passes, module)
-    objective, detached = findings[Objective], list(findings[Detached].outputs)
-    flowing = [i for i in objective.flowing if i not in detached]
-    actual: dict[sympy.Symbol, int] = {}
-    rows: set[sympy.Symbol] = set()
-    guards: dict[SizeGuard, None] = {}
-    for placeholder, spec in zip(inputs, specs, strict=True):
-        if placeholder is None or not isinstance(spec, InputSpec):
-            continue
-        traced = nodes[placeholder].meta["val"]
-        for dim, (size, real) in enumerate(zip(traced.shape, spec.shape, strict=True)):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                actual[size.node.expr] = real
-                rows |= {size.node.expr} if dim == 0 and spec.batch else set()
-                guards = guards or {SizeGuard(*guard): None for guard in size_guards(traced)}
-    return Captured(
-        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, objective.loss, flowing,
-        detached, actual, objective.weight, attributes=attributes,
-        lengths=frozenset(actual) - rows, guards=tuple(guards),
-    )  # fmt: skip

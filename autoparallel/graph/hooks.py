@@ -274,7 +274,7 @@ class _Maker:
 def _values_of_forward() -> Iterator[Any]:
     """What the variables of the functions that run between the trace and here hold, but for those of an outer scope."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "autoparallel.capture.capture":
+    while frame is not None and frame.f_globals.get("__name__") != "autoparallel.capture.attempt":
         outer = set(frame.f_code.co_freevars)
         yield from [value for name, value in list(frame.f_locals.items()) if name not in outer]
         frame = frame.f_back  # type: ignore[assignment]

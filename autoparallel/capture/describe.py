@@ -1,0 +1,157 @@
+"""What a trace is of: which placeholder is which parameter, buffer or input, which output is the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
+from torch.utils import _pytree as pytree
+
+from autoparallel._torch import size_guards
+from autoparallel.capture.outputs import Objective, find_objective, set_apart
+from autoparallel.capture.passes import describing_passes
+from autoparallel.capture.recorder import IN_THE_MODEL
+from autoparallel.capture.refusals import explain_mutation, require_positions, require_same_dtypes, require_static
+from autoparallel.capture.training import Found
+from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, NumberSpec, Size, SizeGuard
+from autoparallel.passes.mark_gradients import Detached
+from autoparallel.passes.runner import run_passes
+
+
+def describe(
+    program: ExportedProgram,
+    model: nn.Module,
+    owners: Mapping[str, str],
+    references: Mapping[int, torch.Tensor],
+    specs: Sequence[InputSpec | Any],
+    has_loss_fn: bool,
+    detach_beside_loss: bool,
+    found: Found,
+    ranks: int,
+) -> Captured:
+    """Describes a trace, of which the passes of ``describing_passes`` make the graph that is planned.
+
+    Args:
+        program: the trace, functional; its graph is changed.
+        model: the plain model.
+        owners: the first name of each tied parameter and buffer, by every name that it has.
+        references: the tensors that the trace holds as constants, by the ids of their fakes.
+        specs: the inputs, flattened.
+        has_loss_fn: whether the trace ends in a ``loss_fn``, instead of a model's own loss.
+        detach_beside_loss, ranks: see :func:`~autoparallel.capture.attempt.attempt_capture`.
+        found: what tracing found beside the program.
+
+    Raises:
+        CaptureError: for a trace that no program can have.
+    """
+    module = fx.GraphModule(torch.nn.Module(), program.graph)
+    graph = module.graph
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str | None] = []
+    first_of: dict[str, fx.Node] = {}
+    for spec in program.graph_signature.input_specs:
+        node = placeholders.get(spec.arg.name)
+        if spec.kind == InputKind.USER_INPUT:
+            inputs.append(None if isinstance(spec.arg, ConstantArgument) or node is None else node.name)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).startswith("model."):
+            name = owners[str(spec.target).removeprefix("model.")]
+            known = first_of.setdefault(name, node)  # type: ignore[arg-type]
+            if known is not node and node is not None:  # another name of a tied weight
+                node.replace_all_uses_with(known)
+                graph.erase_node(node)
+                continue
+            table = parameters if spec.kind == InputKind.PARAMETER else buffers
+            table[node.name] = name  # type: ignore[union-attr]
+        elif spec.kind == InputKind.PARAMETER:
+            raise CaptureError(f"the loss function has a parameter, {spec.target}: move it into the model")
+        elif node is not None:
+            value = (program.state_dict | program.constants).get(str(spec.target))
+            if not isinstance(value, torch.Tensor):
+                raise CaptureError(f"the model uses {spec.target!r}, which is not a tensor, as an input of its graph")
+            constants[node.name] = references.get(id(value), value)
+    for node in list(graph.nodes):  # inputs that the graph ignores keep their placeholder, constants lose it
+        if node.op == "placeholder" and node.name not in {*parameters, *buffers, *constants, *inputs}:
+            if node.users:
+                raise CaptureError(f"the input {node.name} is used, but it is not a tensor")
+            graph.erase_node(node)
+
+    mutated: list[str] = []
+    results: list[fx.Node] = []
+    outputs: list[Leaf] = []
+    nodes = {n.name: n for n in graph.nodes}
+    for out in program.graph_signature.output_specs:
+        if out.kind == OutputKind.BUFFER_MUTATION:
+            if not str(out.target).startswith("model."):
+                raise CaptureError(f"the loss function changes its buffer {out.target} in place\n{IN_THE_MODEL}")
+            mutated.append(owners[str(out.target).removeprefix("model.")])
+            results.append(nodes[out.arg.name])
+        elif out.kind == OutputKind.USER_OUTPUT:
+            if isinstance(out.arg, ConstantArgument):
+                outputs.append(Constant(out.arg.value))
+            elif isinstance(out.arg, SymIntArgument):
+                size = nodes[out.arg.name].meta["val"]
+                outputs.append(Constant(size) if isinstance(size, int) else Size(size.node.expr))
+            else:
+                outputs.append(len(results))
+                results.append(nodes[out.arg.name])
+        else:
+            raise CaptureError(explain_mutation(str(out.target), nodes[out.arg.name], model))
+    require_static(graph, {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)})
+    require_positions(graph)
+    require_same_dtypes(graph)
+    output = graph.output_node()
+    output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    differentiable = {node for node, name in parameters.items() if name in trainable}
+    differentiable |= {
+        n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
+    }
+    assert found.spec is not None
+    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
+    for name, nesting in reversed(found.attributes.items()):
+        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
+        del outputs[len(outputs) - nesting.num_leaves :]
+    passes = describing_passes(
+        parameters=parameters,
+        differentiable=differentiable,
+        ranks=ranks,
+        buffers=len(mutated),
+        objective=partial(
+            find_objective,
+            outputs=outputs,
+            spec=found.spec,
+            buffers=len(mutated),
+            of_loss_fn=has_loss_fn,
+            detach_beside_loss=detach_beside_loss,
+            counted=found.counted,
+        ),
+    )
+    findings = run_passes(passes, module)
+    objective, detached = findings[Objective], list(findings[Detached].outputs)
+    flowing = [i for i in objective.flowing if i not in detached]
+    actual: dict[sympy.Symbol, int] = {}
+    rows: set[sympy.Symbol] = set()
+    guards: dict[SizeGuard, None] = {}
+    for placeholder, spec in zip(inputs, specs, strict=True):
+        if placeholder is None or not isinstance(spec, InputSpec):
+            continue
+        traced = nodes[placeholder].meta["val"]
+        for dim, (size, real) in enumerate(zip(traced.shape, spec.shape, strict=True)):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                actual[size.node.expr] = real
+                rows |= {size.node.expr} if dim == 0 and spec.batch else set()
+                guards = guards or {SizeGuard(*guard): None for guard in size_guards(traced)}
+    return Captured(
+        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, objective.loss, flowing,
+        detached, actual, objective.weight, attributes=attributes,
+        lengths=frozenset(actual) - rows, guards=tuple(guards),
+    )  # fmt: skip
