@@ -93,8 +93,8 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
         communicator.seconds,
         rank.inputs,
         ledger.peak,
-        ledger.history,
-        ledger.most,
+        list(ledger.history),  # the ledger goes on when Python frees what the run has left, sooner or later
+        dict(ledger.most),
         rank.runner.regathered,
         rank.store.reached,
         clock.spans,

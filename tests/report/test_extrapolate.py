@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable, Iterator
+from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,8 @@ from autoparallel.planner.draft import call_of
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
+from autoparallel.predict import predict
+from autoparallel.predict.dry_run import DryRun, dry_run
 from autoparallel.predict.forecast import Short, extrapolated
 from tests.captures import shared_captures
 
@@ -100,3 +105,22 @@ def test_the_whole_of_a_shallow_model_is_predicted() -> None:
     assert extrapolated(captured, plan, evaluator.predict, {}) is None
     found = evaluator.forecast(plan)
     assert found.whole and found.seconds == evaluator.predict(captured, plan).seconds()
+
+
+def test_a_timeline_does_not_depend_on_when_python_frees_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[DryRun, DryRun]] = []
+
+    def observed(*args: Any) -> DryRun:
+        run = dry_run(*args)
+        runs.append((run, deepcopy(run)))
+        return run
+
+    monkeypatch.setattr(predict, "dry_run", observed)
+    x = torch.empty(8, 8, device="meta")
+    request = Request((("dp", 2),), H100, "fsdp", loss_fn=nn.functional.mse_loss)
+    planner = Planner(nn.Linear(8, 8), request)
+    call = call_of((x, x), with_target=True)
+    captured = planner.capture(call)
+    Evaluator(request, captured, call).predict(captured, planner.search(captured, call))
+    gc.collect()
+    assert runs and all(now == then for now, then in runs)
