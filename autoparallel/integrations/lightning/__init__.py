@@ -11,6 +11,7 @@ and ``Trainer(strategy=TrainerStrategy({"dp": 4, "tp": 2}))`` say more.
 - ``fabric``: the strategy of Fabric.
 - ``precision``: which precisions both have.
 - ``trainer``: the strategy of the Trainer.
+- ``whole_batch``: what both say of the ranks.
 """
 
 from autoparallel.integrations.lightning.fabric import AutoparallelStrategy

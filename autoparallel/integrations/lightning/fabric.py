@@ -13,11 +13,11 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoparallel.api import compile
 from autoparallel.comm.world import MeshShape, axes_of, make_mesh
 from autoparallel.integrations.lightning.precision import require_true_precision
+from autoparallel.integrations.lightning.whole_batch import WholeBatch
 from autoparallel.integrations.optimizers import hand_over, require_all
 from autoparallel.runtime.module import ParallelModule
 
@@ -27,7 +27,7 @@ class _Control(_BackwardSyncControl):
         return module.no_sync() if enabled and isinstance(module, ParallelModule) else nullcontext()
 
 
-class AutoparallelStrategy(DDPStrategy):
+class AutoparallelStrategy(WholeBatch, DDPStrategy):
     """Compiles what ``fabric.setup`` is given. To the loop the model is one on one device, which is a mesh: every rank
     reads the same batches, so loaders have no distributed sampler, and what is reduced or gathered is whole already.
 
@@ -70,7 +70,7 @@ class AutoparallelStrategy(DDPStrategy):
         hand_over(optimizer)
         return optimizer
 
-    # -- gradients and metrics --------------------------------------------------------------------------------------
+    # -- gradients --------------------------------------------------------------------------------------------------
 
     def clip_gradients_norm(
         self,
@@ -92,19 +92,6 @@ class AutoparallelStrategy(DDPStrategy):
         """See :meth:`ParallelModule.clip_grad_value_`; raises ValueError as :meth:`clip_gradients_norm` does."""
         require_all(optimizer, module)
         _compiled(module).clip_grad_value_(clip_val)
-
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What it is given: it is of the whole batch already."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """What it is given, whole."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, have decided so."""
-        votes = super().all_reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
-        return bool(votes == self.world_size) if all else bool(votes)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -12,15 +12,15 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoparallel.api import compile
 from autoparallel.checkpoint.loading import load
 from autoparallel.checkpoint.saving import World, save
 from autoparallel.comm.world import MeshShape, axes_of, make_mesh
 from autoparallel.integrations.lightning.precision import require_true_precision
+from autoparallel.integrations.lightning.whole_batch import WholeBatch
 from autoparallel.integrations.optimizers import clip_together, holders
 from autoparallel.runtime.module import ParallelModule
 
@@ -41,7 +41,7 @@ class _Clipping(Precision):
             model.clip_grad_value_(clip_val)
 
 
-class TrainerStrategy(DDPStrategy):
+class TrainerStrategy(WholeBatch, DDPStrategy):
     """Compiles the modules that a ``LightningModule`` holds; all else of it stays plain Python.
 
     ``training_step`` must call these modules themselves (``self.net(x)``), not parts of them. Every rank reads the same
@@ -120,19 +120,6 @@ class TrainerStrategy(DDPStrategy):
             for model in self._compiled:
                 stack.enter_context(model.no_sync())
             yield
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What it is given: it is of the whole batch already."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """What it is given, whole."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, have decided so."""
-        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
-        return bool(votes == self.world_size) if all else bool(votes)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
