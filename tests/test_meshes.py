@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +97,31 @@ def test_searches_are_bounded_and_what_was_not_tried_is_listed() -> None:
     search = _search(Deep(), 64, H100, rows=64)
     priced: list[Any] = []
     choice = search.choose(lambda price, meshes: priced.extend(meshes) or [price(m) for m in meshes])  # type: ignore[func-returns-value]
-    plain = [m for m in priced if m[0][0] != "pp"]
-    assert len(plain) <= 1 + THRESHOLDS.two_axes + THRESHOLDS.three_axes
-    assert len(priced) - len(plain) <= THRESHOLDS.pipelines
-    assert sorted(priced) == sorted(a.mesh for a in choice.tried)
+    again = len(priced) - len(set(priced))
+    plain = {m for m in priced if m[0][0] != "pp"}
+    assert len(plain) <= 1 + THRESHOLDS.two_axes + THRESHOLDS.three_axes and again <= THRESHOLDS.close_meshes
+    assert len(priced) - again - len(plain) <= THRESHOLDS.pipelines
+    assert sorted(set(priced)) == sorted(a.mesh for a in choice.tried)
     shapes = {tuple(n for _, n in mesh) for mesh in [*plain, *(m for m in choice.untried if m[0][0] != "pp")]}
     assert shapes == {s for axes in (1, 2, 3) for s in distinct(factored(64, axes), H100)}
     assert not set(priced) & set(choice.untried)
 
 
 # ------------------------------------------------------------------------------------------------------------- choices
+
+
+def test_meshes_that_are_close_are_looked_at_with_all_presets() -> None:
+    again: list[Any] = []
+
+    def spread(price: Any, meshes: Any) -> list[Alternative]:
+        thorough = isinstance(price, partial) and price.keywords["thorough"]
+        again.extend(meshes if thorough else ())
+        first = {8: 0.9 if thorough else 1.02, 4: 1.0}
+        return [Alternative(mesh, first.get(mesh[0][1], 1.1), 1.0) for mesh in meshes]
+
+    choice = replace(_search(Deep(), 8), refusal="none is asked for").choose(spread)
+    assert [mesh[0][1] for mesh in again] == [4, 8]
+    assert choice.mesh == (("dp", 8),) and choice.tried[0].seconds == 0.9
 
 
 def test_the_choice_is_the_cheapest_and_survives_a_file() -> None:

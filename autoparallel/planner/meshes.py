@@ -8,7 +8,8 @@ number of stages after the other, until more of them cost more.  How many search
 
 [Note: one yardstick] Meshes are compared by what is predicted of their plans: of short models, so that what hides
 behind what counts; of a pipeline the time of its schedule, and what gathering, reducing and updating its parameters
-costs the rank that has most of that to do.
+costs the rank that has most of that to do.  At first only what the search finds is looked at; meshes without a pipeline
+that come close to the best of their kind are looked at once more, with all presets, as they would be planned.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,6 +147,9 @@ class MeshSearch:
             return alternatives
 
         best(self._proposals(tried, untried), judge)
+        if len(close := self._close(tried)) > 1:
+            again = dict(zip(close, spread(partial(self.price, thorough=True), close), strict=True))
+            tried = [again.get(alternative.mesh, alternative) for alternative in tried]
         tried.sort(key=lambda a: a.order(capacity))
         if not tried or tried[0].seconds is None or tried[0].problem:
             reasons = "; ".join(f"{mesh_text(a.mesh)}: {a.problem}" for a in tried[:3])
@@ -206,12 +211,23 @@ class MeshSearch:
     def _least(self, alternatives: Sequence[Alternative]) -> Alternative | None:
         return min(alternatives, key=lambda a: a.order(self.capacity), default=None)
 
-    def price(self, mesh: Axes) -> Alternative:
-        """What a mesh costs, by a first look."""
+    def _close(self, tried: Sequence[Alternative]) -> list[Axes]:
+        """The meshes without a pipeline that may turn out to be the best of these."""
+        fitting = [a for a in tried if not a.staged and a.order(self.capacity)[:3] == (False, False, False)]
+        fitting.sort(key=lambda a: a.order(self.capacity))
+        least = fitting[0].seconds if fitting else None
+        return [
+            a.mesh
+            for a in fitting[: THRESHOLDS.close_meshes]
+            if a.seconds is not None and least is not None and a.seconds <= THRESHOLDS.nearly_equal * least
+        ]
+
+    def price(self, mesh: Axes, thorough: bool = False) -> Alternative:
+        """What a mesh costs; by a first look, unless thorough."""
         request = self.request.on(mesh)
         evaluator = Evaluator(request, self.captured, self.call)
         try:
-            outcome = best(proposals(evaluator, thorough=False), evaluator.plan)
+            outcome = best(proposals(evaluator, thorough=thorough), evaluator.plan)
             plan = outcome.require()
         except PlanError as error:
             return Alternative(mesh, problem=str(error))
