@@ -140,6 +140,11 @@ def has_composition(operator: torch._ops.OpOverload) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
 
 
+def gives_view(target: Any) -> bool:
+    """Whether a call's target is an operator that makes no memory of its own, or not always, as ``reshape``."""
+    return isinstance(target, torch._ops.OpOverload) and (target.is_view or target is torch.ops.aten.reshape.default)
+
+
 def dtype_of_cast(*args: Any, **kwargs: Any) -> torch.dtype | None:
     """The dtype among the arguments of ``Module.to``."""
     dtype: torch.dtype | None = torch._C._nn._parse_to(*args, **kwargs)[1]

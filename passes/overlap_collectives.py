@@ -32,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
+from autoparallel import _torch
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.in_flight import finish_redistribution, start_redistribution
 from autoparallel.graph.layers import layer_of
@@ -132,8 +133,4 @@ def _computes(node: fx.Node) -> bool:
     """Whether a call makes memory of its own."""
     if node.op != "call_function" or not is_tensor(node) or node.target in (redistribute, finish_redistribution):
         return False
-    if node.target is operator.getitem:
-        return False
-    return not isinstance(node.target, torch._ops.OpOverload) or not (
-        node.target.is_view or node.target is aten.reshape.default
-    )
+    return node.target is not operator.getitem and not _torch.gives_view(node.target)

@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoparallel import operators
+from autoparallel import _torch, operators
 from autoparallel.comm import ranges
 from autoparallel.graph.layers import layer_of, stretches_of_layers
 from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
@@ -36,12 +36,7 @@ from autoparallel.placements.placement import COLLECTIVES, action
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor
 
-_SAVE_NOTHING = {
-    operator.getitem,
-    torch.ops.aten.add.Tensor,
-    torch.ops.aten.sub.Tensor,
-    torch.ops.aten.reshape.default,
-}
+_SAVE_NOTHING = {operator.getitem, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor}
 """Calls of which autograd saves nothing, beside views and redistributions."""
 
 
@@ -153,8 +148,7 @@ def kept_calls(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
             kept[node] = node in read
             saves = bool(node.meta.get("backward")) and "redistribution" not in node.meta
         else:
-            view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-            nothing = view or node.target in _SAVE_NOTHING or "redistribution" in node.meta
+            nothing = _torch.gives_view(node.target) or node.target in _SAVE_NOTHING or "redistribution" in node.meta
             saves = node in read or bool(node.meta.get("backward")) and not nothing
         if saves:
             read.update(x for x in node.all_input_nodes if x in inside)

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.graph.layers import Run
 from autoparallel.graph.python_state import PythonState
 
@@ -122,7 +123,7 @@ class Captured:
         for node in self.graph.nodes:
             target = node.target
             makes = isinstance(target, torch._ops.OpOverload) and target.namespace != "autoparallel"
-            makes = makes and not target.is_view and target is not torch.ops.aten.reshape.default
+            makes = makes and not _torch.gives_view(target)
             read = [roots[n] for n in node.all_input_nodes if not isinstance(n.meta.get("val"), torch.SymInt)]
             roots[node] = {node} if makes or not read else set().union(*read)
         memory = [roots[node] for node in self.graph.output_node().args[0]]  # type: ignore[union-attr,index]

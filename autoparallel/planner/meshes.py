@@ -15,6 +15,7 @@ that come close to the best of their kind are looked at once more, with all pres
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -213,14 +214,10 @@ class MeshSearch:
 
     def _close(self, tried: Sequence[Alternative]) -> list[Axes]:
         """The meshes without a pipeline that may turn out to be the best of these."""
-        fitting = [a for a in tried if not a.staged and a.order(self.capacity)[:3] == (False, False, False)]
-        fitting.sort(key=lambda a: a.order(self.capacity))
-        least = fitting[0].seconds if fitting else None
-        return [
-            a.mesh
-            for a in fitting[: THRESHOLDS.close_meshes]
-            if a.seconds is not None and least is not None and a.seconds <= THRESHOLDS.nearly_equal * least
-        ]
+        orders = sorted(((a.order(self.capacity), a.mesh) for a in tried if not a.staged), key=operator.itemgetter(0))
+        fitting = [(seconds, mesh) for (*faults, seconds), mesh in orders if not any(faults)]
+        near = fitting[: THRESHOLDS.close_meshes]
+        return [mesh for seconds, mesh in near if seconds <= THRESHOLDS.nearly_equal * fitting[0][0]]
 
     def price(self, mesh: Axes, thorough: bool = False) -> Alternative:
         """What a mesh costs; by a first look, unless thorough."""

@@ -230,7 +230,7 @@ def _computes(node: fx.Node) -> bool:
     """Whether a call makes memory of its own."""
     if _is_size(node) or not isinstance(node.target, torch._ops.OpOverload):
         return getattr(node.target, "__module__", "").startswith("autoparallel")
-    return not node.target.is_view and node.target is not torch.ops.aten.reshape.default
+    return not _torch.gives_view(node.target)
 
 
 def _copy_sizes(graph: fx.Graph, regions: list[list[fx.Node]], inside: dict[fx.Node, int]) -> None:
