@@ -94,7 +94,7 @@ class KeptResults:
         with torch.autograd.graph.saved_tensors_hooks(anchor.noting(operands), _unpack):
             result = function(*args, **kwargs)
         if anchor.views:
-            anchor.node = _anchor([view.of(operands) for view in anchor.views])
+            anchor.root = _anchor([view.of(operands) for view in anchor.views])
         form = result.size(), result.stride(), result.dtype, result.device
         self._made.append(_Made(result.detach() if wanted else None, form, result.requires_grad, anchor.views))
         return result
@@ -122,11 +122,11 @@ class _Anchor:
 
     Attributes:
         views: the parts of operands.
-        node: of the graph, in which they are saved.
+        root: the tensor whose node in the graph saves them (before torch 2.13 a node lives no longer than its tensor).
     """
 
     views: list[_View] = field(default_factory=list)
-    node: Any = None
+    root: torch.Tensor | None = None
     _values: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def noting(self, operands: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], Any]:
@@ -147,7 +147,8 @@ class _Anchor:
     def value(self, number: int) -> torch.Tensor:
         """What is saved under a number; asked for once in a backward, for which the layer runs again."""
         if number not in self._values:
-            self._values = dict(enumerate(self.node.saved_tensors))
+            assert self.root is not None and self.root.grad_fn is not None
+            self._values = dict(enumerate(self.root.grad_fn.saved_tensors))  # type: ignore[attr-defined]
         return self._values.pop(number)
 
 
@@ -171,10 +172,10 @@ class _Anchored(torch.autograd.Function):
         return root.detach()
 
 
-def _anchor(values: Sequence[torch.Tensor]) -> Any:
-    """The node of a graph in which values are saved."""
+def _anchor(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor whose node in the graph saves values."""
     root = torch.empty(0, device="cpu", requires_grad=True)  # without which the function would save nothing
-    return _Anchored.apply(root, *values).grad_fn
+    return _Anchored.apply(root, *values)
 
 
 class Keeping:
