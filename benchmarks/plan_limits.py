@@ -33,7 +33,6 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
-from autoparallel.planner.candidates import best
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.meshes import MeshSearch
@@ -196,7 +195,7 @@ def measure(row: Row) -> dict[str, Any]:
         if isinstance(row.mesh, int):
             request = _on(MeshSearch(request, captured, call, row.mesh).choose().mesh, request)
         evaluator = Evaluator(request, captured, call)
-        plan = best(proposals(evaluator), evaluator.plan).require()
+        plan = evaluator.best(proposals(evaluator)).require()
     except PlanError as error:
         return {"error": str(error), "search": time.process_time() - start}
     found = {"search": time.process_time() - start, "gap": plan.gap, "again": len(plan.recompute)}
@@ -241,7 +240,7 @@ def _within(evaluator: Evaluator) -> tuple[Plan | None, float]:
     """The plan that an evaluator's request asks for, if one fits by the prediction of its whole program, and its
     seconds."""
     try:
-        plan = best(proposals(evaluator), evaluator.plan).require()
+        plan = evaluator.best(proposals(evaluator)).require()
     except PlanError:
         return None, 0.0
     return plan, _predicted(evaluator, plan)["seconds"]

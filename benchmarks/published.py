@@ -52,7 +52,6 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import A100, H100, H200, Profile
 from autoparallel.plan import Plan
-from autoparallel.planner.candidates import best
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.pins import Pins, parse_pins
@@ -254,7 +253,7 @@ def predict(run: Run, numbers: Numbers, plan: str, limit: float | None = None) -
         return Evaluator(_request(run.mesh, profile, plan, limit, count), captured, call)
 
     asked = evaluator(profile)
-    made = best(proposals(asked), asked.plan).require()
+    made = asked.best(proposals(asked)).require()
     kept = asked.forecast(made)
     if run.again == KEPT:
         return kept.seconds, kept.memory
@@ -286,7 +285,7 @@ def _fusion(run: Run, profile: Profile) -> float:
     axes = run.mesh[1:]
     _, call, captured = _captured(run.size, run.batch, run.sequence, axes)
     fused = Evaluator(_request(axes, profile, run.plan), captured, call)
-    plan = best(proposals(fused), fused.plan).require()
+    plan = fused.best(proposals(fused)).require()
     eager = Evaluator(_request(axes, replace(profile, fuses=False), run.plan), captured, call)
     return fused.forecast(plan).seconds / eager.forecast(plan).seconds
 

@@ -9,11 +9,20 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import CodeType, FrameType
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoparallel
+from autoparallel.graph.captured import Captured
+from tests.distributed import run_distributed
 
 ROOT = Path(__file__).parent.parent / "autoparallel"
 FILES = {
@@ -120,3 +129,64 @@ def test_the_drawing_shows_every_room_in_the_order_of_imports() -> None:
 def test_a_package_names_its_files(package: str) -> None:
     text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
     assert not {path.stem for path in (ROOT / package).glob("[a-z]*.py")} - set(re.findall(r"``(\w+)``", text))
+
+
+# ------------------------------------------------------------------------------------------------------ while it plans
+
+
+def _planned() -> tuple[list[str], list[str]]:
+    """The functions of ours that stand on the stack when the first operator is priced, from ``compile()`` down; and
+    those to which the captured graph is given while it is planned for. A function without a name is part of another."""
+    stack: list[str] = []
+    given: dict[str, None] = {}
+    planning = False
+
+    @functools.cache
+    def name_of(code: CodeType) -> str:
+        ours = code.co_filename.startswith(str(ROOT)) and not code.co_name.startswith("<")
+        return f"{Path(code.co_filename).stem}.{code.co_qualname}" if ours else ""
+
+    def callers(frame: FrameType | None) -> Iterator[str]:
+        while frame is not None:
+            yield name_of(frame.f_code)
+            frame = frame.f_back
+
+    def watch(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal planning
+        code = frame.f_code
+        if event not in ("call", "return") or not (name := name_of(code)):
+            return
+        if name == "compiler.Compiler._plan":
+            planning = event == "call"
+        elif name == "options.operator_options" and not stack:
+            stack.extend(filter(None, callers(frame)))
+        if planning and event == "call":
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if any(isinstance(frame.f_locals[n], Captured) for n in names if n != "self"):
+                given[name] = None
+
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    sys.setprofile(watch)
+    try:
+        autoparallel.compile(nn.Linear(4, 4), mesh, example_inputs=(torch.ones(2, 4),))
+    finally:
+        sys.setprofile(None)
+    return stack[: stack.index("api.compile") + 1][::-1], list(given)
+
+
+@functools.cache
+def planned() -> tuple[list[str], list[str]]:
+    return run_distributed(_planned, world_size=1)[0]  # type: ignore[no-any-return]
+
+
+def test_the_way_to_the_first_price_is_short() -> None:
+    stack, _ = planned()
+    way = stack[stack.index("compiler.Compiler.make_kind") :]
+    assert len(way) - 1 <= 8, " -> ".join(way)
+    assert len(stack) - 1 <= 12, " -> ".join(stack)
+    assert [name for name in stack if "search" in name] == ["planner.Planner.search"]
+
+
+def test_the_captured_graph_passes_few_functions_on_its_way_through_planning() -> None:
+    _, given = planned()
+    assert len(given) <= 12, " -> ".join(given)

@@ -2,24 +2,19 @@
 
 [Note: candidates] A generator proposes candidates, one after the other, and is told what became of each before it
 proposes the next; what it returns is the best of them.  There is one for each thing that may be varied: presets
-(``proposals``), the rows of vocabularies (``paddings``), the memory that is left and what saves it (``memory``),
-microbatches (``microbatches``), and the mesh (``meshes``).  They hand candidates on by ``yield from``, so
-that all of them end up in the loop of ``best``, which asks the evaluator (``evaluation``).
+(``proposals``), the rows of vocabularies (``paddings``), the memory that is left and what saves it (``memory``), and
+microbatches (``microbatches``).  They hand candidates on by ``yield from``, so that all of them end up in one loop,
+that of ``Evaluator.best``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.plan import Plan
-
-P = TypeVar("P")
-A = TypeVar("A")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -87,14 +82,3 @@ class Outcome:
 
 Proposals = Generator[Candidate, Outcome, Outcome]
 """Proposes candidates, is told what became of each, and returns the best (see [Note: candidates])."""
-
-
-def best(proposals: Generator[P, A, R], judge: Callable[[P], A]) -> R:
-    """What a generator chooses among its proposals, each of which is judged before the next is made."""
-    judged: Any = None  # what starts a generator
-    while True:
-        try:
-            proposal = proposals.send(judged)
-        except StopIteration as end:
-            return end.value
-        judged = judge(proposal)

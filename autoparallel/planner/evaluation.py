@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
+
+from torch import fx
 
 from autoparallel.decisions.frontier import Frontier, Tried, frontier_of
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
@@ -14,15 +17,15 @@ from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call, input_layouts, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
+from autoparallel.passes.adapt_captured import pad
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.plan import Plan
-from autoparallel.planner.candidates import Candidate, Outcome
+from autoparallel.planner.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.programs import build
+from autoparallel.planner.programs import adapt, build
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
@@ -46,12 +49,8 @@ class Evaluator:
     def __init__(self, request: Request, captured: Captured, call: Call, settled: Settled = Settled()) -> None:  # noqa: B008 - frozen
         self.request, self.call, self.settled = request, call, settled
         self.captured = captured
-        if request.stages:
-            self.captured = captured.copy()
-            leave_only_loss(self.captured)
-        if (request.loss_chunks or 1) > 1 and call.trains and request.outputs == "auto":
-            self.captured = self.captured.copy()
-            leave_out_logits(self.captured)
+        if request.stages or (request.loss_chunks or 1) > 1:
+            self.captured = self._adapted()
         self._outcomes: dict[Candidate, Outcome] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._spaces: dict[Candidate, SearchSpace] = {}
@@ -79,9 +78,7 @@ class Evaluator:
         request = self.request
         if plan.loss_chunks > 1 or request.outputs != "auto" or not self.call.trains:
             return False
-        graph = self.captured.copy()
-        leave_out_logits(graph)
-        return bool(chunkable(graph.graph))
+        return bool(chunkable(self._adapted(loss_chunks=2).graph))
 
     def about(self, plan: str) -> Evaluator:
         """The evaluator of the same request for another preset; both share what they find out."""
@@ -91,23 +88,29 @@ class Evaluator:
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
-    def plan(self, candidate: Candidate) -> Outcome:
-        """What becomes of a candidate; one with a cut must have been planned without it before."""
-        if candidate not in self._outcomes:
+    def best(self, proposals: Proposals) -> Outcome:
+        """What a generator chooses among its candidates, each of which is planned, once, before it proposes the next.
+
+        A candidate with a cut must have been proposed without it before.
+        """
+        outcome: Any = None  # what starts a generator
+        while True:
             try:
-                if candidate.cut is not None:
-                    outcome = self._cut(candidate)
-                else:
-                    space = self._space(candidate)
-                    plan = cheapest(space, candidate.limit, candidate.room, sparing=candidate.sparing)
-                    plan = self._completed(plan, space, candidate)
-                    plan = of_a_step(plan, plan.microbatches)
-                    assert plan.cost is not None
-                    outcome = Outcome(candidate, plan, seconds=plan.cost)
-            except PlanError as error:
-                outcome = Outcome(candidate, error=error)
-            self._outcomes[candidate] = outcome
-        return self._outcomes[candidate]
+                candidate = proposals.send(outcome)
+            except StopIteration as end:
+                return end.value
+            if candidate not in self._outcomes:
+                try:
+                    if candidate.cut is not None:
+                        outcome = self._cut(candidate)
+                    else:
+                        space = self._space(candidate)
+                        plan = cheapest(space, candidate.limit, candidate.room, sparing=candidate.sparing)
+                        outcome = self._completed(plan, space, candidate)
+                except PlanError as error:
+                    outcome = Outcome(candidate, error=error)
+                self._outcomes[candidate] = outcome
+            outcome = self._outcomes[candidate]
 
     def _space(self, candidate: Candidate) -> SearchSpace:
         """The choices that a candidate leaves; those that differ in memory alone have the same."""
@@ -132,14 +135,14 @@ class Evaluator:
             input_layouts=input_layouts(graph, call.specs, call.layouts),
             may_recompute=self.layers if candidate.may_recompute else (),
             microbatches=candidate.microbatches,
-            loss_chunks=self._loss_chunks(candidate, graph),
+            loss_chunks=self._loss_chunks(candidate, graph.graph),
         )
 
-    def _loss_chunks(self, candidate: Candidate, graph: Captured) -> int:
-        return self.request.loss_chunks or candidate.loss_chunks if chunkable(graph.graph) else 1
+    def _loss_chunks(self, candidate: Candidate, graph: fx.Graph) -> int:
+        return self.request.loss_chunks or candidate.loss_chunks if chunkable(graph) else 1
 
-    def _completed(self, plan: Plan, space: SearchSpace, candidate: Candidate) -> Plan:
-        """The plan with what the space does not choose, and with notes."""
+    def _completed(self, plan: Plan, space: SearchSpace, candidate: Candidate) -> Outcome:
+        """The plan of a step, with what the space does not choose, and with notes."""
         request, padding = self.request, dict(candidate.padding)
         cutting = space.constraints.tensor or (
             {*range(len(request.axes))} - space.constraints.data - space.constraints.sequence
@@ -152,30 +155,41 @@ class Evaluator:
                 stacklevel=2,
             )
         count = 1 if request.stages else candidate.microbatches
-        return replace(
+        plan = replace(
             plan,
             parameters={
                 name: replace(p, rows=padding.get(name), reduce=_reduction(p) if count > 1 else p.reduce)
                 for name, p in plan.parameters.items()
             },
             microbatches=count,
-            loss_chunks=self._loss_chunks(candidate, space.captured),
+            loss_chunks=self._loss_chunks(candidate, space.captured.graph),
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
+        plan = of_a_step(plan, count)
+        assert plan.cost is not None
+        return Outcome(candidate, plan, seconds=plan.cost)
 
     def _graph(self, candidate: Candidate) -> Captured:
         """The graph that a candidate is about: with padded vocabularies and, for a pipeline, a microbatch's sizes."""
         key = candidate.padding, candidate.microbatches
         if key not in self._graphs:
             cut = candidate.microbatches > 1 and not self.request.stages
-            graph = self.captured.copy() if candidate.padding or cut else self.captured
-            if cut:
-                leave_only_loss(graph)
-            pad(graph, dict(candidate.padding))
+            graph = self.captured
+            if candidate.padding or cut:
+                graph = self._adapted(candidate.padding, candidate.microbatches)
             if self.request.stages or cut:
                 graph = replace(graph, actual=sizes_of(graph, micro_specs(self.call.specs, candidate.microbatches)))
             self._graphs[key] = graph
         return self._graphs[key]
+
+    def _adapted(
+        self, padding: tuple[tuple[str, int], ...] = (), microbatches: int = 1, loss_chunks: int | None = None
+    ) -> Captured:
+        """A copy of the graph, as a plan with such decisions is about it."""
+        graph = self.captured.copy()
+        loss_chunks = loss_chunks or self.request.loss_chunks or 1
+        adapt(self.request, graph, self.call, dict(padding), microbatches, loss_chunks)
+        return graph
 
     def _cut(self, candidate: Candidate) -> Outcome:
         """The layouts of a candidate, cut into stages."""

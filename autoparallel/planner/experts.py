@@ -8,13 +8,12 @@ followed through the operators that keep it (activations, biases, reshapes) unti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.graph.captured import Captured
 from autoparallel.graph.sizes import Sizes
 from autoparallel.operators.experts import grouped_linear
 from autoparallel.planner.presets import Constraints
@@ -40,15 +39,20 @@ def find_experts(graph: fx.Graph, parameters: Iterable[str]) -> Experts:
     return _Search(graph, set(parameters)).found
 
 
-def experts_of(captured: Captured, constraints: Constraints, axis_sizes: Sequence[int], size: Sizes) -> Experts:
+def experts_of(
+    graph: fx.Graph, parameters: Mapping[str, str], constraints: Constraints, axis_sizes: Sequence[int], size: Sizes
+) -> Experts:
     """The experts of a captured graph that a preset shards; none for a preset without an axis for them.
+
+    Args:
+        parameters: placeholder name to parameter name.
 
     Raises:
         PlanError: where there are none and the preset needs them, or they do not divide.
     """
     if not constraints.expert:
         return Experts()
-    found = find_experts(captured.graph, captured.parameters)
+    found = find_experts(graph, parameters)
     if constraints.needs_experts and not found.parameters:
         raise PlanError(
             "the plan 'expert_parallel' found no experts in the model: stack their weights in one parameter "
@@ -58,7 +62,7 @@ def experts_of(captured: Captured, constraints: Constraints, axis_sizes: Sequenc
     for node, dim in found.parameters.items():
         if size.shape(node)[dim] % count:
             raise PlanError(
-                f"{captured.parameters[node.name]} stacks {size.shape(node)[dim]} experts, which do not "
+                f"{parameters[node.name]} stacks {size.shape(node)[dim]} experts, which do not "
                 f"divide by the {count} ranks of the mesh axis 'ep': change the number of experts or the mesh"
             )
     return found

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,6 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import Profile
-from autoparallel.planner.candidates import best
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.fits import returns_loss_alone, unable
 from autoparallel.planner.proposals import proposals
@@ -38,8 +37,8 @@ from autoparallel.planner.thresholds import THRESHOLDS
 
 Shape = tuple[int, ...]
 
-Priced = Generator[Sequence[Axes], list[Alternative], None]
-"""Proposes meshes, some at a time, and is told what they cost."""
+LookAt = Callable[[Sequence[Axes]], list[Alternative]]
+"""Prices some meshes, and notes what they cost."""
 
 Spread = Callable[[Callable[[Axes], Alternative], Sequence[Axes]], list[Alternative]]
 """Applies a function to every one of some meshes."""
@@ -143,11 +142,18 @@ class MeshSearch:
         tried: list[Alternative] = []
         untried: list[Axes] = []
 
-        def judge(meshes: Sequence[Axes]) -> list[Alternative]:
+        def look_at(meshes: Sequence[Axes]) -> list[Alternative]:
             tried.extend(alternatives := spread(self.price, meshes))
             return alternatives
 
-        best(self._proposals(tried, untried), judge)
+        must = self.request.pipeline is not None
+        if not must:
+            self._without_pipeline(look_at, untried)
+        problem = self.refusal or unable(self.captured, self.call)
+        if not problem:
+            self._pipelines(look_at, tried, untried)
+        elif must:
+            raise PlanError(f"pipeline=... was given, but the model cannot be a pipeline: {problem}")
         if len(close := self._close(tried)) > 1:
             again = dict(zip(close, spread(partial(self.price, thorough=True), close), strict=True))
             tried = [again.get(alternative.mesh, alternative) for alternative in tried]
@@ -163,35 +169,24 @@ class MeshSearch:
         limit = self.request.memory_limit
         return self.request.profile.memory if limit is None else limit
 
-    def _proposals(self, tried: Sequence[Alternative], untried: list[Axes]) -> Priced:
-        """All meshes that are priced; the others are noted as untried."""
-        must = self.request.pipeline is not None
-        if not must:
-            yield from self._without_pipeline(untried)
-        problem = self.refusal or unable(self.captured, self.call)
-        if not problem:
-            yield from self._pipelines(tried, untried)
-        elif must:
-            raise PlanError(f"pipeline=... was given, but the model cannot be a pipeline: {problem}")
-
-    def _without_pipeline(self, untried: list[Axes]) -> Priced:
-        """Meshes of one and of two axes, then those that split an axis of the best of two."""
+    def _without_pipeline(self, look_at: LookAt, untried: list[Axes]) -> None:
+        """Looks at meshes of one and of two axes, then at those that split an axis of the best of two."""
         profile = self.request.profile
         two = distinct(factored(self.devices, 2), profile)
         near = sorted((shape for shape in two if inside(shape, profile)), key=lambda shape: (max(shape), shape))
         near = near[: THRESHOLDS.two_axes]
-        flat = yield [axes_of((self.devices,)), *map(axes_of, near)]
+        flat = look_at([axes_of((self.devices,)), *map(axes_of, near)])
         untried.extend(axes_of(shape) for shape in two if shape not in near)
         fastest = self._least(flat[1:])
         three = distinct(factored(self.devices, 3), profile)
         split = splits(tuple(size for _, size in fastest.mesh), profile) if fastest is not None else []
         # Within a limit, what a multiplier needs many searches for takes minutes on three axes.
         split = split[: THRESHOLDS.three_axes if self.request.memory_limit is None else 0]
-        yield [axes_of(shape) for shape in split]
+        look_at([axes_of(shape) for shape in split])
         untried.extend(axes_of(shape) for shape in three if shape not in split)
 
-    def _pipelines(self, tried: Sequence[Alternative], untried: list[Axes]) -> Priced:
-        """Pipelines of more and more stages, until more cost more."""
+    def _pipelines(self, look_at: LookAt, tried: Sequence[Alternative], untried: list[Axes]) -> None:
+        """Looks at pipelines of more and more stages, until more cost more."""
         profile = self.request.profile
         pair = self._least([a for a in tried if len(a.mesh) == 2])
         inner = pair.mesh[-1][1] if pair is not None else min(profile.node or self.devices, self.devices)
@@ -203,7 +198,7 @@ class MeshSearch:
                 untried.extend(meshes)
                 continue
             searched += len(meshes)
-            least = self._least((yield meshes))
+            least = self._least(look_at(meshes))
             assert least is not None
             if before is not None and before.order(self.capacity) < least.order(self.capacity):
                 searched = THRESHOLDS.pipelines
@@ -224,7 +219,7 @@ class MeshSearch:
         request = self.request.on(mesh)
         evaluator = Evaluator(request, self.captured, self.call)
         try:
-            outcome = best(proposals(evaluator, thorough=thorough), evaluator.plan)
+            outcome = evaluator.best(proposals(evaluator, thorough=thorough))
             plan = outcome.require()
         except PlanError as error:
             return Alternative(mesh, problem=str(error))

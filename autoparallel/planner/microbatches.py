@@ -13,14 +13,12 @@ from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
-from autoparallel.graph.calls import Call
-from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.captured import InputSpec
 from autoparallel.planner.candidates import Candidate, Cut, Outcome, Proposals
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.fits import require_cuttable
 from autoparallel.planner.paddings import paddings
 from autoparallel.planner.programs import microbatches_of
-from autoparallel.planner.request import Request
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.program import require_stageable
 
@@ -28,12 +26,13 @@ STAGE_PRESETS = ("data_parallel", "fsdp", "tensor_parallel")
 """The presets whose layouts are cut into stages, too."""
 
 
-def microbatches_in_call(request: Request, captured: Captured, call: Call) -> int:
+def microbatches_in_call(evaluator: Evaluator) -> int:
     """How many microbatches a call without a pipeline has been asked to run in; 1 where nothing is differentiated.
 
     Raises:
         PlanError: where the batch cannot be cut.
     """
+    request, captured, call = evaluator.request, evaluator.captured, evaluator.call
     count = request.microbatches or 1
     if count == 1 or request.stages or not call.trains:
         return 1

@@ -57,13 +57,13 @@ def operator_options(
     axis_sizes: Sequence[int],
     profile: Profile,
     sizes: Signatures,
-    allowed: Callable[[Rule | None, Sequence[Typed], Typed, int], bool],
+    allowed: Callable[[fx.Node, Rule | None, Sequence[Typed], Typed, int], bool],
     parts: tuple[float, float, float],
 ) -> list[Option]:
     """Every way to run a call; of those that read and make the same layouts, the fastest.
 
     Args:
-        allowed: whether a call with this rule and these ways may run in one of them on one mesh axis.
+        allowed: whether a call with a rule and some ways to run may run in one of them on one mesh axis.
         parts: bytes that the backward finds for each byte of the result, and where all but the products of the layer
             runs again in it, or the whole layer.
     """
@@ -72,7 +72,7 @@ def operator_options(
     shapes = [sizes.shape(x) for x in operands]
     result_shape = sizes.shape(node)
     axes = range(len(axis_sizes))
-    permitted = [[w for w, way in enumerate(ways) if allowed(rule, ways, way, axis)] for axis in axes]
+    permitted = [[w for w, way in enumerate(ways) if allowed(node, rule, ways, way, axis)] for axis in axes]
     combinations = np.array(list(itertools.product(*permitted)), dtype=np.int64).reshape(-1, len(axis_sizes))
     fits, result_pieces = _pieces([w.result for w in ways], combinations, axis_sizes, result_shape)
     read_pieces = []

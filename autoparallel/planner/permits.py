@@ -48,7 +48,7 @@ class Permits:
     ) -> None:
         self.captured, self.constraints, self.axis_sizes, self.size = captured, constraints, axis_sizes, size
         self.pins, self.pinned, self.options = pins, pinned, options
-        self.experts = experts_of(captured, constraints, axis_sizes, size)
+        self.experts = experts_of(captured.graph, captured.parameters, constraints, axis_sizes, size)
         self.sequence = sequence_factors(captured, constraints, axis_sizes, size)
 
     def allows(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:

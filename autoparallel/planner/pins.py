@@ -80,14 +80,6 @@ class Pins:
     kept: Plan | None = None
     excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
-    def resolve(self, captured: Captured, axes: Sequence[tuple[str, int]]) -> ResolvedPins:
-        """Looks up what the pins mean in a graph.
-
-        Raises:
-            PlanError: for a pattern that nothing matches, or a pin that does not fit the mesh.
-        """
-        return ResolvedPins(self, captured, axes)
-
     def text(self) -> str:
         """All of it, for ranks to compare."""
         lines = [*map(str, self.pins), *(f"not {k} {sorted(v)}" for k, v in sorted(self.excluded.items()))]
@@ -95,7 +87,11 @@ class Pins:
 
 
 class ResolvedPins:
-    """Pins of one graph: which options of a node they leave."""
+    """Pins of one graph: which options of a node they leave.
+
+    Raises:
+        PlanError: for a pattern that nothing matches, or a pin that does not fit the mesh.
+    """
 
     def __init__(self, pins: Pins, captured: Captured, axes: Sequence[tuple[str, int]]) -> None:
         self.kept, self.excluded = pins.kept, pins.excluded

@@ -20,7 +20,6 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.plan import Plan
-from autoparallel.planner.candidates import best
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.plan_cache import PlanCache, key_of
 from autoparallel.planner.programs import build, prepare
@@ -97,7 +96,7 @@ class Planner:
             return known
         evaluator = evaluator or Evaluator(self.request, captured, call, settled)
         try:
-            plan = best(proposals(evaluator), evaluator.plan).require()
+            plan = evaluator.best(proposals(evaluator)).require()
         except PlanError:
             is_even = call.batch % math.prod(self.request.sizes) == 0
             if settled.at_rest is None or is_even or self.request.plan == "auto":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
@@ -44,19 +45,33 @@ def build(
     return build_program(captured, plan, target, input_layouts(captured, call.specs, call.layouts))
 
 
+def adapt(
+    request: Request, captured: Captured, call: Call, rows: Mapping[str, int], microbatches: int, loss_chunks: int
+) -> None:
+    """Rewrites a captured graph, in place, into the one that a plan is about; one that is so already is left as it is.
+
+    Args:
+        rows: parameter name to the rows that it is used with.
+        microbatches: into how many a call without a pipeline is cut.
+        loss_chunks: into how many chunks of rows the loss is cut.
+    """
+    if loss_chunks > 1 and call.trains and request.outputs == "auto":
+        leave_out_logits(captured)
+    if request.stages or microbatches > 1:
+        leave_only_loss(captured)
+    if rows:
+        pad(captured, rows)
+
+
 def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> None:
-    """Rewrites a captured graph into the one that a plan is about, once, and checks that it is.
+    """Rewrites a captured graph into the one that a plan is about, and checks that it is.
 
     Where the batch is cut, the graph has the sizes of a microbatch, and differentiates its loss only.
 
     Raises:
         PlanError: when the plan does not fit it.
     """
-    if plan.loss_chunks > 1 and call.trains and request.outputs == "auto":
-        leave_out_logits(captured)
-    if request.stages or plan.microbatches > 1:
-        leave_only_loss(captured)
-    pad(captured, plan.padded)
+    adapt(request, captured, call, plan.padded, plan.microbatches, plan.loss_chunks)
     require_fits(plan, captured.graph, request.axes, captured.parameters)
     chunks = max(plan.loss_chunks, request.loss_chunks or 1)
     if chunks > 1 and call.trains and captured.objective is not None and not chunkable(captured.graph):

@@ -30,7 +30,7 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
     if thorough and request.plan == "auto" and evaluator.settled.at_rest is None:
         axes = [name for name, _ in request.axes]
         names += [name for name in PRESETS if name != "auto" and is_possible(name, axes)]
-    count = microbatches_in_call(request, evaluator.captured, evaluator.call)
+    count = microbatches_in_call(evaluator)
 
     def search(some: Candidate) -> Proposals:
         candidates = [replace(some, preset=name) for name in names]

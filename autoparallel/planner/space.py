@@ -35,6 +35,7 @@ from autoparallel.planner.at_rest import every_layout, layouts_at_rest, permitte
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.permits import Permits
+from autoparallel.planner.pins import ResolvedPins
 from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices
 from autoparallel.planner.problem import Problem, Reader, Variable
@@ -105,7 +106,7 @@ class SearchSpace:
         # A rank of a pipeline keeps its part of the parameters, and of its part of the activations as many
         # microbatches as are in flight (1F1B).
         self.microbatches, self.stages = microbatches, max(1, request.stages)
-        self.pins = request.pins.resolve(captured, request.axes)
+        self.pins = ResolvedPins(request.pins, captured, request.axes)
         self.axis_sizes = request.sizes
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
         self.size = Signatures(captured.actual)
@@ -262,18 +263,32 @@ class SearchSpace:
 
         Nodes that are alike have the very same list.
         """
-        options = self._known.get(node)
-        if options is None and node not in self._known:
+        if node not in self._known:
             kind = self._kind(node)
             if kind not in self._of_kind:
-                self._of_kind[kind] = self._options(node), self._rule_is_known(node)
+                if node.op == "placeholder" and node.name in self.captured.parameters:
+                    options: list[Option] | None = self._parameter_options(node)
+                elif node.op == "placeholder":
+                    options = [Option((), (), self.input_layouts.get(node.name, self.invariant), 0.0)]
+                elif node.op != "call_function" or not tensor_operands(node) and not is_tensor(node):
+                    options = None
+                elif not is_tensor(node) or node.target is operator.getitem or node not in self.searched:
+                    needs = tuple(self.invariant for _ in tensor_operands(node))
+                    options = [Option((INVARIANT_MODE,) * len(self.axis_sizes), needs, self.invariant, 0.0)]
+                else:
+                    options = operator_options(
+                        node, self.axis_sizes, self.profile, self.size, self.permits.allows, parts=self._kept(node)
+                    )
+                    if not options:
+                        raise NoOption(node)
+                self._of_kind[kind] = options, self._rule_is_known(node)
             options, has_rule = self._of_kind[kind]
-            options = self._known[node] = self._left_by_pins(node, options)
+            self._known[node] = self._left_by_pins(node, options)
             if not has_rule:
                 made = node.args[0] if node.target is operator.getitem else node
                 name = operator_name(made.target)  # type: ignore[union-attr]
                 self.unruled[name] = self.unruled.get(name, 0) + 1
-        return options
+        return self._known[node]
 
     def _left_by_pins(self, node: fx.Node, options: list[Option] | None) -> list[Option] | None:
         """The options that the user's pins leave; the same list where they leave the same."""
@@ -310,31 +325,10 @@ class SearchSpace:
         outside = layer is not None and any(self.open.get(user) != layer for user in node.users)
         return self.kept.get(node, 0.0), float(outside or self.products.get(node, False)), float(outside)
 
-    def _options(self, node: fx.Node) -> list[Option] | None:
-        if node.op == "placeholder":
-            if node.name in self.captured.parameters:
-                return self._parameter_options(node)
-            return [Option((), (), self.input_layouts.get(node.name, self.invariant), 0.0)]
-        if node.op != "call_function" or not tensor_operands(node) and not is_tensor(node):
-            return None
-        if not is_tensor(node) or node.target is operator.getitem or node not in self.searched:
-            return self._whole_option(node)
-        options = operator_options(
-            node, self.axis_sizes, self.profile, self.size, lambda *way: self.permits.allows(node, *way),
-            parts=self._kept(node),
-        )  # fmt: skip
-        if not options:
-            raise NoOption(node)
-        return options
-
     def _rule_is_known(self, node: fx.Node) -> bool:
         if node.op != "call_function" or not is_tensor(node):
             return True
         return node.target is not operator.getitem and (node not in self.searched or rule_for(node) is not None)
-
-    def _whole_option(self, node: fx.Node) -> list[Option]:
-        needs = tuple(self.invariant for _ in tensor_operands(node))
-        return [Option((INVARIANT_MODE,) * len(self.axis_sizes), needs, self.invariant, 0.0)]
 
     # -- parameters -------------------------------------------------------------------------------------------------
 

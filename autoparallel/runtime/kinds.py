@@ -222,7 +222,10 @@ class Kinds:
                 key = replace(key, sizes=_shapes_of(call))
                 kind = self._kinds.get(key)
         if kind is None:
-            kind = self._make(key, call, trace, why)
+            started = time.perf_counter()
+            with torch.inference_mode(False):  # what is made now is used for training, too
+                kind = self.maker.make_kind(call, trace)
+            self._add(kind, key, call, "planned" if trace is not None else "captured and planned", why, started)
         kind.runner.require_fits(call)
         self._ready[sized] = kind
         self._note(call)
@@ -235,18 +238,17 @@ class Kinds:
         if not seen or opened(specs, [*seen, new]) != opened(specs, [*seen, seen[-1]]):
             seen.append(new)
 
-    def _make(self, key: Key, call: Call, trace: Captured | None, why: str) -> Kind:
-        """Captures and plans; says why where only a value of Python's is new, or sizes are.
+    def _add(self, kind: Kind, key: Key, call: Call, what: str, why: str, started: float) -> None:
+        """Keeps a new kind; says why it was made where only a value of Python's is new, or sizes are.
 
         Args:
-            trace: an earlier one that serves this call, too.
+            what: what was done to make it.
             why: why an earlier kind of the call does not serve these sizes.
+            started: when its making began.
         """
+        seconds = time.perf_counter() - started
         states = self._states.setdefault(key.call, [])
         changes = [(label, state) for state in states if (label := state.changed()) is not None]
-        started = time.perf_counter()
-        with torch.inference_mode(False):  # what is made now is used for training, too
-            kind = self.maker.make_kind(call, trace)
         self.plan = self.plan or kind.plan
         if any(isinstance(s, NumberSpec) for s in call.specs) and not kind.runner.captured.numbers:
             self._fixing.add(self._form(call))
@@ -258,17 +260,15 @@ class Kinds:
             states[key.state].merge(read)
         else:
             states.append(read)
-            _log_change(changes, time.perf_counter() - started)
+            _log_change(changes, seconds)
         if why:
-            what = "planned" if trace is not None else "captured and planned"
             level = logging.INFO if why in self._noted else logging.WARNING
             self._noted.add(why)
             LOGGER.log(
                 level, "inputs of shapes %s were %s once more, in %.1f s, and so will others be: %s",
-                list(_shapes_of(call)), what, time.perf_counter() - started, why,
+                list(_shapes_of(call)), what, seconds, why,
             )  # fmt: skip
         self._kinds[key] = kind
-        return kind
 
 
 def _shapes_of(call: Call) -> tuple[tuple[int, ...], ...]:

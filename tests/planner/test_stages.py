@@ -19,8 +19,8 @@ from autoparallel.hardware import CPU
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import SPLIT, require_schedule
 from autoparallel.plan import Plan
+from autoparallel.planner import evaluation
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.microbatches import microbatch_counts
 from autoparallel.planner.planner import Planner
@@ -143,7 +143,9 @@ def test_what_no_cut_could_run_is_refused_before_the_search() -> None:
         request = Request((("dp", 1),), PROFILE, stages=2, pipeline=pipeline)
         search = Planner(WithPenalty(8, 8, 8), request)
         graph = search.capture(call)
-        with mock.patch.object(Evaluator, "plan", side_effect=LookupError):  # of the first candidate that is searched
+        with mock.patch.object(
+            evaluation, "cheapest", side_effect=LookupError
+        ):  # of the first candidate that is searched
             raises = pytest.raises(PlanError, match=r"a mean over: .*returns \(sum, count\)")
             with raises if refused else pytest.raises(LookupError):
                 search.search(graph, call)
