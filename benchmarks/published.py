@@ -21,9 +21,10 @@ all-to-all around attention (Ulysses), with parameters sharded over the data axi
 hand (NeMo's of TransformerEngine, which count as compiled).  A pipeline's number of microbatches is not published; it
 is torchtitan's default then, that of the pipeline's ranks.  Parameters at rest are float32, NeMo's are bfloat16.
 
-With ``--auto`` the table has also the plan that our search chooses, predicted on the same terms, in the memory that the
-published layout takes by prediction without recomputation (and 5%); over a pipeline its schedule, microbatches and cuts
-are open, too.
+The memory that is predicted is that of the layout and the recomputation that ran; where activations were recomputed
+selectively, with all products kept, which is a little more; over a pipeline, with as many layers recomputed as the
+profile's limit asks for.  With ``--auto`` the table has also the plan that our search chooses within that limit: what
+saves memory, microbatches and, over a pipeline, its schedule and cuts are open.
 
     python benchmarks/published.py [--only 8B] [--fit] [--auto] [--keep rows.json]
 """
@@ -45,9 +46,10 @@ from scipy.optimize import brentq
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes
-from autoparallel.decisions.decisions import FULL
+from autoparallel.decisions.decisions import FULL, SELECTIVE
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
+from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import A100, H100, H200, Profile
@@ -57,7 +59,7 @@ from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.proposals import proposals
-from autoparallel.planner.request import Request
+from autoparallel.planner.request import Request, limit_in_bytes
 
 PEAK = (989e12 + 835e12) / 2
 """Its authors put the peak of their H100 between that of the SXM and of the NVL card."""
@@ -82,7 +84,7 @@ SHAPES: dict[str, dict[str, int]] = {
 EXPERTS = "Qwen3 30B-A3B"
 
 EAGER, COMPILED, FLOAT8 = "eager", "compiled", "compiled, Float8"
-WHOLE, SELECTIVE, KEPT = "whole", "selective", "kept"
+WHOLE, KEPT = "whole", "kept"
 PRODUCTS_AGAIN = 0.34
 """Of the arithmetic of 8B's linear layers: those of the keys and of the output of attention, and one of the MLP's."""
 
@@ -241,32 +243,46 @@ def _request(
     )  # fmt: skip
 
 
-def predict(run: Run, numbers: Numbers, plan: str, limit: float | None = None) -> tuple[float, float]:
-    """Seconds of a step, and bytes per device without recomputation; ``limit`` is on these."""
+def predict(run: Run, numbers: Numbers) -> tuple[float, float]:
+    """Seconds of a step, and bytes per device, of the published layout."""
     profile = run.profile(numbers)
     if run.schedule:
-        return _predict_staged(run, profile, plan, limit)
-    _, call, captured = _captured(run.size, run.batch, run.sequence, run.mesh)
-
-    def evaluator(profile: Profile) -> Evaluator:
-        count = run.microbatches if run.microbatches > 1 else None
-        return Evaluator(_request(run.mesh, profile, plan, limit, count), captured, call)
-
-    asked = evaluator(profile)
+        found = _drafted(run, profile, run.plan)
+        within = _drafted(run, profile, run.plan, limit_in_bytes(None, profile))
+        return _fusion(run, profile) * (found.seconds() + found.forward_seconds), within.total_memory
+    asked = _evaluator(run, profile, run.plan)
     made = asked.best(proposals(asked)).require()
     kept = asked.forecast(made)
     if run.again == KEPT:
         return kept.seconds, kept.memory
     again = replace(made, recompute=dict.fromkeys(asked.layers, FULL))
     if run.again == WHOLE:
-        return asked.forecast(again).seconds, kept.memory
+        forecast = asked.forecast(again)
+        return forecast.seconds, forecast.memory
     flops = {dtype: rate / PRODUCTS_AGAIN for dtype, rate in profile.flops.items()}
-    faster = evaluator(replace(profile, flops=flops, attention=1e6))
-    return kept.seconds + faster.forecast(again).seconds - faster.forecast(made).seconds, kept.memory
+    faster = _evaluator(run, replace(profile, flops=flops, attention=1e6), run.plan)
+    more = faster.forecast(again).seconds - faster.forecast(made).seconds
+    return kept.seconds + more, asked.forecast(replace(made, recompute=dict.fromkeys(asked.layers, SELECTIVE))).memory
 
 
-def _predict_staged(run: Run, profile: Profile, plan: str, limit: float | None) -> tuple[float, float]:
-    """The same of a pipeline."""
+def predict_auto(run: Run, numbers: Numbers) -> float:
+    """Seconds of a step as our search plans it, within the limit of the hardware."""
+    profile = run.profile(numbers)
+    limit = limit_in_bytes(None, profile)
+    if run.schedule:
+        return _fusion(run, profile) * _drafted(run, profile, "auto", limit).seconds()
+    asked = _evaluator(run, profile, "auto", limit)
+    return asked.forecast(asked.best(proposals(asked)).require()).seconds
+
+
+def _evaluator(run: Run, profile: Profile, plan: str, limit: float | None = None) -> Evaluator:
+    _, call, captured = _captured(run.size, run.batch, run.sequence, run.mesh)
+    count = run.microbatches if run.microbatches > 1 and limit is None else None
+    return Evaluator(_request(run.mesh, profile, plan, limit, count), captured, call)
+
+
+def _drafted(run: Run, profile: Profile, plan: str, limit: float | None = None) -> Prediction:
+    """What a pipeline is predicted to take."""
     axes, ranks = run.mesh[1:], run.mesh[0][1]
     model, call, captured = _captured(run.size, run.batch, run.sequence, axes)
     per_rank = 2 if run.schedule == "interleaved_1f1b" else 1
@@ -276,8 +292,7 @@ def _predict_staged(run: Run, profile: Profile, plan: str, limit: float | None) 
         pins=Pins() if plan == "auto" else parse_pins({"model.layers.*.weight": "S0,*"}, None),
         pipeline=Pipeline() if plan == "auto" else Pipeline(run.schedule, microbatches=ranks, stages_per_rank=per_rank),
     )
-    p = draft_captured(Planner(model, request), captured.copy(), call).prediction
-    return _fusion(run, profile) * (p.seconds() + p.forward_seconds), p.total_memory
+    return draft_captured(Planner(model, request), captured.copy(), call).prediction
 
 
 def _fusion(run: Run, profile: Profile) -> float:
@@ -295,7 +310,7 @@ def _fitted() -> Numbers:
 
     def found(run: Run, numbers: Callable[[float], Numbers], least: float, most: float) -> float:
         def off(number: float) -> float:
-            return run.tokens / predict(run, numbers(number), run.plan)[0] - run.rate
+            return run.tokens / predict(run, numbers(number))[0] - run.rate
 
         return float(brentq(off, least, most, xtol=0.002))
 
@@ -305,11 +320,11 @@ def _fitted() -> Numbers:
 
 def measure(run: Run, auto: bool) -> dict[str, Any]:
     """What a run is predicted to reach, in tokens per second and GPU, and what ours would."""
-    seconds, memory = predict(run, NUMBERS, run.plan)
-    found: dict[str, Any] = {"rate": run.tokens / seconds}
+    seconds, memory = predict(run, NUMBERS)
+    found: dict[str, Any] = {"rate": run.tokens / seconds, "memory": memory}
     if auto:
         try:
-            found["auto"] = run.tokens / predict(run, NUMBERS, "auto", 1.05 * memory)[0]
+            found["auto"] = run.tokens / predict_auto(run, NUMBERS)
         except PlanError as error:
             found["error"] = str(error)
     return found
@@ -329,7 +344,7 @@ def main() -> None:
         return
     kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
     table = Table(title="Tokens per second and GPU")
-    for column in ("run", "published", "predicted", f"within {WANTED:.0%}", "auto"):
+    for column in ("run", "published", "predicted", f"within {WANTED:.0%}", "memory GB", "auto"):
         table.add_column(column, justify="left" if column == "run" else "right")
     offs = []
     for run in RUNS:
@@ -347,7 +362,8 @@ def main() -> None:
         auto = f"none: {found['error'][:40]}" if "error" in found else ""
         if "auto" in found:
             auto = f"{found['auto']:,.0f}" + ("" if found["auto"] >= 0.999 * found["rate"] else " (slower)")
-        table.add_row(str(run), f"{run.rate:,.0f}", f"{found['rate']:,.0f}", f"{off:+.0%}{verdict}", auto)
+        held = f"{found['memory'] / 1e9:.1f}" + (" (too much)" if found["memory"] > run.hardware.memory else "")
+        table.add_row(str(run), f"{run.rate:,.0f}", f"{found['rate']:,.0f}", f"{off:+.0%}{verdict}", held, auto)
     console = Console(width=170)
     console.print(table)
     within = [sum(off <= limit for off in offs) for limit in (0.08, WANTED)]

@@ -23,5 +23,6 @@ One search:
   pins leave of that; ``experts`` and ``interleaving`` find what is special; ``signatures`` tell calls that are alike,
   ``kept`` what the backward finds of them.
 - ``problem``: the choices as a factor graph, with ``prices``; ``infeasible`` explains why there is no plan.
-- ``stages``: cuts and schedules of a pipeline; ``cuts`` finds the most even, ``stage_rows`` what operators cost there.
+- ``stages``: cuts, schedules and recomputation of a pipeline; ``cuts`` finds the most even, ``stage_rows`` what
+  operators cost there.
 """

@@ -18,19 +18,6 @@ from autoparallel.plan import Plan
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How layouts are cut into stages.
-
-    Attributes:
-        microbatches: the numbers of them that are tried; layouts are searched for the first.
-        may_recompute: whether layers may run again in the backward where nothing fits otherwise.
-    """
-
-    microbatches: tuple[int, ...]
-    may_recompute: bool
-
-
-@dataclass(frozen=True)
 class Candidate:
     """One way to plan a graph; equal ones have the same plan.
 
@@ -43,7 +30,8 @@ class Candidate:
         sparing: whether as little memory as possible is taken, whatever the time.
         microbatches: into how many a step is cut.
         loss_chunks: into how many chunks of rows the loss is cut, where it can be; the request may ask for more.
-        cut: how the layouts are cut into the stages of a pipeline; None leaves them whole.
+        cut: the numbers of microbatches for which the layouts, searched for the first of them, are cut into the stages
+            of a pipeline; None leaves them whole.
     """
 
     preset: str
@@ -54,7 +42,7 @@ class Candidate:
     sparing: bool = False
     microbatches: int = 1
     loss_chunks: int = 1
-    cut: Cut | None = None
+    cut: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

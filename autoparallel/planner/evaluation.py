@@ -196,10 +196,12 @@ class Evaluator:
         assert candidate.cut is not None
         graph, request, settled = self._graph(candidate), self.request, self.settled
         plan = of_a_step(self._outcomes[replace(candidate, cut=None)].require(), candidate.microbatches)
-        planner = StagePlanner(graph, plan, request, self.layers if candidate.cut.may_recompute else ())
-        pipeline = planner.choose(candidate.cut.microbatches, self.pipeline, checked=settled.pipeline is None)
-        again = planner.recompute
-        if settled.pipeline is not None:
+        planner = StagePlanner(graph, plan, request, self.layers)
+        if settled.pipeline is None:
+            pipeline = planner.choose(candidate.cut, self.pipeline)
+            again = planner.recompute
+        else:
+            pipeline = planner.settled(self.pipeline)
             again = {layer: much for layer, much in settled.recompute.items() if layer in self.layers}
         plan = replace(plan, pipeline=pipeline, recompute=again)
         return Outcome(candidate, plan, seconds=pipeline.seconds + max(parameter_seconds(graph, plan)))

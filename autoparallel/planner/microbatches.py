@@ -1,20 +1,20 @@
 """Pipelines: layouts for one microbatch on the mesh's other axes, then the cuts under them.
 
 More and more microbatches are tried while a step gets faster: the more there are, the less ranks wait, and the less is
-in flight.  The search minimises what all ranks do, and adds up more memory for a stage than it takes; so presets are
-looked at, too, and the fastest layouts are cut before those that the search says to fit.
+in flight.  The search minimises what all ranks do, and adds up for all stages what the first one takes; so presets are
+looked at, too, and with the layouts that the search says to fit also those that would be fastest without a limit: where
+layers run again, cutting decides in either case.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.graph.captured import InputSpec
-from autoparallel.planner.candidates import Candidate, Cut, Outcome, Proposals
+from autoparallel.planner.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.fits import require_cuttable
 from autoparallel.planner.paddings import paddings
@@ -51,86 +51,57 @@ def pipelines(evaluator: Evaluator, *, thorough: bool) -> Proposals:
     Raises:
         PlanError: where the batch cannot be cut.
     """
-    request, limit = evaluator.request, evaluator.request.memory_limit
-    counts = list(_counts(evaluator))
+    request = evaluator.request
+    presets = [request.origin]
+    if thorough and request.plan == "auto" and evaluator.settled.at_rest is None:
+        presets += STAGE_PRESETS
     fastest: Outcome | None = None
     errors: list[str] = []
-    for some in counts:
-        outcome = yield from _attempt(evaluator, some, fits=limit is None)
-        if outcome.plan is None and limit is not None:
-            outcome = yield from _attempt(evaluator, some, limit)
-        if outcome.plan is None:
-            errors.append(str(outcome.error))
+    for counts in list(_counts(evaluator)):
+        before = fastest
+        for preset in presets:
+            for outcome in (yield from _layouts(evaluator, preset, counts[0])):
+                if fastest is not None and _is_hopeless(outcome, evaluator, fastest):
+                    continue
+                if outcome.plan is not None:
+                    outcome = yield replace(outcome.candidate, cut=counts)
+                if outcome.plan is None:
+                    errors.append(str(outcome.error))
+                elif fastest is None or outcome.seconds < fastest.seconds:
+                    fastest = replace(outcome, plan=replace(outcome.plan, origin=request.origin))
+        if fastest is None:
             continue
-        if fastest is not None and outcome.seconds >= fastest.seconds:
-            break
-        fastest, pipeline = outcome, outcome.plan.pipeline
-        if pipeline is not None and pipeline.bubble < THRESHOLDS.bubble and not outcome.plan.recompute:
+        assert fastest.plan is not None and fastest.plan.pipeline is not None
+        waits = fastest.plan.pipeline.bubble >= THRESHOLDS.bubble or fastest.plan.recompute
+        if fastest is before or not waits:
             break
     if fastest is None:
-        fastest = yield from _last_resorts(evaluator, counts, errors)
-    if fastest.plan is None or not thorough or request.plan != "auto" or evaluator.settled.at_rest is not None:
-        return fastest
-    assert fastest.candidate.cut is not None
-    for preset in STAGE_PRESETS:
-        some, below = fastest.candidate.cut.microbatches, fastest.seconds
-        outcome = yield from _attempt(evaluator, some, preset=preset, fits=limit is None, below=below)
-        if outcome.plan is not None and outcome.seconds < below:
-            fastest = replace(outcome, plan=replace(outcome.plan, origin="auto"))
+        error = PlanError("; ".join(dict.fromkeys([errors[-1], errors[0]])))
+        return Outcome(Candidate(request.origin), error=error)
     return fastest
 
 
-def _last_resorts(evaluator: Evaluator, counts: Sequence[tuple[int, ...]], errors: list[str]) -> Proposals:
-    """Where nothing fits: layouts where layers may run again; else the stages say which of them does not fit."""
-    limit = evaluator.request.memory_limit
-    if limit is not None and evaluator.layers:
-        outcome = yield from _attempt(evaluator, counts[0], limit, may_recompute=True)
-        if outcome.plan is not None:
-            return outcome
-        errors.append(str(outcome.error))
-    if limit is not None:
-        outcome = yield from _attempt(evaluator, counts[-1])
-        if outcome.plan is not None:
-            return outcome
-        errors.append(str(outcome.error))
-    error = PlanError("; ".join(dict.fromkeys([errors[-1], errors[0]])))
-    return Outcome(Candidate(evaluator.request.origin), error=error)
+def _layouts(evaluator: Evaluator, preset: str, count: int) -> Generator[Candidate, Outcome, list[Outcome]]:
+    """The cheapest layouts of a preset for so many microbatches: within the limit, for layers that may run again, and
+    without one, where that is not the same."""
+    limit, candidate = evaluator.request.memory_limit, Candidate(preset, microbatches=count)
+    free = yield from paddings(candidate, evaluator)
+    if limit is None or free.plan is None or free.plan.estimate is None or free.plan.estimate.memory <= limit:
+        return [free]
+    saving = replace(candidate, limit=limit, may_recompute=bool(evaluator.layers))
+    return [(yield from paddings(saving, evaluator)), free]
 
 
-def _attempt(
-    evaluator: Evaluator,
-    counts: tuple[int, ...],
-    limit: float | None = None,
-    *,
-    may_recompute: bool = False,
-    preset: str | None = None,
-    fits: bool = True,
-    below: float = math.inf,
-) -> Proposals:
-    """The cheapest layouts for the first number of microbatches, cut into stages.
-
-    Args:
-        limit: the layouts are searched within it.
-        may_recompute: whether they are searched for layers that may run again.
-        preset: whose layouts; those of the request unless told.
-        fits: whether layouts are cut whatever the search adds up; else hopeless ones are not, and those that are must
-            fit without recomputing layers.
-        below: a step of this many seconds is known, slower ones are of no use.
-    """
-    preset = preset or evaluator.request.origin
-    candidate = Candidate(preset, may_recompute=may_recompute, limit=limit, microbatches=counts[0])
-    outcome = yield from paddings(candidate, evaluator)
-    plan, capacity = outcome.plan, evaluator.request.memory_limit
-    if plan is None:
-        return outcome
-    needed = plan.estimate.memory if plan.estimate is not None else 0.0
-    if not fits and capacity is not None and needed > THRESHOLDS.hopeless * capacity:
-        message = f"the fastest layouts need {needed / 1e6:.1f} MB per device"
-        return Outcome(outcome.candidate, error=PlanError(message))
-    if outcome.seconds * counts[0] / evaluator.request.stages >= THRESHOLDS.far * below:
-        message = "the ranks have far more to do than those of the pipeline that is known"
-        return Outcome(outcome.candidate, error=PlanError(message))
-    return (yield replace(outcome.candidate, cut=Cut(counts, may_recompute=fits)))
+def _is_hopeless(outcome: Outcome, evaluator: Evaluator, fastest: Outcome) -> bool:
+    """Whether layouts need not be cut: a pipeline is known whose ranks have far less to do, or which fits, and they
+    were searched without the limit and need far more."""
+    request, candidate = evaluator.request, outcome.candidate
+    if outcome.seconds * candidate.microbatches / request.stages >= THRESHOLDS.far * fastest.seconds:
+        return True
+    estimate = outcome.require().estimate
+    if request.memory_limit is None or candidate.limit is not None or estimate is None:
+        return False
+    return estimate.memory > THRESHOLDS.hopeless * request.memory_limit
 
 
 def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:

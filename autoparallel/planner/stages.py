@@ -1,4 +1,4 @@
-"""Where a model is cut into pipeline stages, by which schedule they run, and in how many microbatches.
+"""Where a model is cut into pipeline stages, by which schedule they run, in how many microbatches, and what runs again.
 
 The layouts inside of the stages are searched for first, for one microbatch on the other mesh axes.  Then the operators
 are gone through in the model's order with what each costs under these layouts, and dynamic programming finds the cuts
@@ -6,8 +6,9 @@ that make the slowest stage as fast as possible, within the memory of a device: 
 gradients and optimizer states, and the activations of as many microbatches as the schedule has in flight there.  Each
 schedule is then played through with the times of its stages, and the fastest is taken.
 
-Where no cut fits, layers run again in the backward, all but their products first, then all of them: cuts are searched
-with every layer recomputed, then as few of the first layers of each rank are as its memory needs.
+[Note: layers of stages that run again] Where memory is short, layers run again in the backward, those first that save
+most bytes for a second (``steps_of``).  How long a stage takes within its memory is so told for all cuts at once, by
+going along these steps until it fits; what a rank's stages then take step by step is told exactly.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import bisect
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,30 +29,57 @@ from autoparallel.decisions.decisions import RECOMPUTED
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan, StageCost
 from autoparallel.graph.captured import Captured
-from autoparallel.graph.layers import layer_of
-from autoparallel.graph.sizes import Sizes
-from autoparallel.passes.cut_stages import CutError, staged_nodes, stages_of
-from autoparallel.passes.recompute_layers import kept_in_layers
+from autoparallel.passes.cut_stages import CutError, stages_of
 from autoparallel.pipeline.schedules import SPLIT, in_flight, rank_of_stage, require_schedule
-from autoparallel.placements import Invariant, Layout, dual_layout
-from autoparallel.placements.modes import Mode
-from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
 from autoparallel.planner.cuts import most_even
-from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.request import Request
-from autoparallel.planner.signatures import Signatures
-from autoparallel.planner.stage_rows import Row, largest_layer, moment_of
+from autoparallel.planner.stage_rows import ANSWERS, Array, RowPricer, Rows
 from autoparallel.planner.thresholds import THRESHOLDS
-from autoparallel.predict.cost import bytes_kept, operator_seconds
-from autoparallel.rules import Rule, rule_for
-from autoparallel.rules.calls import is_tensor, tensor_operands
-from autoparallel.rules.ways import typed_call
-
-Array = npt.NDArray[np.float64]
 
 CHOICES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble_v", 2))
 """The schedules tried, with their stages per rank, where none is asked for."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A layer of which more runs again than before.
+
+    Attributes:
+        begin, end: its rows.
+        answer: how much of it runs again then: the number of a row of what ``Rows`` tells by answer.
+        seconds: more than before, for each microbatch.
+        saved: bytes that are kept less than before, of each microbatch.
+        spared: bytes that it makes again, in all, while its backward runs.
+    """
+
+    layer: str
+    begin: int
+    end: int
+    answer: int
+    seconds: float
+    saved: float
+    spared: float
+
+    @property
+    def slope(self) -> float:
+        """Seconds for each byte that is saved."""
+        return self.seconds / self.saved
+
+
+def steps_of(rows: Rows) -> list[Step]:
+    """How each layer saves more and more, what costs least for a byte first; a step that the next one beats is none."""
+    steps = []
+    for layer, (begin, end) in rows.spans().items():
+        seconds, kept = (part[:, begin:end].sum(axis=1) for part in (rows.backward, rows.activations))
+        answer = 0
+        while better := [a for a in range(answer + 1, ANSWERS) if kept[a] < kept[answer]]:
+            before = answer
+            answer = min(better, key=lambda a: (seconds[a] - seconds[before]) / (kept[before] - kept[a]))
+            gone = np.maximum(0.0, rows.activations[0, begin:end] - rows.activations[answer, begin:end])
+            more, saved = float(seconds[answer] - seconds[before]), float(kept[before] - kept[answer])
+            steps.append(Step(layer, begin, end, answer, more, saved, float(gone.sum())))
+    return steps
 
 
 class StagePlanner:
@@ -60,68 +88,67 @@ class StagePlanner:
     Args:
         captured: the whole graph.
         plan: the layouts on the mesh axes other than the pipeline's.
-        may_recompute: the layers that may run again in the backward where nothing fits otherwise.
+        may_recompute: the layers that may run again in the backward where memory is short.
 
     Attributes:
         recompute: the layers that run again in the backward of the pipeline that was chosen last, and how much of them.
     """
 
-    def __init__(self, captured: Captured, plan: Plan, request: Request, may_recompute: Sequence[str] = ()) -> None:
+    def __init__(self, captured: Captured, plan: Plan, request: Request, may_recompute: Collection[str] = ()) -> None:
         self.captured, self.plan = captured, plan
-        self.profile, self.redistributor = request.profile, request.redistributor
         self.ranks, self.memory_limit = request.stages, request.memory_limit
-        self.sizes = plan.axis_sizes
-        self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
+        self.pricer = RowPricer(captured, plan, request, may_recompute if self.memory_limit is not None else ())
         self.forbidden = self._forbidden()
-        self.saved = kept_parts(captured.graph, Signatures(captured.actual), plan.loss_chunks)
-        self._calls: dict[fx.Node, tuple[Rule | None, Sequence[Mode], list[Layout], Layout]] = {}
-        self.may_recompute = may_recompute
-        self.products = kept_in_layers(captured.graph, may_recompute)
         self.recompute: Mapping[str, str] = {}
-        self._chosen: Mapping[str, str] = {}
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
-    def choose(self, counts: Sequence[int], request: Pipeline, *, checked: bool = True) -> PipelinePlan:
+    def choose(self, counts: Sequence[int], request: Pipeline) -> PipelinePlan:
         """The fastest pipeline among those that are asked for.
 
         Args:
             counts: the numbers of microbatches to try; the graph's ``actual`` sizes are those of the first.
-            checked: not for a call that is not differentiated, which may have any number of microbatches: the plan
-                says how many those have that are.
 
         Raises:
             PlanError: when none can be run, or none fits.
         """
         best: PipelinePlan | None = None
         reasons: list[str] = []
-        layers = self.may_recompute if self.memory_limit is not None else ()
-        means = [{}, *(dict.fromkeys(layers, much) for much in RECOMPUTED)] if layers else [{}]
-        if not checked:
-            assert request.schedule is not None and request.microbatches is not None
-            rows = self._rows(Sizes(self.captured.actual))
-            per_rank = request.stages_per_rank or 1
-            return self._plan(rows, request.schedule, per_rank, request.microbatches, request.cuts, means[-1])
-        for again in means:
-            for count in counts:
-                fewer = {s: self.captured.actual[s] * counts[0] // count for s in self.captured.batches}
-                rows = self._rows(Sizes({**self.captured.actual, **fewer}))
-                for schedule, per_rank in self._choices(request):
-                    if again and schedule in SPLIT and request.schedule is None:
-                        continue  # what runs again does so with the gradients of inputs, for which others wait
-                    try:
-                        require_schedule(schedule, self.ranks, per_rank, count)
-                        pipeline = self._plan(rows, schedule, per_rank, count, request.cuts, again)
-                    except (ValueError, CutError) as error:
-                        much = f"with every layer recomputed in the backward ({again[layers[0]]}), " if again else ""
-                        reasons.append(f"{much}{error}")
-                        continue
-                    if best is None or pipeline.seconds < best.seconds * (1 - 1e-6):
-                        best, self.recompute = pipeline, self._chosen
-            if best is not None:
-                return best
-        why = dict.fromkeys([reasons[0], reasons[-1]])
-        raise PlanError(f"no pipeline over {PIPELINE_AXIS}={self.ranks} can be planned: {'; '.join(why)}")
+        for count in counts:
+            rows = self._rows(counts[0], count)
+            steps = steps_of(rows)
+            for schedule, per_rank in self._choices(request):
+                try:
+                    require_schedule(schedule, self.ranks, per_rank, count)
+                    pipeline, again = self._plan(rows, steps, schedule, per_rank, count, request.cuts)
+                    if best is None or _least_seconds(pipeline) < best.seconds:
+                        timeline = pipeline.played()
+                        pipeline = replace(pipeline, seconds=timeline.seconds, bubble=timeline.bubble)
+                except (ValueError, CutError) as error:
+                    reasons.append(str(error))
+                    continue
+                if best is None or 0 < pipeline.seconds < best.seconds * (1 - 1e-6):
+                    best, self.recompute = pipeline, again
+        if best is None:
+            why = "; ".join(dict.fromkeys([reasons[0], reasons[-1]]))
+            raise PlanError(f"no pipeline over {PIPELINE_AXIS}={self.ranks} can be planned: {why}")
+        return best
+
+    def settled(self, known: Pipeline) -> PipelinePlan:
+        """The pipeline that an earlier plan has settled, for a call that is not differentiated and may have any number
+        of microbatches; the plan says how many those have that are.
+
+        Raises:
+            PlanError: where it does not fit.
+        """
+        assert known.schedule is not None and known.microbatches is not None
+        rows, per_rank = self._rows(1, 1), known.stages_per_rank or 1
+        return self._plan(rows, steps_of(rows), known.schedule, per_rank, known.microbatches, known.cuts)[0]
+
+    def _rows(self, planned: int, count: int) -> Rows:
+        """What operators cost in so many microbatches, where the graph has the sizes of another number."""
+        actual = self.captured.actual
+        return self.pricer.rows({**actual, **{s: actual[s] * planned // count for s in self.captured.batches}})
 
     def _choices(self, request: Pipeline) -> Iterator[tuple[str, int]]:
         if request.schedule is None:
@@ -137,97 +164,105 @@ class StagePlanner:
 
     def _plan(
         self,
-        rows: Sequence[Row],
+        rows: Rows,
+        steps: Sequence[Step],
         schedule: str,
         per_rank: int,
         count: int,
         cuts: tuple[str, ...] | None,
-        layers: Mapping[str, str],
-    ) -> PipelinePlan:
-        """A pipeline of this kind; where there are ``layers``, some of them run again in the backward."""
+    ) -> tuple[PipelinePlan, dict[str, str]]:
+        """A pipeline of this kind, not played through yet, and which layers run again in its backward."""
         stages = per_rank * self.ranks
         if cuts is None:
-            starts = self._cut([row.recomputed(layers) for row in rows], schedule, stages, count)
+            starts = self._cut(rows, steps, schedule, stages, count)
         else:
             if len(cuts) + 1 != stages:
                 raise PlanError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the schedule needs {stages}")
             where = stages_of(self.captured, cuts)
-            starts = [sum(where[row.node] < s for row in rows) for s in range(1, stages)]
-        bounds = [0, *starts, len(rows)]
-        again = self._fewest_layers(rows, bounds, schedule, count, layers)
-        self._chosen = again
-        costs = self._costs([row.recomputed(again) for row in rows], bounds, schedule, count)
-        keys = tuple(rows[i].node.meta["key"] for i in starts)
+            starts = [sum(where[node] < s for node in rows.nodes) for s in range(1, stages)]
+        spans = [*itertools.pairwise([0, *starts, len(rows.nodes)])]
+        again = self._fewest_steps(rows, steps, spans, schedule, count)
+        costs = self._costs(rows, again, spans, schedule, count)
+        keys = tuple(rows.nodes[i].meta["key"] for i in starts)
         plan = PipelinePlan(PIPELINE_AXIS, self.ranks, schedule, count, keys, tuple(costs))
-        self._require_fits(plan)
-        timeline = plan.played()
-        return replace(plan, seconds=timeline.seconds, bubble=timeline.bubble)
+        self._require_fits(plan, bool(steps))
+        return plan, {step.layer: RECOMPUTED[step.answer - 1] for step in again}
 
-    def _fewest_layers(
-        self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int, layers: Mapping[str, str]
-    ) -> dict[str, str]:
-        """As few of the first of some layers of each rank's stages as must run again for its memory to suffice."""
-        again: dict[str, str] = {}
-        if not layers or self.memory_limit is None:
-            return again
-        parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
-        kept = self._kept_bytes(parts, schedule)
-        held = in_flight(schedule, self.ranks, len(parts), count)
-        for rank in range(self.ranks):
-            mine = [s for s in range(len(parts)) if rank_of_stage(schedule, self.ranks, s) == rank]
-            names = [row.layer for s in mine for row in parts[s] if row.layer in layers]
-            first = [(layer, layers[layer]) for layer in dict.fromkeys(names) if layer is not None]
+    def _fewest_steps(
+        self, rows: Rows, steps: Sequence[Step], spans: Sequence[tuple[int, int]], schedule: str, count: int
+    ) -> list[Step]:
+        """For each layer that must run again for its rank's memory to suffice, the last step, in the model's order.
 
-            def needs(number: int, mine: Sequence[int] = mine, first: Sequence[tuple[str, str]] = first) -> float:
-                some = {**again, **dict(first[:number])}
-                chosen = {s: [row.recomputed(some) for row in parts[s]] for s in mine}
-                memory = sum(self._memory(chosen[s], bounds[s], kept[s], held[s]) for s in mine)
-                return memory + max(moment_of(chosen[s]) for s in mine)
-
-            limit = self.memory_limit
-            again.update(first[: bisect.bisect_left(range(len(first)), True, key=lambda n: needs(n) <= limit)])
-        return {layer: again[layer] for layer in layers if layer in again}
-
-    def _costs(self, rows: Sequence[Row], bounds: Sequence[int], schedule: str, count: int) -> list[StageCost]:
-        """What every stage costs.
-
-        Args:
-            bounds: where each stage begins, and the last one ends.
+        Of layers that are alike the first ones do, because what they save lives longest.
         """
-        parts = [rows[a:b] for a, b in itertools.pairwise(bounds)]
-        held = in_flight(schedule, self.ranks, len(parts), count)
-        kept = self._kept_bytes(parts, schedule)
+        again: dict[str, Step] = {}
+        if self.memory_limit is None:
+            return []
+        held = in_flight(schedule, self.ranks, len(spans), count)
+        kept = self._kept_bytes(rows, spans, schedule)
+        begins = [begin for begin, _ in spans]
+        inside: list[list[Step]] = [[] for _ in spans]
+        for step in steps:
+            stage = bisect.bisect_right(begins, step.begin) - 1
+            if step.end <= spans[stage][1]:
+                inside[stage].append(step)
+        for rank in range(self.ranks):
+            mine = [s for s in range(len(spans)) if rank_of_stage(schedule, self.ranks, s) == rank]
+            memory = sum(kept[s] + held[s] * rows.activations[0, slice(*spans[s])].sum() for s in mine)
+            widest = {s: rows.moment[slice(*spans[s])].max() for s in mine}
+            moment = dict(widest)
+            order = [(step.slope / held[s], s, step) for s in mine for step in inside[s]]
+            for _, s, step in sorted(order, key=operator.itemgetter(0)):
+                if memory + max(moment.values()) <= self.memory_limit:
+                    break
+                if 0 < begins[s] == step.begin and step.layer not in again:
+                    memory += held[s] * rows.entering[step.begin]
+                memory -= held[s] * step.saved
+                moment[s] = max(moment[s], widest[s] + step.spared)
+                again[step.layer] = step
+        return [step for step in steps if again.get(step.layer) is step]
+
+    def _costs(
+        self, rows: Rows, again: Sequence[Step], spans: Sequence[tuple[int, int]], schedule: str, count: int
+    ) -> list[StageCost]:
+        """What every stage costs, of whose rows each runs again as the step says that its layer has come to."""
+        n = len(rows.nodes)
+        answers = np.zeros(n, dtype=int)
+        for step in again:
+            answers[step.begin : step.end] = step.answer
+        at = answers, np.arange(n)
+        backwards, all_inputs, activations = rows.backward[at], rows.inputs[at], rows.activations[at]
+        held = in_flight(schedule, self.ranks, len(spans), count)
+        kept = self._kept_bytes(rows, spans, schedule)
         costs = []
-        for stage, part in enumerate(parts):
-            modules = [row.node.meta.get("module", "") for row in part]
-            named = [m for m in modules if m] or [part[0].node.name]
-            memory = self._memory(part, bounds[stage], kept[stage], held[stage])
-            forward, backward = sum(row.forward for row in part), sum(row.backward for row in part)
-            inputs = sum(row.inputs for row in part) / backward if backward else 0.5
-            end = bounds[stage] + len(part)
-            passing = float(self._crossing[end]) if stage + 1 < len(parts) else 0.0
+        for stage, (begin, end) in enumerate(spans):
+            part = slice(begin, end)
+            modules = [node.meta.get("module", "") for node in rows.nodes[part]]
+            named = [m for m in modules if m] or [rows.nodes[begin].name]
+            forward, backward = float(rows.forward[part].sum()), float(backwards[part].sum())
+            inputs = float(all_inputs[part].sum()) / backward if backward else 0.5
+            entering = float(rows.entering[begin]) if begin and answers[begin] else 0.0
+            memory = kept[stage] + held[stage] * (float(activations[part].sum()) + entering)
+            largest = max([0.0, *(step.spared for step in again if begin <= step.begin < end)])
+            moment = float(rows.moment[part].max()) + largest
+            passing = float(rows.crossing[end]) if end < n else 0.0
             ends = named[0], named[-1]
-            costs.append(StageCost(*ends, forward, backward, memory, held[stage], inputs, moment_of(part), passing))
+            costs.append(StageCost(*ends, forward, backward, memory, held[stage], inputs, moment, passing))
         return costs
 
-    def _kept_bytes(self, parts: Sequence[Sequence[Row]], schedule: str) -> list[float]:
+    def _kept_bytes(self, rows: Rows, spans: Sequence[tuple[int, int]], schedule: str) -> list[float]:
         """What each stage keeps of parameters, gradients and optimizer states."""
         homes: dict[fx.Node, int] = {}  # parameter to the rank that holds it
         kept = []
-        for stage, part in enumerate(parts):
+        for stage, span in enumerate(spans):
             rank, total = rank_of_stage(schedule, self.ranks, stage), 0.0
-            for x, (held, borrowed) in {x: sizes for row in part for x, sizes in row.reads.items()}.items():
+            for x, (held, borrowed) in {x: sizes for r in rows.reads[slice(*span)] for x, sizes in r.items()}.items():
                 total += held if x not in homes else borrowed if homes[x] != rank else 0.0
                 homes.setdefault(x, rank)
             kept.append(total)
         return kept
 
-    def _memory(self, part: Sequence[Row], begin: int, kept: float, held: int) -> float:
-        """What a stage keeps that begins at a row and holds the activations of so many microbatches."""
-        entering = float(self._entering[begin]) if begin and part[0].again else 0.0
-        return kept + held * (sum(row.activations for row in part) + entering)
-
-    def _require_fits(self, plan: PipelinePlan) -> None:
+    def _require_fits(self, plan: PipelinePlan, may_recompute: bool) -> None:
         if self.memory_limit is None:
             return
         needs = plan.memory_by_rank()
@@ -235,87 +270,76 @@ class StagePlanner:
         if needs[worst] > self.memory_limit:
             costs, mine = plan.stages, plan.stages_of(worst)
             names = ", ".join(f"stage {s} ({costs[s].first} to {costs[s].last})" for s in mine)
+            again = " and every layer that can run again in the backward doing so" if may_recompute else ""
             raise PlanError(
                 f"{names} needs {needs[worst] / 1e6:.1f} MB per device with {costs[mine[0]].in_flight} microbatches in "
-                f"flight under {plan.schedule!r}, more than the limit of {self.memory_limit / 1e6:.1f} MB: raise "
-                "memory_limit, use more stages, or smaller microbatches"
+                f"flight under {plan.schedule!r}{again}, more than the limit of {self.memory_limit / 1e6:.1f} MB: "
+                "raise memory_limit, use more stages, or smaller microbatches"
             )
 
     # -- cutting ----------------------------------------------------------------------------------------------------
 
-    def _cut(self, rows: Sequence[Row], schedule: str, stages: int, count: int) -> list[int]:
+    def _cut(self, rows: Rows, steps: Sequence[Step], schedule: str, stages: int, count: int) -> list[int]:
         """The numbers of the rows with which the stages but the first begin."""
-        layers = sum(bool(row.reads) for row in rows)
+        layers = sum(map(bool, rows.reads))
         if layers < stages:
             raise PlanError(
                 f"{stages} stages are more than the {layers} operators with parameters that the model has: use fewer "
                 "ranks on the pipeline's axis, or fewer stages per rank"
             )
-        n = len(rows)
-        places = [0, *self._places(rows), n]
-        seconds = np.concatenate([[0.0], np.cumsum([row.forward + row.backward for row in rows])])[places]
-        kept = np.concatenate([[0.0], np.cumsum([row.kept for row in rows])])[places]
-        activations = np.concatenate([[0.0], np.cumsum([row.activations for row in rows])])[places]
-        used = np.concatenate([[0], np.cumsum([bool(row.reads) for row in rows])])[places]
-        moved = np.array([self._crossing[p] if 0 < p < n else 0.0 for p in places])
-        again = [0 < p < n and rows[p].again for p in places]
-        entering = np.array([self._entering[p] if runs else 0.0 for p, runs in zip(places, again, strict=True)])
-        moments = np.maximum.reduceat([row.moment for row in rows], places[:-1])
-        moment = np.zeros((len(places), len(places)))  # [begin, end], as below
-        for begin in range(len(places) - 1):
-            moment[begin, begin + 1 :] = np.maximum.accumulate(moments[begin:])
-        moment += largest_layer(rows)
-        span = seconds[None, :] - seconds[:, None]  # [begin, end]
-        span = np.where(used[None, :] > used[:, None], span, np.inf)
+        places = np.array([0, *self._places(rows), len(rows.nodes)])
         ranks = [rank_of_stage(schedule, self.ranks, stage) for stage in range(stages)]
-        per_rank = stages // self.ranks
         flight = in_flight(schedule, self.ranks, stages, count)
-        costs: list[Array] = []
-        memory: list[Array] = []
-        for stage in range(stages):
-            cost = span
-            if stage and ranks[stage - 1] != ranks[stage]:
-                cost = cost + 2 * moved[:, None]
-            if stage < stages - 1 and ranks[stage + 1] != ranks[stage]:
-                cost = cost + 2 * moved[None, :]
-            costs.append(cost)
-            held = flight[stage] * (activations[None, :] - activations[:, None] + entering[:, None])
-            memory.append(kept[None, :] - kept[:, None] + held)
-        free = most_even(costs)
-        if free is None:
+        used = _sums(np.array([bool(reads) for reads in rows.reads], dtype=float), places)
+        spans = np.where(used[None, :] > used[:, None], 0.0, np.inf)  # by begin and end, as all tables below
+        passing = np.where((places > 0) & (places < len(rows.nodes)), 2 * rows.crossing[places], 0.0)
+        points = _points(rows, steps, places)
+
+        def costs(limit: float) -> list[Array]:
+            """What each stage costs from each place to each, in a part of its rank's memory."""
+            known: dict[float, Array] = {}  # by how many microbatches are in flight
+            found = []
+            for stage in range(stages):
+                # Stages of a rank share its memory: each has as much of it as if they were equal.
+                held = float(np.mean([flight[s] for s in range(stages) if ranks[s] == ranks[stage]]))
+                if held not in known:
+                    known[held] = spans + _seconds_within(points, limit, held, stages // self.ranks)
+                cost = known[held]
+                if stage and ranks[stage - 1] != ranks[stage]:
+                    cost = cost + passing[:, None]
+                if stage < stages - 1 and ranks[stage + 1] != ranks[stage]:
+                    cost = cost + passing[None, :]
+                found.append(cost)
+            return found
+
+        cuts = most_even(costs(math.inf))
+        if cuts is None:
             raise PlanError(f"the model cannot be cut into {stages} stages that all have parameters")
 
         def needs(cuts: Sequence[int]) -> float:
-            spans = list(enumerate(itertools.pairwise([0, *cuts, len(places) - 1])))
-            parts = [[(s, span) for s, span in spans if ranks[s] == rank] for rank in range(self.ranks)]
-            return max(float(sum(memory[s][i] for s, i in part) + max(moment[i] for _, i in part)) for part in parts)
+            """Of the rank that needs most where nothing runs again."""
+            memory, moment = np.zeros(self.ranks), np.zeros(self.ranks)
+            for stage, span in enumerate(itertools.pairwise([0, *cuts, len(places) - 1])):
+                rank, once = ranks[stage], points[0]
+                memory[rank] += once.kept[span] + flight[stage] * once.activations[span]
+                moment[rank] = max(moment[rank], once.moment[span])
+            return float((memory + moment).max())
 
-        cuts, limit = free, self.memory_limit
-        if limit is not None and needs(free) > limit:
-            # Each stage within its part, one moment for all of a rank's or for each; where none is, the largest stage
-            # of the free cuts is named.
-            for counted in (1, per_rank):
-                limited = [
-                    np.where(per_rank * m + counted * moment <= limit, cost, np.inf)
-                    for m, cost in zip(memory, costs, strict=True)
-                ]
-                cuts = most_even(limited) or free
-                if needs(cuts) <= limit:
-                    break
-        return [places[i] for i in cuts]
+        if self.memory_limit is not None and needs(cuts) > self.memory_limit:
+            cuts = most_even(costs(self.memory_limit)) or cuts
+        return [int(places[i]) for i in cuts]
 
-    def _places(self, rows: Sequence[Row]) -> list[int]:
-        """Where a stage may begin; not within a layer that runs again."""
-        inside = {i for i in range(1, len(rows)) if rows[i].again and rows[i].layer == rows[i - 1].layer}
-        allowed = [i for i in range(1, len(rows)) if i not in self.forbidden and i not in inside]
+    def _places(self, rows: Rows) -> list[int]:
+        """Where a stage may begin."""
+        allowed = [i for i in range(1, len(rows.nodes)) if i not in self.forbidden]
         if len(allowed) <= THRESHOLDS.cut_places:
             return allowed
         groups = np.array_split(np.array(allowed), THRESHOLDS.cut_places)
-        return [int(min(group, key=lambda i: self._crossing[int(i)])) for group in groups]
+        return [int(min(group, key=lambda i: rows.crossing[int(i)])) for group in groups]
 
     def _forbidden(self) -> set[int]:
         """Where a cut would part those that use a buffer that changes."""
-        number = {node: i for i, node in enumerate(self.nodes)}
+        number = {node: i for i, node in enumerate(self.pricer.nodes)}
         numbers: set[int] = set()
         for node in self.captured.graph.nodes:
             if node.op == "placeholder" and self.captured.buffers.get(node.name) in self.captured.mutated_buffers:
@@ -324,107 +348,98 @@ class StagePlanner:
                     numbers |= set(range(min(places) + 1, max(places) + 1))
         return numbers
 
-    # -- prices -----------------------------------------------------------------------------------------------------
 
-    def _rows(self, size: Sizes) -> list[Row]:
-        whole = (Invariant,) * len(self.sizes)
-        made: dict[fx.Node, Layout] = {}
-        seen: set[fx.Node] = set()
-        rows = []
-        for node in self.nodes:
-            rows.append(self._row(node, size, made, seen, whole))
-            made[node] = rows[-1].result
-        self._crossing = self._crossing_seconds(rows, size)
-        return rows
+def _least_seconds(plan: PipelinePlan) -> float:
+    """What no order of a pipeline's actions takes less than: a rank waits for the first microbatch to come to it, and
+    where the backward is not parted others wait for its last gradients."""
+    least = 0.0
+    for rank in range(plan.ranks):
+        mine = plan.stages_of(rank)
+        busy = plan.microbatches * sum(plan.stages[s].forward + plan.stages[s].backward for s in mine)
+        ahead = plan.stages[: min(mine)]
+        back = 0.0 if plan.schedule in SPLIT else sum(stage.backward for stage in ahead)
+        least = max(least, busy + sum(stage.forward for stage in ahead) + back)
+    return least
 
-    def _row(self, node: fx.Node, size: Sizes, made: dict[fx.Node, Layout], seen: set[fx.Node], whole: Layout) -> Row:
-        if not is_tensor(node) or node.meta["key"] not in self.plan.operators:
-            return Row(node, layer_of(node), 0.0, 0.0, 0.0, 0.0, 0.0, {}, whole)
-        rule, modes, needs, result = self._call(node)
-        operands, val = tensor_operands(node), node.meta["val"]
-        result_bytes = local_numel(size.shape(node), result, self.sizes) * val.element_size()
-        moved = result_bytes + sum(
-            local_numel(size.shape(x), layout, self.sizes) * x.meta["val"].element_size()
-            for x, layout in zip(operands, needs, strict=True)
+
+@dataclass(frozen=True)
+class _Point:
+    """What stages take when their layers have come to the same step, by the places where they begin and end.
+
+    Attributes:
+        seconds: for a microbatch.
+        kept: bytes of parameters, gradients and optimizer states.
+        activations: bytes for each microbatch in flight.
+        moment: bytes beside these while a backward runs.
+    """
+
+    seconds: Array
+    kept: Array
+    activations: Array
+    moment: Array
+
+
+def _sums(values: Array, places: npt.NDArray[np.intp]) -> Array:
+    """The sums of what is before each place."""
+    return np.concatenate([[0.0], np.cumsum(values)])[places]
+
+
+def _points(rows: Rows, steps: Sequence[Step], places: npt.NDArray[np.intp]) -> list[_Point]:
+    """Stages of which nothing runs again, then those whose layers have come to more and more steps.
+
+    A layer that a cut parts does not run again.  Of many different steps some are left out.
+    """
+
+    def between(values: Array) -> Array:
+        sums = _sums(values, places)
+        return sums[None, :] - sums[:, None]
+
+    moment = np.zeros((len(places), len(places)))
+    moments = np.maximum.reduceat(rows.moment, places[:-1])
+    for begin in range(len(places) - 1):
+        moment[begin, begin + 1 :] = np.maximum.accumulate(moments[begin:])
+    seconds, kept = between(rows.forward + rows.backward[0]), between(rows.kept)
+    points = [_Point(seconds, kept, between(rows.activations[0]), moment)]
+    slopes = sorted({float(f"{step.slope:.3g}") for step in steps})
+    if len(slopes) > THRESHOLDS.slopes:
+        slopes = [slopes[i] for i in np.linspace(0, len(slopes) - 1, THRESHOLDS.slopes).astype(int)]
+    for slope in slopes:
+        taken = [step for step in steps if float(f"{step.slope:.3g}") <= slope]
+        ending, beginning = np.zeros((2, 2, len(rows.nodes)))  # seconds and bytes, where layers end and begin
+        entering = np.zeros(len(rows.nodes) + 1)
+        for step in taken:
+            ending[:, step.end - 1] += step.seconds, step.saved
+            beginning[:, step.begin] += step.seconds, step.saved
+            entering[step.begin] = rows.entering[step.begin] if step.begin else 0.0
+        more, saved = (
+            np.maximum(0.0, _sums(ends, places)[None, :] - _sums(begins, places)[:, None])
+            for ends, begins in zip(ending, beginning, strict=True)
         )
-        forward, backward = operator_seconds(self.profile, rule, modes, self.sizes, size, moved, val.dtype)
-        flows = bool(node.meta["backward"])
-        backward = backward if flows else 0.0
-        for x, need in zip(operands, needs, strict=True):
-            if x in made and made[x] != need:
-                table = self.redistributor.table(
-                    size.shape(x), x.meta["val"].element_size(), bool(x.meta["differentiable"]), False
-                )
-                moving = float(table.seconds[table.index[made[x]], table.index[need]])
-                forward, backward = forward + moving, backward + (moving if flows else 0.0)
-        layouts = dict(zip(operands, needs, strict=True))
-        reads = {x: self._kept(x, by, layouts.get(by), size) for x, by in self._parameters(node).items()}
-        kept = sum(held for x, (held, _) in reads.items() if x not in seen)
-        seen.update(reads)
-        activations = self.saved.get(node, 0.0) * result_bytes
-        layer = layer_of(node)
-        outside = float(result_bytes) if flows and any(layer_of(user) != layer for user in node.users) else 0.0
-        moment = float(moved) if flows else 0.0
-        product = None
-        if node in self.products:
-            product = float(result_bytes) if flows and self.products[node] else 0.0
-        return Row(node, layer, forward, backward, activations, outside, kept, reads, result, product, moment)
+        activations = points[0].activations - saved + entering[places][:, None] * (saved > 0)
+        points.append(_Point(seconds + more, kept, activations, moment + max(step.spared for step in taken)))
+    return points
 
-    def _call(self, node: fx.Node) -> tuple[Rule | None, Sequence[Mode], list[Layout], Layout]:
-        """An operator's rule, how it runs, and the layouts that it needs and makes; the same for all sizes."""
-        if node not in self._calls:
-            modes = self.plan.modes(node.meta["key"])
-            self._calls[node] = (rule_for(node), modes, *typed_call(node, modes))
-        return self._calls[node]
 
-    def _parameters(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
-        """The parameters that a node reads, also through what follows from parameters alone; by which operand."""
-        operands: dict[fx.Node, fx.Node] = {}
-        pending, places = [(x, x) for x in node.all_input_nodes], set(self.nodes)
-        while pending:
-            x, by = pending.pop()
-            if x.op == "placeholder" and x.name in self.captured.parameters:
-                operands[x] = by
-            elif x.op == "call_function" and x not in places and x.target is not operator.getitem:
-                pending += [(y, by) for y in x.all_input_nodes]
-        return operands
+def _seconds_within(points: Sequence[_Point], limit: float, held: float, stages: int) -> Array:
+    """How long a stage takes, by where it begins and ends, when as little of it runs again as its memory needs.
 
-    def _kept(self, x: fx.Node, by: fx.Node, used: Layout | None, size: Sizes) -> tuple[float, float]:
-        """The bytes of a parameter, where it lies and where it is borrowed, which is read as ``by`` in a layout.
-
-        While a schedule runs, gradients are added up in the layout in which they are made, beside what lies at rest.
-        """
-        name = self.captured.parameters[x.name]
-        dtype = self.captured.rest_dtypes.get(name, x.meta["val"].dtype)
-        at_rest = dtype.itemsize * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
-        if not x.meta["differentiable"]:
-            return float(at_rest), float(at_rest)
-        sums = max(dtype.itemsize, 4) * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
-        gathered = 0
-        if used is not None and math.prod(size.shape(by)) == math.prod(size.shape(x)):
-            sums = max(dtype.itemsize, 4) * local_numel(size.shape(by), dual_layout(used), self.sizes)
-            held = x.meta["val"].element_size() * local_numel(size.shape(by), used, self.sizes)
-            gathered = held if held > at_rest and self.plan.parameters[name].gather != "per_use" else 0
-        return float(bytes_kept(at_rest, True) + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)
-
-    def _crossing_seconds(self, rows: Sequence[Row], size: Sizes) -> Array:
-        """How long the values travel that cross, forward, where a stage begins at each row; each is sent by itself.
-
-        Beside it notes their bytes.
-        """
-        number = {row.node: i for i, row in enumerate(rows)}
-        change, entering = np.zeros(len(rows) + 2), np.zeros(len(rows) + 2)
-        for i, row in enumerate(rows):
-            if not is_tensor(row.node):
-                continue
-            uses = [number[user] for user in row.node.users if user in number]
-            if uses and max(uses) > i:
-                layout = tuple(p if p.kind == "S" else Invariant for p in row.result)
-                held = local_numel(size.shape(row.node), layout, self.sizes) * row.node.meta["val"].element_size()
-                seconds = self.profile.latency + held / self.profile.bandwidth
-                change[i + 1] += seconds
-                change[max(uses) + 1] -= seconds
-                entering[i + 1] += held
-                entering[max(uses) + 1] -= held
-        self._entering = np.cumsum(entering)
-        return np.cumsum(change)
+    Args:
+        limit: bytes of its rank.
+        held: the microbatches in flight.
+        stages: of its rank, which share it; the backward of one runs at a time.
+    """
+    found = np.full_like(points[0].seconds, np.inf)
+    before: tuple[Array, Array] | None = None
+    for point in points:
+        needs = stages * (point.kept + held * point.activations) + point.moment
+        fits = np.isinf(found) & (needs <= limit)
+        if before is None:
+            found[fits] = point.seconds[fits]
+        else:
+            seconds, needed = before
+            part = (needed[fits] - limit) / (needed[fits] - needs[fits])
+            found[fits] = seconds[fits] + part * (point.seconds - seconds)[fits]
+        if not np.isinf(found).any():
+            break
+        before = point.seconds, needs
+    return found

@@ -18,9 +18,11 @@ class Thresholds:
         bubble: The part of a schedule in which ranks wait from which on more microbatches are tried, beyond the usual.
         far: How many times a known step's work the ranks of a pipeline may have, in the largest number of
             microbatches, for a preset's layouts to be cut into stages.
-        hopeless: How many times the limit a search without one may add up, for its layouts to be cut all the same.
+        hopeless: How many times the limit a search without one may add up, for its layouts to be cut where a pipeline
+            is known.
         loss_chunks: Into how many chunks of rows a loss is cut where memory is short.
         cut_places: Places for a cut between stages that are looked at; of longer models, those where least crosses.
+        slopes: At how many prices of a byte it is looked at how long stages take within their memory.
         two_axes, three_axes, pipelines: How many meshes of two and of three axes, and how many pipelines, are searched
             at most where the mesh is open.
         close_meshes: How many of the meshes whose plans are nearly equal are planned with all presets, too.
@@ -35,6 +37,7 @@ class Thresholds:
     hopeless: float = 2.0
     loss_chunks: int = 8
     cut_places: int = 400
+    slopes: int = 6
     two_axes: int = 6
     three_axes: int = 2
     pipelines: int = 8

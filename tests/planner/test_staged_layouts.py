@@ -27,8 +27,8 @@ def one_trace_for_all_plans() -> Iterator[None]:
         yield
 
 
-def _plan(rows: int, pipeline: Pipeline, limit: float | None = None) -> Plan:
-    profile = replace(CPU, launch=1e-9, latency=0.0)
+def _plan(rows: int, pipeline: Pipeline, limit: float | None = None, launch: float = 1e-9) -> Plan:
+    profile = replace(CPU, launch=launch, latency=0.0)
     loss_fn = nn.functional.mse_loss
     request = Request((("dp", 2),), profile, loss_fn=loss_fn, memory_limit=limit, stages=2, pipeline=pipeline)
     planner = Planner(Blocks(LAYERS, WIDTH, 4 * WIDTH), request)
@@ -70,3 +70,16 @@ def test_more_microbatches_are_taken_where_memory_asks_for_it() -> None:
     assert found.pipeline is not None and found.pipeline.microbatches > 8
     with pytest.raises(ValueError, match=r"stage \d .* needs .* MB per device .*; no plan fits in"):
         _plan(8192, Pipeline("1f1b"), limit=0.01 * most)
+
+
+def test_fewer_microbatches_whose_layers_run_again_are_taken_where_that_is_faster() -> None:
+    """More microbatches would fit without, but each of them costs launches."""
+    launch = 6e-3
+    free = _plan(8192, Pipeline("gpipe", 8), launch=launch)
+    assert free.pipeline is not None
+    limit = 0.4 * max(free.pipeline.memory_by_rank())
+    few, many, found = (_plan(8192, Pipeline("1f1b", count), limit, launch) for count in (4, 8, None))
+    assert few.pipeline is not None and many.pipeline is not None and found.pipeline is not None
+    assert few.recompute and not many.recompute and few.pipeline.seconds < 0.95 * many.pipeline.seconds
+    assert found.recompute and found.pipeline.seconds == pytest.approx(few.pipeline.seconds, rel=1e-2)
+    assert max(found.pipeline.memory_by_rank()) <= limit

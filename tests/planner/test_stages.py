@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
-from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import CPU
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import SPLIT, require_schedule
@@ -58,21 +57,21 @@ WIDTHS = (64, 256, 256, 64, 64, 64, 512, 64)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_no_other_cuts_have_a_faster_slowest_stage(ranks: int) -> None:
     found = planner(Uneven(*WIDTHS), 64, ranks)
-    rows = found._rows(Sizes(found.captured.actual))
-    cuts = found._cut(rows, "1f1b", ranks, 2 * ranks)
-    moved = found._crossing
+    rows = found.pricer.rows(found.captured.actual)
+    cuts = found._cut(rows, [], "1f1b", ranks, 2 * ranks)
+    moved, seconds = rows.crossing, rows.forward + rows.backward[0]
 
     def slowest(places: tuple[int, ...]) -> float:
-        bounds = [0, *places, len(rows)]
+        bounds = [0, *places, len(rows.nodes)]
         worst = 0.0
         for a, b in itertools.pairwise(bounds):
-            if not any(row.reads for row in rows[a:b]):
+            if not any(rows.reads[a:b]):
                 return float("inf")
-            edges = sum(moved[p] for p in (a, b) if 0 < p < len(rows))
-            worst = max(worst, sum(row.forward + row.backward for row in rows[a:b]) + 2 * edges)
+            edges = sum(moved[p] for p in (a, b) if 0 < p < len(rows.nodes))
+            worst = max(worst, seconds[a:b].sum() + 2 * edges)
         return worst
 
-    best = min(slowest(places) for places in itertools.combinations(range(1, len(rows)), ranks - 1))
+    best = min(slowest(places) for places in itertools.combinations(range(1, len(rows.nodes)), ranks - 1))
     assert slowest(tuple(cuts)) == pytest.approx(best)
 
 
@@ -103,7 +102,7 @@ def test_a_cut_through_many_values_is_worth_what_their_messages_cost() -> None:
     found = planner(Attention(), 64, 2)
     assert found.choose([4], Pipeline("1f1b")).cuts[0].startswith(inside)
     found = planner(Attention(), 64, 2)
-    found.profile = replace(PROFILE, latency=1e-2)
+    found.pricer.profile = replace(PROFILE, latency=1e-2)
     assert not found.choose([4], Pipeline("1f1b")).cuts[0].startswith(inside)
 
 
@@ -222,7 +221,9 @@ def test_where_no_cut_fits_as_few_layers_as_needed_run_again() -> None:
     once = sum(stage.forward + stage.backward for stage in free.stages)
     assert again == pytest.approx(once + forwards * len(few) / 6, rel=1e-2)  # the loss is no layer
     assert all(stage.inputs == 0.5 for stage in free.stages) and some.stages[0].inputs > 0.5
-    with pytest.raises(PlanError, match=r"stage 0 .*with every layer recomputed in the backward \(full\), stage"):
+    with pytest.raises(
+        PlanError, match=r"stage 0 .*every layer that can run again in the backward doing so, more than the limit"
+    ):
         choose(0.1 * needs)
     assert choose(0.5 * needs, None)[0].schedule not in SPLIT  # there what runs again would keep others waiting
     parted, _ = choose(0.6 * needs, "zero_bubble")
@@ -235,6 +236,6 @@ def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() 
     for preset in ("data_parallel", "fsdp"):
         request = Request((("dp", 2),), PROFILE, preset, stages=2)
         found = StagePlanner(graph, cheapest(SearchSpace(graph, request)), request)
-        needs.append(sum(row.kept for row in found._rows(Sizes(graph.actual))))
+        needs.append(found.pricer.rows(graph.actual).kept.sum())
     whole = 2 * 64 * 64 * 4
     assert needs == [4 * whole, 4 * whole / 2 + whole / 2]  # weight, gradient, two states; and the sum over its shard

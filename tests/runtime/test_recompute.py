@@ -220,7 +220,9 @@ class _Wide(nn.Module):
         return x + self.down(F.dropout(torch.tanh(self.up(self.norm(x))), 0.3, self.training))
 
 
-def _train_stages(shape: tuple[int, ...], schedule: str, per_rank: int, layers: list[str] | None) -> dict[str, Any]:
+def _train_stages(
+    shape: tuple[int, ...], schedule: str, per_rank: int, layers: list[str] | dict[str, str] | None
+) -> dict[str, Any]:
     """Trains a pipeline with layers that run again (those given, or that a limit asks for), and without."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp")[: len(shape)])
     generator = torch.Generator().manual_seed(0)
@@ -238,7 +240,7 @@ def _train_stages(shape: tuple[int, ...], schedule: str, per_rank: int, layers: 
     plain = compiled(example_inputs=batches[0])
     data = json.loads(plain.plan.to_json())
     if layers is None:
-        limit = 0.5 * max(plain.plan.pipeline.memory_by_rank())
+        limit = 0.55 * max(plain.plan.pipeline.memory_by_rank())
         ours = compiled(memory_limit=limit, example_inputs=batches[0])
         data["pipeline"]["cuts"] = ours.plan.pipeline.cuts
         plain = compiled(plan=Plan.from_json(json.dumps(data)), pipeline=None)
@@ -283,14 +285,14 @@ STAGES = [
     pytest.param((2, 2), "zero_bubble", 1, ["0", "3"], marks=pytest.mark.slow),
     pytest.param((2, 2), "1f1b", 1, None, marks=pytest.mark.slow),
     pytest.param((2,), "interleaved_1f1b", 2, ["0", "1", "2"], marks=pytest.mark.slow),
-    pytest.param((2,), "zero_bubble_v", 2, ["0", "1", "3"], marks=pytest.mark.slow),
+    pytest.param((2,), "zero_bubble_v", 2, {"0": "full", "1": "full", "3": "selective"}, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("shape", "schedule", "per_rank", "layers"), STAGES, ids=str)
 def test_stages_recompute_layers(
-    shape: tuple[int, ...], schedule: str, per_rank: int, layers: list[str] | None
+    shape: tuple[int, ...], schedule: str, per_rank: int, layers: list[str] | dict[str, str] | None
 ) -> None:
     ranks = run_on_ranks(_train_stages, shape, schedule, per_rank, layers, world_size=torch.Size(shape).numel())
     for found in ranks:
