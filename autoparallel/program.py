@@ -212,6 +212,8 @@ def program_passes(
     at_rest = {node: plan.at_rest(name) for node, name in captured.parameters.items() if name in plan.parameters}
     losses = chunkable(captured.graph) if plan.loss_chunks > 1 else []
     passes = [
+        # Rewrites arguments of calls, so it comes before it is said what the calls must become.
+        Pass(partial(set_device, device=target.device), requires={Fact.FLAT, Fact.GLOBAL}),
         *placing_passes(captured, plan, target, at_rest, inputs, outputs),
         Pass(
             partial(
@@ -235,7 +237,6 @@ def program_passes(
             verify=_verify,
             reads=lambda findings: {"chains": findings[Chains].chains},
         ),
-        Pass(partial(set_device, device=target.device), requires={Fact.FLAT}),
         Pass(partial(find_divisors, axis_sizes=plan.axis_sizes), requires={Fact.PLACED, Fact.FLAT}),
         # Takes the gathers of what only one layer reads into the layer, so they must be calls of their own before.
         Pass(
@@ -243,12 +244,14 @@ def program_passes(
             requires={Fact.BUCKETED, Fact.FLAT},
             provides={Fact.REGIONS},
             removes={Fact.FLAT},
+            verify=_verify_regions,
         ),
         # Goes through rows of what is gathered for all of them, so the gathers must be calls of their own before.
         Pass(
             partial(chunk_loss, losses=losses, chunks=plan.loss_chunks),
             requires={Fact.BUCKETED, Fact.REGIONS},
             provides={Fact.CHUNKED},
+            verify=_verify_regions,
         ),
     ]
     if plan.pipeline is not None and plan.pipeline.schedule in SPLIT:
@@ -280,7 +283,20 @@ def _verify(module: fx.GraphModule, findings: Findings) -> None:
         findings[Specification],
         chains.chains if chains is not None else None,
         buckets.buckets if buckets is not None else (),
+        _regions(findings),
     )
+
+
+def _verify_regions(module: fx.GraphModule, findings: Findings) -> None:
+    """Verifies a program whose last pass rewrites nothing where it finds nothing to make a graph of its own."""
+    if _regions(findings):
+        _verify(module, findings)
+
+
+def _regions(findings: Findings) -> dict[str, Region]:
+    """The calls of a program that are graphs of their own, by name."""
+    layers, losses = findings.get(Regions), findings.get(ChunkedLosses)
+    return {**(layers.regions if layers is not None else {}), **(losses.regions if losses is not None else {})}
 
 
 # ------------------------------------------------------------------------------------------------------ running them
@@ -317,8 +333,7 @@ def build_program(
         raise PlanError(str(error)) from error
     layouts = [node.meta["placements"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
     buckets = list(findings[Buckets].buckets)
-    regions = {**findings[Regions].regions, **findings[ChunkedLosses].regions}
-    return LocalProgram(captured, module, buckets, layouts, list(findings[Divisors].pairs), regions)
+    return LocalProgram(captured, module, buckets, layouts, list(findings[Divisors].pairs), _regions(findings))
 
 
 @dataclass(frozen=True)
