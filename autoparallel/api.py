@@ -60,6 +60,7 @@ def compile(
     clip_grad_norm: float | Mapping[str, float] | ClipGradNorm | None = None,
     pipeline: Pipeline | None = None,
     loss_chunks: int | None = None,
+    linear_chunks: int | None = None,
     microbatches: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     check_inputs: int | None = None,
@@ -114,6 +115,9 @@ def compile(
         loss_chunks: computes a cross-entropy, with the linear layer that makes its logits, in this many chunks of rows,
             so that the logits, which nothing else may read, never exist whole; the numbers are the same. None leaves it
             to the plan.
+        linear_chunks: computes linear layers that read what ranks exchange, or make it, in this many chunks of rows, so
+            that what one chunk exchanges runs while the others are computed (asynchronous tensor parallelism). None
+            leaves it to the plan, which takes what is predicted to be fastest; 1 leaves layers whole.
         microbatches: cuts the batch of each training call into this many parts, which run forward and backward one
             after another, with the loss and the gradients of the whole batch; a model for which these would differ is
             refused.
@@ -150,13 +154,14 @@ def compile(
         raise TypeError(f"pipeline must be an autoparallel.Pipeline, not a {type(pipeline).__name__}")
     if pipeline is not None and isinstance(plan, Plan):
         raise ValueError("a Plan is carried out as it is, with its own pipeline: leave pipeline=... out")
-    for name, value in (("loss_chunks", loss_chunks), ("microbatches", microbatches)):
+    counts = {"loss_chunks": loss_chunks, "linear_chunks": linear_chunks, "microbatches": microbatches}
+    for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if value is not None and isinstance(plan, Plan):
             raise ValueError(f"a Plan is carried out as it is, with its own {name}: leave {name}=... out")
     if isinstance(plan, Plan):  # what later kinds of calls are asked for, too
-        loss_chunks, microbatches = plan.loss_chunks, plan.microbatches
+        loss_chunks, linear_chunks, microbatches = plan.loss_chunks, plan.linear_chunks, plan.microbatches
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     _require_capturable(model)
@@ -196,6 +201,7 @@ def compile(
         device=mesh.device_type,
         pipeline=pipeline,
         loss_chunks=loss_chunks,
+        linear_chunks=linear_chunks,
         microbatches=microbatches,
         compiled=backend != "eager",
     )
@@ -281,8 +287,8 @@ def _require_same_model(agreement: Agreement, model: nn.Module, request: Request
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     plan = request.plan
     options = (
-        request.memory_limit, request.outputs, *options, request.loss_chunks, request.microbatches, request.precision,
-        request.profile,
+        request.memory_limit, request.outputs, *options, request.loss_chunks, request.linear_chunks, request.microbatches,
+        request.precision, request.profile,
     )  # fmt: skip
     lines = [
         f"model {type(model).__name__}",

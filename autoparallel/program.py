@@ -21,6 +21,7 @@ from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.adapt_captured import leave_only_loss
 from autoparallel.passes.bucket_collectives import Bucket, Buckets, bucket_collectives
+from autoparallel.passes.chunk_linears import chunk_linears, restored
 from autoparallel.passes.chunk_loss import ChunkedLosses, ChunkError, chunk_loss, chunkable
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
 from autoparallel.passes.find_divisors import Divisors, find_divisors
@@ -238,6 +239,25 @@ def program_passes(
             reads=lambda findings: {"chains": findings[Chains].chains},
         ),
         Pass(partial(find_divisors, axis_sizes=plan.axis_sizes), requires={Fact.PLACED, Fact.FLAT}),
+    ]
+    splits = plan.pipeline is not None and plan.pipeline.schedule in SPLIT
+    if plan.linear_chunks > 1 and not splits:  # such a schedule says itself when the gradients of parameters are computed
+        # Layers that run again keep their chunks, so they must not be calls of their own yet.
+        passes.append(
+            Pass(
+                partial(
+                    chunk_linears,
+                    chunks=plan.linear_chunks,
+                    axis_sizes=plan.axis_sizes,
+                    sizes=sizes,
+                    kept_layers=[layer for layer, much in plan.recompute.items() if much == SELECTIVE],
+                    losses=losses,
+                ),
+                requires={Fact.BUCKETED, Fact.FLAT},
+                verify=lambda module, findings: _verify(restored(module), findings),
+            )
+        )
+    passes += [
         # Takes the gathers of what only one layer reads into the layer, so they must be calls of their own before.
         Pass(
             partial(recompute_layers, layers={x: much == SELECTIVE for x, much in plan.recompute.items()}),
@@ -254,7 +274,7 @@ def program_passes(
             verify=_verify_regions,
         ),
     ]
-    if plan.pipeline is not None and plan.pipeline.schedule in SPLIT:
+    if splits:
         # A layer that runs again and a loss in chunks are left whole, so they must be calls of their own before.
         passes.append(
             Pass(
@@ -263,7 +283,7 @@ def program_passes(
                 reads=lambda findings: {"parameters": [x for c in findings[Chains].chains for x in c.placeholders]},
             )
         )
-    elif target.overlaps:  # such a schedule says itself when the gradients of parameters are computed
+    elif target.overlaps:
         # Keeps both halves of a redistribution in one graph, so layers that run again must be graphs of their own.
         passes.append(
             Pass(

@@ -39,6 +39,11 @@ def sends(src: str, dst: str) -> bool:
     return src != dst and (src[0], dst[0]) in _SENDING
 
 
+def arriving_shape(shape: Sequence[Any], src: str, dst: str, group: str) -> list[Any]:
+    """The shape of a rank's value after a redistribution, from its shape before."""
+    return local_shape(shape, parse_placement(src), parse_placement(dst), axis_size(group))
+
+
 def start_redistribution(x: Tensor, src: str, dst: str, group: str) -> Started:
     """Begins to turn the placement ``src`` of a tensor into ``dst``; the arguments are those of ``redistribute``."""
     started: Started = _Start.apply(x, src, dst, group)
@@ -60,14 +65,14 @@ class _Start(torch.autograd.Function):
         ctx.shape, ctx.group = x.shape, group
         ctx.module = ranges.place()
         ctx.set_materialize_grads(False)
-        return _send(x, src, dst, group) if sends(src, dst) else x.new_empty(0), x.view_as(x)
+        return start_transfer(x, src, dst, group) if sends(src, dst) else x.new_empty(0), x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, ticket: Tensor | None, grad: Tensor | None) -> Any:
         if ticket is None:  # nothing is sent, or nothing is differentiated
             return grad, None, None, None
-        return _named(ctx.module, _receive, ticket, ctx.shape, "I", "I", ctx.group), None, None, None
+        return _named(ctx.module, finish_transfer, ticket, ctx.shape, "I", "I", ctx.group), None, None, None
 
 
 class _Finish(torch.autograd.Function):
@@ -76,7 +81,7 @@ class _Finish(torch.autograd.Function):
         ctx.spec = DUALS.get(dst, dst), DUALS.get(src, src), group
         ctx.module = ranges.place()
         ctx.set_materialize_grads(False)
-        return _receive(ticket, x.shape, src, dst, group) if sends(src, dst) else apply(x, src, dst, group)
+        return finish_transfer(ticket, x.shape, src, dst, group) if sends(src, dst) else apply(x, src, dst, group)
 
     @staticmethod
     @once_differentiable
@@ -85,7 +90,7 @@ class _Finish(torch.autograd.Function):
             return None, None, None, None, None
         src, dst, group = ctx.spec
         if sends(src, dst):
-            return _named(ctx.module, _send, grad, src, dst, group), None, None, None, None
+            return _named(ctx.module, start_transfer, grad, src, dst, group), None, None, None, None
         return None, _named(ctx.module, apply, grad, src, dst, group), None, None, None
 
 
@@ -97,8 +102,8 @@ def _named(module: str, function: Callable[..., Tensor], *arguments: Any) -> Ten
         return function(*arguments)
 
 
-def _send(x: Tensor, src: str, dst: str, group: str) -> Tensor:
-    """Starts a collective; returns its ticket."""
+def start_transfer(x: Tensor, src: str, dst: str, group: str) -> Tensor:
+    """Starts a collective, and returns its ticket; it is not differentiable."""
     if is_traced(x):
         return torch.ops.autoparallel.start_transfer(x, src, dst, group)
     ticket = x.new_empty(0)
@@ -106,8 +111,8 @@ def _send(x: Tensor, src: str, dst: str, group: str) -> Tensor:
     return ticket
 
 
-def _receive(ticket: Tensor, shape: Sequence[int], src: str, dst: str, group: str) -> Tensor:
-    """What a collective has made.
+def finish_transfer(ticket: Tensor, shape: Sequence[int], src: str, dst: str, group: str) -> Tensor:
+    """What a collective has made that ``start_transfer`` has started.
 
     Args:
         shape: of what was redistributed; of the result, where ``src`` is ``dst``.
@@ -132,4 +137,4 @@ def _(x: Tensor, src: str, dst: str, group: str) -> Tensor:
 
 @torch.library.register_fake("autoparallel::finish_transfer")
 def _(ticket: Tensor, shape: Sequence[int], src: str, dst: str, group: str) -> Tensor:
-    return ticket.new_empty(local_shape(shape, parse_placement(src), parse_placement(dst), axis_size(group)))
+    return ticket.new_empty(arriving_shape(shape, src, dst, group))

@@ -67,6 +67,8 @@ class Decisions:
             and its collectives make, which are not repeated.
         loss_chunks: into how many chunks of rows a cross-entropy and the product that makes its logits are cut, so that
             the logits never exist whole; 1 computes them at once.
+        linear_chunks: into how many chunks of rows linear layers are cut that read what is redistributed, or make it, so
+            that what one chunk exchanges runs while the others are computed; 1 leaves them whole.
         microbatches: into how many parts a training call cuts its batch, one after another, where there is no pipeline.
         notes: module path to why it is not sharded as could be expected.
         cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
@@ -87,6 +89,7 @@ class Decisions:
     unruled: Mapping[str, int] = field(default_factory=dict)
     recompute: Mapping[str, str] = field(default_factory=dict)
     loss_chunks: int = 1
+    linear_chunks: int = 1
     microbatches: int = 1
     notes: Mapping[str, str] = field(default_factory=dict)
     cost: float | None = field(default=None, compare=False)
@@ -138,7 +141,7 @@ class Decisions:
         for layer, much in self.recompute.items():
             if much not in RECOMPUTED:
                 raise ValueError(f"{layer!r} is recomputed {much!r}; expected one of {', '.join(RECOMPUTED)}")
-        for name in ("loss_chunks", "microbatches"):
+        for name in ("loss_chunks", "linear_chunks", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.pipeline is not None:

@@ -15,7 +15,7 @@ class Tried:
         origin: the preset, or "auto" for the free search.
         seconds, memory: of a step, and bytes per device.
         again: how many layers run again in the backward.
-        loss_chunks, microbatches: into how many the loss and the batch are cut.
+        loss_chunks, microbatches, linear_chunks: into how many the loss, the batch and rows of linear layers are cut.
     """
 
     origin: str
@@ -24,6 +24,7 @@ class Tried:
     again: int = 0
     loss_chunks: int = 1
     microbatches: int = 1
+    linear_chunks: int = 1
 
 
 @dataclass(frozen=True)

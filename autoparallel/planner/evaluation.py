@@ -163,6 +163,7 @@ class Evaluator:
             },
             microbatches=count,
             loss_chunks=self._loss_chunks(candidate, space.captured.graph),
+            linear_chunks=request.linear_chunks or 1,
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
         plan = of_a_step(plan, count)
@@ -211,7 +212,7 @@ class Evaluator:
     def forecast(self, plan: Plan, *, exactly: bool = False) -> Forecast:
         """What a plan takes; unless exactly, from short models, where layers repeat."""
         # Plans that differ in what they recompute share their operators, which the table keeps alive.
-        key = id(plan.operators), tuple(plan.recompute.items()), plan.loss_chunks, exactly
+        key = id(plan.operators), tuple(plan.recompute.items()), plan.loss_chunks, plan.linear_chunks, exactly
         graph = self._graph(Candidate(plan.origin, microbatches=plan.microbatches))
         if key not in self._forecasts:
             forecast = None if exactly else extrapolated(graph, plan, self.predict, self._short)
@@ -243,7 +244,7 @@ class Evaluator:
         tried: list[Tried] = []
         for plan, seconds, memory in taken.values():
             count = plan.staging.microbatches if plan.staging is not None else 1
-            one = Tried(plan.origin, seconds, memory, len(plan.recompute), plan.loss_chunks, count)
+            one = Tried(plan.origin, seconds, memory, len(plan.recompute), plan.loss_chunks, count, plan.linear_chunks)
             (tried if first or plan != replace(chosen, origin=plan.origin) else first).append(one)
         return frontier_of([*first, *tried], self.request.memory_limit) if tried or first else None
 

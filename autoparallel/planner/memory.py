@@ -68,7 +68,7 @@ def fastest(
         exactly: whether the whole program must be predicted to fit; else short ones tell.
     """
     if limit is None and len(candidates) == 1:
-        return (yield from paddings(candidates[0], evaluator))
+        return overlapped((yield from paddings(candidates[0], evaluator)), Gauge(evaluator), limit)
     outcome = yield from _fastest(candidates, limit, Gauge(evaluator))
     if limit is None or not exactly or outcome.plan is None:
         return outcome
@@ -91,6 +91,7 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
             continue
         below = math.inf if best is None or limit is None else gauge.seconds(best)
         outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room, below))
+        outcome = overlapped(outcome, gauge, limit)
         assert outcome.plan is not None
         if candidate is candidates[0]:
             first, unlimited = free.candidate, free.plan.lower_bound or 0.0
@@ -116,6 +117,26 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         alike = yield replace(_saving(first, gauge), limit=limit, room=gauge.difference(best.plan))
         bound = max(unlimited, (alike.plan.lower_bound or 0.0) if alike.plan is not None else 0.0)
     return replace(best, plan=replace(best.plan, lower_bound=min(bound, cost)))
+
+
+def overlapped(outcome: Outcome, gauge: Gauge, limit: float | None) -> Outcome:
+    """The outcome with linear layers in as many chunks of rows as are predicted to be fastest; where what they exchange
+    runs beside nothing, and where a request says how many there are, the same."""
+    plan, request = outcome.plan, gauge.evaluator.request
+    if plan is None or request.linear_chunks is not None or not request.profile.overlap or not _cuts_linears(plan):
+        return outcome
+    for count in THRESHOLDS.linear_chunks:
+        other = replace(outcome, plan=replace(outcome.require(), linear_chunks=count))
+        if gauge.seconds(other) >= gauge.seconds(outcome):
+            break
+        if limit is None or gauge.memory(other.require()) <= max(limit, gauge.memory(plan)):
+            outcome = other
+    return outcome
+
+
+def _cuts_linears(plan: Plan) -> bool:
+    """Whether a weight of a linear layer is used in pieces."""
+    return any({"shard:n", "shard:k"} & {*modes} for key, modes in plan.operators.items() if "/aten.linear" in key)
 
 
 def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:

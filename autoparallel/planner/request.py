@@ -39,6 +39,8 @@ class Request:
         stages: the ranks of a pipeline's axis; 0 where there is none.
         pipeline: what is fixed of the pipeline; None leaves all of it open.
         loss_chunks: into how many chunks of rows the loss is cut; None leaves it open.
+        linear_chunks: into how many chunks of rows linear layers are cut whose exchange then overlaps; None leaves it
+            open.
         microbatches: into how many parts a training call cuts its batch, where there is no pipeline; None leaves it
             open.
         compiled: whether ``torch.compile`` runs the programs.
@@ -56,6 +58,7 @@ class Request:
     stages: int = 0
     pipeline: Pipeline | None = None
     loss_chunks: int | None = None
+    linear_chunks: int | None = None
     microbatches: int | None = None
     compiled: bool = False
 

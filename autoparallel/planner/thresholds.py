@@ -21,6 +21,7 @@ class Thresholds:
         hopeless: How many times the limit a search without one may add up, for its layouts to be cut where a pipeline
             is known.
         loss_chunks: Into how many chunks of rows a loss is cut where memory is short.
+        linear_chunks: Into how many chunks of rows linear layers are cut, where each is faster than the one before.
         cut_places: Places for a cut between stages that are looked at; of longer models, those where least crosses.
         slopes: At how many prices of a byte it is looked at how long stages take within their memory.
         two_axes, three_axes, pipelines: How many meshes of two and of three axes, and how many pipelines, are searched
@@ -36,6 +37,7 @@ class Thresholds:
     far: float = 1.25
     hopeless: float = 2.0
     loss_chunks: int = 8
+    linear_chunks: tuple[int, ...] = (2, 4)
     cut_places: int = 400
     slopes: int = 6
     two_axes: int = 6

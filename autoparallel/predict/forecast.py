@@ -94,7 +94,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
         short = replace(captured.part(graph), runs=())
         recompute = {layer: much for layer, much in plan.recompute.items() if layer in left_layers}
         calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
-        key = plan.loss_chunks, plan.microbatches, tuple(kept), calls
+        key = plan.loss_chunks, plan.linear_chunks, plan.microbatches, tuple(kept), calls
         if key not in known:
             prediction = predict(short, replace(plan, recompute=recompute))
             known[key] = Short(prediction.seconds(), _by_place(prediction, runs, kept))

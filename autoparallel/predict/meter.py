@@ -223,7 +223,7 @@ class Meter(TorchDispatchMode):
             return 0.0
         storages = {id(x.untyped_storage()) for x in inputs}
         aliases = all(id(x.untyped_storage()) in storages for x in outputs)
-        if aliases and not name.endswith("_") and name != "autoparallel::transfer":  # a view
+        if aliases and not name.endswith("_") and "out" not in kwargs and name != "autoparallel::transfer":  # a view
             return 0.0
         if self._fusion is None or self.profile is self._queued:
             return self._own_seconds(name, args, kwargs, inputs, outputs)

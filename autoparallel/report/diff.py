@@ -28,6 +28,8 @@ def diff_plans(first: Decisions, second: Decisions) -> str:
         blocks.append(f"Recomputed in the backward: {was}; now {now}.")
     if first.loss_chunks != second.loss_chunks:
         blocks.append(f"Chunks of the loss: {first.loss_chunks}; now {second.loss_chunks}.")
+    if first.linear_chunks != second.linear_chunks:
+        blocks.append(f"Chunks of linear layers: {first.linear_chunks}; now {second.linear_chunks}.")
     if first.microbatches != second.microbatches:
         blocks.append(f"Microbatches of a call: {first.microbatches}; now {second.microbatches}.")
     if not blocks:

@@ -204,6 +204,11 @@ def _notes(plan: Decisions) -> list[Block]:
         blocks.append(f"A training call runs in {plan.microbatches} microbatches, and reduces gradients once.")
     if plan.loss_chunks > 1:
         blocks.append(f"The loss is computed in {plan.loss_chunks} chunks of rows: its logits never exist whole.")
+    if plan.linear_chunks > 1:
+        blocks.append(
+            f"Linear layers that read what is exchanged, or make it, run in {plan.linear_chunks} chunks of rows, whose "
+            "exchange overlaps with the products of the others."
+        )
     if plan.prediction is None and plan.pipeline is None:
         blocks.append(
             "Traffic, time and memory are predicted when the plan is compiled: autoparallel.compile(..., plan=plan)."

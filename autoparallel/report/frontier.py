@@ -36,12 +36,13 @@ def _title(tried: Tried) -> str:
 
 
 def _means(tried: Tried) -> str:
-    """What saves memory, in words."""
+    """What saves memory, or time, in words."""
     return ", ".join(
         words
         for count, least, words in (
             (tried.again, 1, f"{tried.again} layer{'s' if tried.again > 1 else ''} run again"),
             (tried.loss_chunks, 2, f"the loss in {tried.loss_chunks} chunks"),
+            (tried.linear_chunks, 2, f"linear layers in {tried.linear_chunks} chunks"),
             (tried.microbatches, 2, f"{tried.microbatches} microbatches"),
         )
         if count >= least

@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
         "reserve",
     )
     parser.add_argument("--loss-chunks", type=int, help="into how many chunks of rows the loss is cut")
+    parser.add_argument(
+        "--linear-chunks", type=int, help="into how many chunks of rows linear layers are cut, to overlap what they exchange"
+    )
     parser.add_argument("--microbatches", type=int, help="into how many parts a call cuts its batch; not with pp")
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=S0,R", help="pin parameters or a module")
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME=S0,*", help="forbid a layout")
@@ -181,6 +184,7 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             pins=replace(pins, kept=Plan.load(options.pins)) if options.pins else pins,
             memory_limit=limit_in_bytes(options.memory_limit, profile),
             loss_chunks=options.loss_chunks,
+            linear_chunks=options.linear_chunks,
             microbatches=options.microbatches,
             precision=_policy(options.precision),
         ).on(axes)
@@ -188,8 +192,9 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             raise UsageError(_refusal(request))
         if request.stages and options.microbatches is not None:
             raise UsageError("--microbatches is for meshes without an axis 'pp', whose pipeline chooses their number")
-        if any(number is not None and number < 1 for number in (options.loss_chunks, options.microbatches)):
-            raise UsageError("--loss-chunks and --microbatches must be positive")
+        counts = (options.loss_chunks, options.linear_chunks, options.microbatches)
+        if any(number is not None and number < 1 for number in counts):
+            raise UsageError("--loss-chunks, --linear-chunks and --microbatches must be positive")
         request.constraints()
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error

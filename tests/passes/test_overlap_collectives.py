@@ -68,13 +68,13 @@ def test_before_and_after() -> None:
     ]
 
 
-class _Order(TorchDispatchMode):
+class Order(TorchDispatchMode):
     """Notes products, and when collectives start and are waited for."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.seen: list[str] = []
-        for kind in ("all_reduce", "all_gather"):
+        for kind in ("all_reduce", "all_gather", "reduce_scatter"):
             patch.setitem(collectives._STARTERS, kind, self._noting(kind, collectives._STARTERS[kind]))
 
     def _noting(self, kind: str, starter: collectives.Starter) -> collectives.Starter:
@@ -92,14 +92,14 @@ class _Order(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         name = func._schema.name.removeprefix("aten::")  # type: ignore[attr-defined]
-        if name in ("mm", "tanh", "tanh_backward"):
+        if name in ("mm", "addmm", "tanh", "tanh_backward"):
             self.seen.append(name)
         return func(*args, **(kwargs or {}))  # type: ignore[operator, misc]
 
 
 def test_what_stands_between_runs_meanwhile_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     _, program = _programs()
-    order = _Order(monkeypatch)
+    order = Order(monkeypatch)
 
     def rank(index: int) -> None:
         x, w0, w1 = (torch.rand(n, 4, requires_grad=True) for n in (8, 4, 4))

@@ -1,0 +1,353 @@
+"""Linear layers that read what is redistributed, or make it, a chunk of rows after the other.
+
+The collective of one chunk runs while the products of the others are computed, forward and backward, and in the
+backward while the gradients of parameters are.  The backward of one kind is the other kind: the gradient of what was
+gathered before its products is summed after theirs, and that of a sum is gathered before its own (asynchronous tensor
+parallelism: Wang et al., "Overlap Communication with Dependent Computation via Decomposition", 2023).  What is sent is
+the same, in as many collectives as there are chunks.
+
+[Note: rows] Rows are cut along the dims before the first one that is redistributed, so that the chunks of a rank are
+those of every rank, and lie one behind the other: a sum over ranks that stays whole along any dim but the last, what
+is gathered along a sequence along the batch.
+
+[Note: in compiled programs] A compiler sees one operator in each direction, whose collectives overlap inside of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoparallel.comm.collectives import DUALS, apply, is_traced
+from autoparallel.comm.in_flight import arriving_shape, finish_transfer, sends, start_transfer
+
+
+T = TypeVar("T")
+
+
+def redistribute_then_linear(
+    x: Tensor,
+    src: str,
+    dst: str,
+    group: str,
+    chunks: int,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """Several linear layers of ``redistribute(x, src, dst, group)``.
+
+    Args:
+        x: [..., k], or a piece of it.
+        src, dst, group: as of ``redistribute``.
+        chunks: of the rows, at most.
+        weights: [n, k] each.
+        biases: [n] each.
+
+    Returns:
+        [..., n] for each weight. They can be differentiated once.
+    """
+    results: tuple[Tensor, ...] = _RedistributeThenLinear.apply(
+        x, src, dst, group, chunks, len(weights), *weights, *biases
+    )
+    return results
+
+
+def linear_then_redistribute(
+    x: Tensor, src: str, dst: str, group: str, chunks: int, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """``redistribute(F.linear(x, weight, bias), src, dst, group)``, which can be differentiated once.
+
+    Args:
+        x: [..., k].
+        src, dst, group: as of ``redistribute``.
+        chunks: of the rows, at most.
+        weight: [n, k].
+        bias: [n].
+    """
+    result: Tensor = _LinearThenRedistribute.apply(x, src, dst, group, chunks, weight, bias)
+    return result
+
+
+def dims_of_rows(ndim: int, src: str, dst: str) -> int:
+    """How many leading dims of a tensor can be cut into chunks that are redistributed apart (see [Note: rows])."""
+    return min([ndim - 1, *(int(placement[1:]) for placement in (src, dst) if placement[0] == "S")])
+
+
+# ----------------------------------------------------------------------------------- products of what is on its way
+
+
+def _cut(x: Tensor, src: str, dst: str, group: str, chunks: int) -> tuple[list[Tensor], str, str, str]:
+    """The parts of a tensor that are redistributed apart, some maybe without rows, and how."""
+    dims = dims_of_rows(x.ndim, src, dst)
+    rows = x.reshape(math.prod(x.shape[:dims]), *x.shape[dims:])
+    ends = _ends(rows.shape[0], chunks if sends(src, dst) else 1)
+    src, dst = (f"S{int(p[1:]) - dims + 1}" if p[0] == "S" else p for p in (src, dst))
+    return [rows[begin:end] for begin, end in itertools.pairwise(ends)], src, dst, group
+
+
+def _ends(rows: Any, chunks: int) -> list[Any]:
+    return [rows * i // chunks for i in range(chunks + 1)]
+
+
+def _start(x: Tensor, src: str, dst: str, group: str) -> Callable[[], Tensor]:
+    """Starts the redistribution of one chunk; returns the function that waits for it."""
+    if sends(src, dst) and x.shape[0]:
+        ticket, shape = start_transfer(x, src, dst, group), x.shape
+        return lambda: finish_transfer(ticket, shape, src, dst, group)
+    done = x.new_empty(arriving_shape(x.shape, src, dst, group)) if sends(src, dst) else apply(x, src, dst, group)
+    return lambda: done
+
+
+def _arriving(x: Tensor, *way: Any) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of what a tensor is redistributed to, chunk by chunk, [..., k], and which of all they are; the others are
+    on their way meanwhile."""
+    parts, *each = _cut(x, *way)
+    waits = deque([_start(part, *each) for part in parts])
+    end = 0
+    while waits:
+        rows = waits.popleft()().flatten(0, -2)
+        begin, end = end, end + rows.shape[0]
+        yield slice(begin, end), rows
+
+
+def _send_sum(xs: Sequence[Tensor], factors: Sequence[Tensor], bias: Tensor | None, *way: Any) -> Callable[[], Tensor]:
+    """Computes ``sum(x @ factor) + bias`` and starts to redistribute it, chunk by chunk; returns the function that
+    waits for all."""
+    whole = xs[0].new_empty(*xs[0].shape[:-1], factors[0].shape[1])
+    shape = arriving_shape(whole.shape, *way[:3])
+    parts, *each = _cut(whole, *way)
+    waits, end = [], 0
+    for part in parts:
+        out = part.flatten(0, -2)
+        begin, end = end, end + out.shape[0]
+        for i, (x, factor) in enumerate(zip(xs, factors, strict=True)):
+            _multiply(_rows(x)[begin:end], factor, out if i else bias, out)
+        waits.append(_start(part, *each))
+    del whole, parts, part, out  # what is on its way keeps what it needs
+
+    def wait() -> Tensor:
+        found = [arrive() for arrive in waits]
+        return (found[0] if len(found) == 1 else torch.cat(found)).view(shape)
+
+    return wait
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _multiply(x: Tensor, factor: Tensor, added: Tensor | None, out: Tensor) -> None:
+    if added is None:
+        torch.mm(x, factor, out=out)
+    else:
+        torch.addmm(added, x, factor, out=out)
+
+
+def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b) if total is None else torch.addmm(total, a, b, out=total)
+
+
+# --------------------------------------------------------------------------------- both kinds, forward and backward
+
+
+def _gathered(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], src: str, dst: str, group: str, chunks: int
+) -> list[Tensor]:
+    """The results of all layers, then the rows that they read, chunk by chunk."""
+    shape = arriving_shape(x.shape, src, dst, group)[:-1]
+    results = [x.new_empty(*shape, weight.shape[0]) for weight in weights]
+    received = []
+    for place, rows in _arriving(x, src, dst, group, chunks):
+        for result, weight, bias in zip(results, weights, biases, strict=True):
+            _multiply(rows, weight.t(), bias, _rows(result)[place])
+        received.append(rows)
+    return [*results, *received]
+
+
+def _gathered_backward(
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    received: Sequence[Tensor],
+    src: str,
+    dst: str,
+    group: str,
+    chunks: int,
+    wanted: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients that are wanted of x, of each weight and of each bias; ``src`` and ``dst`` are those of the
+    gradient of x."""
+    wait = _send_sum(grads, weights, None, src, dst, group, chunks) if wanted[0] else None
+    found: list[Tensor] = []
+    for grad in _chosen(grads, wanted[1:]):
+        total, end = None, 0
+        for rows in received:
+            begin, end = end, end + rows.shape[0]
+            total = _added(total, _rows(grad)[begin:end].t(), rows)
+        found += [total] if total is not None else []
+    found += [_rows(grad).sum(0) for grad in _chosen(grads, wanted[1 + len(grads) :])]
+    return found if wait is None else [wait(), *found]
+
+
+def _chosen(items: Sequence[T], wanted: Sequence[bool]) -> list[T]:
+    return [item for item, wants in zip(items, wanted, strict=False) if wants]
+
+
+def _reduced(
+    x: Tensor, weight: Tensor, bias: Tensor | None, src: str, dst: str, group: str, chunks: int
+) -> Tensor:
+    return _send_sum([x], [weight.t()], bias, src, dst, group, chunks)()
+
+
+def _reduced_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, src: str, dst: str, group: str, chunks: int, wanted: Sequence[bool]
+) -> list[Tensor]:
+    """The gradients that are wanted of x, of the weight and of the bias; ``src`` and ``dst`` are those of ``grad``."""
+    for_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
+    for_weight: Tensor | None = None
+    for_bias: Tensor | None = None
+    for place, rows in _arriving(grad, src, dst, group, chunks):
+        if for_x is not None:
+            _multiply(rows, weight, None, _rows(for_x)[place])
+        if wanted[1]:
+            for_weight = _added(for_weight, rows.t(), _rows(x)[place])
+        if wanted[2]:
+            for_bias = rows.sum(0) if for_bias is None else for_bias.add_(rows.sum(0))
+    return [each for each in (for_x, for_weight, for_bias) if each is not None]
+
+
+# ----------------------------------------------------- what a compiler sees (see [Note: in compiled programs])
+
+_WAY = "str src, str dst, str group, int chunks"
+
+
+def _is_compiled(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or is_traced(x) and not x.is_meta  # a dry run looks inside
+
+
+def _define(name: str, function: Callable[..., Any], arguments: str, result: str, fake: Callable[..., Any]) -> None:
+    schema = f"({arguments.format(way=_WAY)}) -> {result}"
+    defined = torch.library.custom_op(f"autoparallel::{name}", function, mutates_args=(), schema=schema)
+    defined.register_fake(fake)
+
+
+def _gathered_fake(
+    x: Tensor, weights: Sequence[Tensor], biases: Any, src: str, dst: str, group: str, chunks: int
+) -> list[Tensor]:
+    *shape, k = arriving_shape(x.shape, src, dst, group)
+    dims = dims_of_rows(x.ndim, src, dst)
+    each = math.prod(shape[dims:])
+    ends = _ends(math.prod(shape[:dims]), chunks)
+    received = [x.new_empty((end - begin) * each, k) for begin, end in itertools.pairwise(ends)]
+    return [*(x.new_empty(*shape, weight.shape[0]) for weight in weights), *received]
+
+
+def _gathered_backward_fake(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], received: Any, src: str, dst: str, group: str, chunks: int,
+    wanted: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    count = len(weights)
+    shape = arriving_shape([*grads[0].shape[:-1], weights[0].shape[1]], src, dst, group)
+    found = [grads[0].new_empty(shape)] if wanted[0] else []
+    found += [w.new_empty(w.shape) for w in _chosen(weights, wanted[1 : 1 + count])]
+    return found + [w.new_empty(w.shape[0]) for w in _chosen(weights, wanted[1 + count :])]
+
+
+def _reduced_fake(
+    x: Tensor, weight: Tensor, bias: Any, src: str, dst: str, group: str, chunks: int
+) -> Tensor:
+    return x.new_empty(arriving_shape([*x.shape[:-1], weight.shape[0]], src, dst, group))
+
+
+def _reduced_backward_fake(
+    grad: Tensor, x: Tensor, weight: Tensor, src: str, dst: str, group: str, chunks: int, wanted: Sequence[bool]
+) -> list[Tensor]:
+    return [x.new_empty(shape) for shape in _chosen([x.shape, weight.shape, weight.shape[:1]], wanted)]
+
+
+_define("gathered_linears", _gathered, "Tensor x, Tensor[] weights, Tensor?[] biases, {way}", "Tensor[]", _gathered_fake)
+_define(
+    "gathered_linears_backward",
+    _gathered_backward,
+    "Tensor[] grads, Tensor[] weights, Tensor[] received, {way}, bool[] wanted",
+    "Tensor[]",
+    _gathered_backward_fake,
+)
+_define("reduced_linear", _reduced, "Tensor x, Tensor weight, Tensor? bias, {way}", "Tensor", _reduced_fake)
+_define(
+    "reduced_linear_backward",
+    _reduced_backward,
+    "Tensor grad, Tensor x, Tensor weight, {way}, bool[] wanted",
+    "Tensor[]",
+    _reduced_backward_fake,
+)
+
+
+# ------------------------------------------------------------------------------------------------ differentiable
+
+
+class _RedistributeThenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, src: str, dst: str, group: str, chunks: int, count: int, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.set_materialize_grads(False)
+        ctx.way, ctx.count = (DUALS.get(dst, dst), DUALS.get(src, src), group, chunks), count
+        if sends(src, dst):
+            run = torch.ops.autoparallel.gathered_linears if _is_compiled(x) else _gathered
+            made = run(x, weights, biases, src, dst, group, chunks)
+            results, received = made[:count], made[count:]
+        else:
+            results, received = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], [_rows(x)]
+        ctx.save_for_backward(*weights, *received)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        saved, count = ctx.saved_tensors, ctx.count
+        used = [i for i, grad in enumerate(grads) if grad is not None]
+        places = [0, *(6 + i for i in used), *(6 + count + i for i in used)]
+        wanted = [ctx.needs_input_grad[place] for place in places]
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if used:
+            weights = [saved[i] for i in used]
+            run = torch.ops.autoparallel.gathered_linears_backward if _is_compiled(saved[0]) else _gathered_backward
+            made = run([grads[i] for i in used], weights, saved[count:], *ctx.way, wanted)
+            for place, grad in zip(_chosen(places, wanted), made, strict=True):
+                found[place] = grad
+        return tuple(found)
+
+
+class _LinearThenRedistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, src: str, dst: str, group: str, chunks: int, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.way = DUALS.get(dst, dst), DUALS.get(src, src), group, chunks
+        ctx.save_for_backward(x, weight)
+        run = torch.ops.autoparallel.reduced_linear if _is_compiled(x) else _reduced
+        result: Tensor = run(x, weight, bias, src, dst, group, chunks)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        found: list[Tensor | None] = [None] * 7
+        if grad is not None:
+            places = [0, 5, 6]
+            wanted = [ctx.needs_input_grad[place] for place in places]
+            run = torch.ops.autoparallel.reduced_linear_backward if _is_compiled(grad) else _reduced_backward
+            made = run(grad, *ctx.saved_tensors, *ctx.way, wanted)
+            for place, each in zip(_chosen(places, wanted), made, strict=True):
+                found[place] = each
+        return tuple(found)
