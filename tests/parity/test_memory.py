@@ -1,4 +1,5 @@
-"""The promise, for what saves memory and changes no number: the loss in chunks of rows, microbatches inside a call."""
+"""The promise, for what saves memory or time and changes no number: the loss and linear layers in chunks of rows, microbatches
+inside a call."""
 
 from __future__ import annotations
 
@@ -32,6 +33,13 @@ MICROBATCHES = [
     recipe((2, 2), "fsdp", 2, microbatches=2),
     recipe((2, 2), "tensor_parallel", microbatches=2),
 ]
+LINEARS = [
+    recipe((2,), "tensor_parallel", linear_chunks=2),
+    recipe((2, 2), "tensor_parallel", 2, linear_chunks=4, loss_chunks=3),
+    recipe((2, 2), "tensor_parallel", linear_chunks=2, microbatches=2),
+    recipe((2, 2), "tensor_parallel", pipeline={**PIPELINE, "axes": ("pp", "tp")}, linear_chunks=2),
+    replace(recipe((2,), "tensor_parallel", linear_chunks=3), model="llama"),
+]
 
 
 @pytest.mark.wide
@@ -50,6 +58,12 @@ def test_a_loss_in_chunks_is_the_same(recipe: Recipe) -> None:
 @pytest.mark.wide_where(lambda recipe: recipe.world_size > 1)
 @pytest.mark.parametrize("recipe", MICROBATCHES, ids=str)
 def test_microbatches_inside_a_call_are_the_whole_batch(recipe: Recipe) -> None:
+    check(recipe)
+
+
+@pytest.mark.wide_where(lambda recipe: recipe is not LINEARS[1])
+@pytest.mark.parametrize("recipe", LINEARS, ids=str)
+def test_linear_layers_in_chunks_are_the_same(recipe: Recipe) -> None:
     check(recipe)
 
 
