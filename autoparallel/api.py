@@ -287,8 +287,8 @@ def _require_same_model(agreement: Agreement, model: nn.Module, request: Request
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     plan = request.plan
     options = (
-        request.memory_limit, request.outputs, *options, request.loss_chunks, request.linear_chunks, request.microbatches,
-        request.precision, request.profile,
+        request.memory_limit, request.outputs, *options, request.loss_chunks, request.linear_chunks,
+        request.microbatches, request.precision, request.profile,
     )  # fmt: skip
     lines = [
         f"model {type(model).__name__}",

@@ -241,8 +241,9 @@ def program_passes(
         Pass(partial(find_divisors, axis_sizes=plan.axis_sizes), requires={Fact.PLACED, Fact.FLAT}),
     ]
     splits = plan.pipeline is not None and plan.pipeline.schedule in SPLIT
-    if plan.linear_chunks > 1 and not splits:  # such a schedule says itself when the gradients of parameters are computed
-        # Layers that run again keep their chunks, so they must not be calls of their own yet.
+    # A schedule that splits the backward says itself when the gradients of parameters are computed.
+    if plan.linear_chunks > 1 and not splits:
+        # Is verified by the one verifier of layouts, so all calls must stand in one graph still.
         passes.append(
             Pass(
                 partial(

@@ -1,9 +1,9 @@
 """Cuts linear layers that read what is redistributed, or make it, into chunks of rows.
 
 What one chunk exchanges runs while the others are computed, forward and backward (see ``operators.chunked``).  Layers
-that read the same stay together, so that their gradients are summed before one collective.  What is left as it was: rows
-that cannot be cut (a rank has too few before the first dim that is redistributed), readers that are no linear layers,
-layers of which all but the products runs again, and losses that go through their rows in chunks.
+that read the same stay together, so that their gradients are summed before one collective.  What stays as it is: a
+tensor of too few rows before the first dim that is redistributed, or that others read than linear layers; layers of
+which all but the products runs again, whose results would not be kept; losses that go through their rows in chunks.
 
 Before (mesh axis "tp" of 2 ranks; the sequence, dim 1, is sharded around the pair that Megatron cuts):
     redistribute = collectives.redistribute(x, 'S1', 'R', 'mesh0/tp')                       all-gather

@@ -67,8 +67,8 @@ class Decisions:
             and its collectives make, which are not repeated.
         loss_chunks: into how many chunks of rows a cross-entropy and the product that makes its logits are cut, so that
             the logits never exist whole; 1 computes them at once.
-        linear_chunks: into how many chunks of rows linear layers are cut that read what is redistributed, or make it, so
-            that what one chunk exchanges runs while the others are computed; 1 leaves them whole.
+        linear_chunks: into how many chunks of rows linear layers are cut that read what is redistributed, or make it,
+            so that what one chunk exchanges runs while the others are computed; 1 leaves them whole.
         microbatches: into how many parts a training call cuts its batch, one after another, where there is no pipeline.
         notes: module path to why it is not sharded as could be expected.
         cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autoparallel.comm import ranges
 from autoparallel.comm.collectives import DUALS, apply, is_traced
-from autoparallel.comm.in_flight import arriving_shape, finish_transfer, sends, start_transfer
-
+from autoparallel.comm.in_flight import arriving_shape, finish_transfer, named_backward, sends, start_transfer
 
 T = TypeVar("T")
 
@@ -200,9 +200,7 @@ def _chosen(items: Sequence[T], wanted: Sequence[bool]) -> list[T]:
     return [item for item, wants in zip(items, wanted, strict=False) if wants]
 
 
-def _reduced(
-    x: Tensor, weight: Tensor, bias: Tensor | None, src: str, dst: str, group: str, chunks: int
-) -> Tensor:
+def _reduced(x: Tensor, weight: Tensor, bias: Tensor | None, src: str, dst: str, group: str, chunks: int) -> Tensor:
     return _send_sum([x], [weight.t()], bias, src, dst, group, chunks)()
 
 
@@ -260,9 +258,7 @@ def _gathered_backward_fake(
     return found + [w.new_empty(w.shape[0]) for w in _chosen(weights, wanted[1 + count :])]
 
 
-def _reduced_fake(
-    x: Tensor, weight: Tensor, bias: Any, src: str, dst: str, group: str, chunks: int
-) -> Tensor:
+def _reduced_fake(x: Tensor, weight: Tensor, bias: Any, src: str, dst: str, group: str, chunks: int) -> Tensor:
     return x.new_empty(arriving_shape([*x.shape[:-1], weight.shape[0]], src, dst, group))
 
 
@@ -272,7 +268,9 @@ def _reduced_backward_fake(
     return [x.new_empty(shape) for shape in _chosen([x.shape, weight.shape, weight.shape[:1]], wanted)]
 
 
-_define("gathered_linears", _gathered, "Tensor x, Tensor[] weights, Tensor?[] biases, {way}", "Tensor[]", _gathered_fake)
+_define(
+    "gathered_linears", _gathered, "Tensor x, Tensor[] weights, Tensor?[] biases, {way}", "Tensor[]", _gathered_fake
+)
 _define(
     "gathered_linears_backward",
     _gathered_backward,
@@ -296,10 +294,11 @@ _define(
 class _RedistributeThenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, src: str, dst: str, group: str, chunks: int, count: int, *parameters: Tensor | None
+        ctx: Any, x: Tensor, src: str, dst: str, group: str, chunks: int, count: int, *parameters: Any
     ) -> tuple[Tensor, ...]:
-        weights, biases = parameters[:count], parameters[count:]
+        weights, biases = list(parameters[:count]), list(parameters[count:])
         ctx.set_materialize_grads(False)
+        ctx.module = "" if torch.compiler.is_compiling() else ranges.place()
         ctx.way, ctx.count = (DUALS.get(dst, dst), DUALS.get(src, src), group, chunks), count
         if sends(src, dst):
             run = torch.ops.autoparallel.gathered_linears if _is_compiled(x) else _gathered
@@ -314,14 +313,14 @@ class _RedistributeThenLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved, count = ctx.saved_tensors, ctx.count
-        used = [i for i, grad in enumerate(grads) if grad is not None]
+        used = {i: grad for i, grad in enumerate(grads) if grad is not None}
         places = [0, *(6 + i for i in used), *(6 + count + i for i in used)]
         wanted = [ctx.needs_input_grad[place] for place in places]
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if used:
             weights = [saved[i] for i in used]
             run = torch.ops.autoparallel.gathered_linears_backward if _is_compiled(saved[0]) else _gathered_backward
-            made = run([grads[i] for i in used], weights, saved[count:], *ctx.way, wanted)
+            made = named_backward(ctx.module, run, [*used.values()], weights, saved[count:], *ctx.way, wanted)
             for place, grad in zip(_chosen(places, wanted), made, strict=True):
                 found[place] = grad
         return tuple(found)
@@ -333,6 +332,7 @@ class _LinearThenRedistribute(torch.autograd.Function):
         ctx: Any, x: Tensor, src: str, dst: str, group: str, chunks: int, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.set_materialize_grads(False)
+        ctx.module = "" if torch.compiler.is_compiling() else ranges.place()
         ctx.way = DUALS.get(dst, dst), DUALS.get(src, src), group, chunks
         ctx.save_for_backward(x, weight)
         run = torch.ops.autoparallel.reduced_linear if _is_compiled(x) else _reduced
@@ -347,7 +347,7 @@ class _LinearThenRedistribute(torch.autograd.Function):
             places = [0, 5, 6]
             wanted = [ctx.needs_input_grad[place] for place in places]
             run = torch.ops.autoparallel.reduced_linear_backward if _is_compiled(grad) else _reduced_backward
-            made = run(grad, *ctx.saved_tensors, *ctx.way, wanted)
+            made = named_backward(ctx.module, run, grad, *ctx.saved_tensors, *ctx.way, wanted)
             for place, each in zip(_chosen(places, wanted), made, strict=True):
                 found[place] = each
         return tuple(found)

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     )
     parser.add_argument("--loss-chunks", type=int, help="into how many chunks of rows the loss is cut")
     parser.add_argument(
-        "--linear-chunks", type=int, help="into how many chunks of rows linear layers are cut, to overlap what they exchange"
+        "--linear-chunks", type=int, help="into how many chunks of rows linear layers are cut, whose exchange overlaps"
     )
     parser.add_argument("--microbatches", type=int, help="into how many parts a call cuts its batch; not with pp")
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=S0,R", help="pin parameters or a module")

@@ -1,5 +1,5 @@
-"""The promise, for what saves memory or time and changes no number: the loss and linear layers in chunks of rows, microbatches
-inside a call."""
+"""The promise, for what saves memory or time and changes no number: the loss and linear layers in chunks of rows,
+microbatches inside a call."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -90,6 +90,20 @@ def test_before_and_after() -> None:
 
 def test_rows_that_are_too_few_stay_together() -> None:
     assert show(program(4, rows=3)[0]) == show(program(1, rows=3)[0])
+
+
+def test_layers_that_keep_what_their_products_make_stay_as_they_are() -> None:
+    modes = {"0/aten.linear#0": ["shard:n"], "1/aten.linear#0": ["shard:k"]}
+
+    def rewritten(kept: Collection[str]) -> list[str]:
+        graph = captured(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False)), torch.rand(8, 4))
+        sizes = Sizes(graph.actual)
+        module, _ = placed(graph, modes, {"0.weight": "S0", "0.bias": "S0", "1.weight": "S1"})
+        chunk_linears(module, chunks=2, axis_sizes=(2,), sizes=sizes, kept_layers=kept)
+        return show(module)
+
+    cut, one, none = (str(rewritten(kept)).count("chunked.") for kept in ([], ["0"], ["0", "1"]))
+    assert (cut, one, none) == (1, 1, 0), "nothing is exchanged for the first, whose operand is an input"
 
 
 def _values(rows: int = 4) -> dict[str, Tensor]:
