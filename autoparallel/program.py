@@ -255,7 +255,7 @@ def program_passes(
                     losses=losses,
                 ),
                 requires={Fact.BUCKETED, Fact.FLAT},
-                verify=lambda module, findings: _verify(restored(module), findings),
+                verify=_verify,
             )
         )
     passes += [
@@ -300,11 +300,11 @@ def program_passes(
 def _verify(module: fx.GraphModule, findings: Findings) -> None:
     chains, buckets = findings.get(Chains), findings.get(Buckets)
     verify_placements(
-        module,
+        restored(module),
         findings[Specification],
         chains.chains if chains is not None else None,
         buckets.buckets if buckets is not None else (),
-        _regions(findings),
+        {name: restored(region.program) for name, region in _regions(findings).items()},
     )
 
 

@@ -138,7 +138,9 @@ def _merge_into_begin(node: fx.Node, linears: Sequence[fx.Node], before: Sequenc
 
 def restored(module: fx.GraphModule) -> fx.GraphModule:
     """The program as it would be without chunks: what ``verify_placements`` can check, and what a program with chunks
-    must compute."""
+    must compute; the program itself where it has none."""
+    if not any(node.target in (linear_then_redistribute, redistribute_then_linear) for node in module.graph.nodes):
+        return module
     graph = copy_graph(module.graph)
     for node in list(graph.nodes):
         if node.target is linear_then_redistribute:

@@ -24,7 +24,6 @@ from autoparallel.operators.kept import Keeping
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.passes.insert_collectives import Redistribution
-from autoparallel.passes.recompute_layers import Region
 from autoparallel.passes.specification import ExpectedCall, Operand, Specification
 from autoparallel.placements import ACTIONS, Layout, dual_layout, format_layout, parse_placement, shards_of
 from autoparallel.placements.redistribution import Step
@@ -40,7 +39,7 @@ def verify_placements(
     specification: Specification,
     chains: Sequence[ParameterChain] | None = None,
     buckets: Sequence[Bucket] = (),
-    regions: Mapping[str, Region] = MappingProxyType({}),
+    regions: Mapping[str, fx.GraphModule] = MappingProxyType({}),
 ) -> None:
     """Raises ``PlacementError`` at the first node that is not what it must be.
 
@@ -73,7 +72,7 @@ class _Verifier:
         outside: for each placeholder of a region what it stands for.
     """
 
-    def __init__(self, specification: Specification, regions: Mapping[str, Region]) -> None:
+    def __init__(self, specification: Specification, regions: Mapping[str, fx.GraphModule]) -> None:
         self.specification, self.regions = specification, regions
         self.layouts: dict[fx.Node, Layout] = {}
         self.origins: dict[fx.Node, fx.Node] = {}
@@ -134,7 +133,7 @@ class _Verifier:
     def visit(self, node: fx.Node) -> None:
         """Checks one node, those before it being right."""
         if node.op == "call_module" and node.target in self.regions:
-            self._follow_region(node, self.regions[str(node.target)].program.graph)
+            self._follow_region(node, self.regions[str(node.target)].graph)
             return
         target = node.target.target if isinstance(node.target, Keeping) else node.target
         unfinished = [x for x in node.all_input_nodes if x in self.completions]
