@@ -1,8 +1,8 @@
 """Our predictions against published runs on GPUs, at the same model, batch and parallelism.
 
 The published figures are those of torchtitan's ``benchmarks/`` (H100 with HBM2e, 2.4 TB/s, 96 GB, limited to 500 W, 400
-Gb/s of network per GPU: December 2024, and June 2025 where tensor parallelism is not asynchronous; and H200), of its
-first ``docs/performance.md`` (64 A100), and of NeMo Automodel's ``docs/performance-summary.md`` (DGX H100).
+Gb/s of network per GPU: December 2024, and June 2025 with and without asynchronous tensor parallelism; and H200), of
+its first ``docs/performance.md`` (64 A100), and of NeMo Automodel's ``docs/performance-summary.md`` (DGX H100).
 
 How they are described:
 
@@ -16,7 +16,11 @@ Two numbers are fitted, each to one run, which the table marks "(fitted)" and wh
 predicted with them.  One is the part of the peak that large products reach at 500 W, for that hardware alone: other
 profiles are as they are shipped.  The other is how many times faster Float8 makes products.
 
-What is not alike: asynchronous tensor parallelism is not modelled; nor is ring attention, in whose place there is an
+- Where tensor parallelism is asynchronous, linear layers run in as many chunks of rows as are predicted to be fastest
+  (``plan.linear_chunks``), elsewhere whole.  Of a pipeline they save what they save of a step without stages.
+
+What is not alike: chunks of rows go over the whole group, where torchtitan passes pieces from rank to rank, and layers
+that are recomputed selectively are priced as if they had chunks; ring attention is not modelled, in whose place is an
 all-to-all around attention (Ulysses), with parameters sharded over the data axis alone; nor kernels that are fused by
 hand (NeMo's of TransformerEngine, which count as compiled).  A pipeline's number of microbatches is not published; it
 is torchtitan's default then, that of the pipeline's ranks.  Parameters at rest are float32, NeMo's are bfloat16.
@@ -83,6 +87,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 EXPERTS = "Qwen3 30B-A3B"
 
+ASYNC = "async TP"
 EAGER, COMPILED, FLOAT8 = "eager", "compiled", "compiled, Float8"
 WHOLE, KEPT = "whole", "kept"
 PRODUCTS_AGAIN = 0.34
@@ -144,6 +149,11 @@ class Run:
         names = [name for name, _ in self.mesh]
         return "tensor_parallel" if "tp" in names else "context_parallel" if "cp" in names else "fsdp"
 
+    @property
+    def linear_chunks(self) -> int | None:
+        """Into how many chunks of rows linear layers are cut; None for as many as are fastest."""
+        return None if self.more == ASYNC else 1
+
     def profile(self, numbers: Numbers) -> Profile:
         """The hardware as the run reaches it."""
         profile = self.hardware
@@ -176,13 +186,17 @@ RUNS = (
     Run("8B", (("dp_shard", 2), ("cp", 4)), 2, 1071, FLOAT8, WHOLE, sequence=131072),
     Run("8B", (("cp", 8),), 1, 548, FLOAT8, WHOLE, sequence=262144),
     Run("8B", FEW, 96, 4378, COMPILED, SELECTIVE),
+    Run("8B", FEW, 96, 4809.4, COMPILED, SELECTIVE, "", ASYNC),
     Run("8B", FEW, 96, 5078.1, FLOAT8, SELECTIVE),
+    Run("8B", FEW, 96, 5570.1, FLOAT8, SELECTIVE, "", ASYNC),
     Run("70B", MANY, 512, 597.3, COMPILED, WHOLE),
+    Run("70B", MANY, 512, 652.4, COMPILED, WHOLE, "", ASYNC),
     Run("70B", MANY, 512, 809.8, FLOAT8, WHOLE),
+    Run("70B", MANY, 512, 942.4, FLOAT8, WHOLE, "", ASYNC),
     Run("70B", MANY, 512, 829, FLOAT8, WHOLE),
-    Run("405B", STAGED, 256, 100, FLOAT8, WHOLE, "1f1b", "async TP"),
-    Run("405B", STAGED, 256, 128, FLOAT8, WHOLE, "interleaved_1f1b", "async TP"),
-    Run("405B", STAGED, 64, 76, FLOAT8, WHOLE, "1f1b", "async TP", sequence=32768),
+    Run("405B", STAGED, 256, 100, FLOAT8, WHOLE, "1f1b", ASYNC),
+    Run("405B", STAGED, 256, 128, FLOAT8, WHOLE, "interleaved_1f1b", ASYNC),
+    Run("405B", STAGED, 64, 76, FLOAT8, WHOLE, "1f1b", ASYNC, sequence=32768),
     Run("8B", (("dp", 32),), 64, 10938, FLOAT8, SELECTIVE, hardware=H200),
     Run("8B", (("dp", 64),), 128, 10753, FLOAT8, SELECTIVE, hardware=H200),
     Run("8B", (("dp", 64),), 64, 2973, EAGER, SELECTIVE, hardware=A100),
@@ -278,7 +292,9 @@ def predict_auto(run: Run, numbers: Numbers) -> float:
 def _evaluator(run: Run, profile: Profile, plan: str, limit: float | None = None) -> Evaluator:
     _, call, captured = _captured(run.size, run.batch, run.sequence, run.mesh)
     count = run.microbatches if run.microbatches > 1 and limit is None else None
-    return Evaluator(_request(run.mesh, profile, plan, limit, count), captured, call)
+    request = _request(run.mesh, profile, plan, limit, count)
+    chunks = None if plan == "auto" else run.linear_chunks
+    return Evaluator(replace(request, linear_chunks=chunks), captured, call)
 
 
 def _drafted(run: Run, profile: Profile, plan: str, limit: float | None = None) -> Prediction:
@@ -296,13 +312,14 @@ def _drafted(run: Run, profile: Profile, plan: str, limit: float | None = None) 
 
 
 def _fusion(run: Run, profile: Profile) -> float:
-    """The part that fusion leaves of a step without the pipeline, whose stages are priced operator by operator."""
+    """The part that fusion, and what overlaps in chunks of rows, leave of a step without the pipeline, whose stages are
+    priced operator by operator."""
     axes = run.mesh[1:]
     _, call, captured = _captured(run.size, run.batch, run.sequence, axes)
-    fused = Evaluator(_request(axes, profile, run.plan), captured, call)
+    fused = Evaluator(replace(_request(axes, profile, run.plan), linear_chunks=run.linear_chunks), captured, call)
     plan = fused.best(proposals(fused)).require()
     eager = Evaluator(_request(axes, replace(profile, fuses=False), run.plan), captured, call)
-    return fused.forecast(plan).seconds / eager.forecast(plan).seconds
+    return fused.forecast(plan).seconds / eager.forecast(replace(plan, linear_chunks=1)).seconds
 
 
 def _fitted() -> Numbers:
