@@ -237,7 +237,7 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """What ``.grad`` is of many tensors at once; looking for an override of it takes longer than reading it."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [t.grad for t in tensors]
+        return list(map(attrgetter("grad"), tensors))
 
 
 def mesh_without_groups(

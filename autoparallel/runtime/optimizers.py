@@ -74,12 +74,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         if closure is not None:  # its gradients are made, reduced with those before, and clipped inside of the step
             changed = args, kwargs = _after_closure(args, kwargs, partial(_end_closure, clipper))
             continue
-        with torch.no_grad():
-            if clipper.limits is not None:
+        if clipper.limits is not None:
+            with torch.no_grad():
                 _lend(optimizer, "grad_scale", clipper.clip_for_step(optimizer))
-            skipped = clipper.skipped()
-            if skipped is not None:
-                _leave_out(optimizer, clipper, skipped)
+        skipped = clipper.skipped()
+        if skipped is not None:
+            _leave_out(optimizer, clipper, skipped)
     if part is not None:
         _undo(optimizer).append(_torch.call_innermost(optimizer, _enter, _leave))
     return changed
