@@ -21,7 +21,14 @@ from tests.captures import draft
 from tests.distributed import run_distributed
 from tests.models.fused import FusedConfig, FusedModel
 from tests.parity.harness import Recipe, check
-from tests.runtime.support import off
+from tests.runtime.support import (
+    compiled_pair,
+    muon_in_the_gradients_dtype,
+    off,
+    parameters_off,
+    run_on_ranks,
+)
+from tests.runtime.test_optimizer_steps import Lamb
 
 SLOW = replace(H100, name="slow", overlap=0.0, flops={dtype: rate / 1e4 for dtype, rate in H100.flops.items()})
 ROWS, LENGTH = 3, 9  # neither can be cut
@@ -120,6 +127,34 @@ def test_auto_shards_by_head_what_else_every_rank_would_compute() -> None:
         assert found.worst < 1e-9
         assert set(found.modes.values()) == {("shard:o",)}
         assert found.exact
+
+
+def _step_on_whole_matrices(ways: tuple[str, ...]) -> dict[str, Any]:
+    """How far the matrices are from one process's after two steps of optimizers that look at them as a whole."""
+    autoparallel.register_optimizer(Lamb, per="parameter")
+    model, plain = compiled_pair(lambda: FusedModel(FusedConfig(), ways), plan="tensor_parallel")
+    start, found = copy.deepcopy(plain.state_dict()), dict[str, Any]()
+    for kind in (torch.optim.Muon, torch.optim.Adafactor, Lamb):
+        model.load_state_dict(start), plain.load_state_dict(start)
+        matrices = [[p for p in m.parameters() if p.ndim == 2] for m in (model, plain)]
+        optimizers = [kind(some, lr=0.02) for some in matrices]  # type: ignore[operator]
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(2, ROWS, LENGTH, 16, generator=generator, dtype=torch.float64)
+            model(x, y).backward(), F.mse_loss(plain(x), y).backward()
+            with muon_in_the_gradients_dtype():
+                for optimizer, m in zip(optimizers, (model, plain), strict=True):
+                    optimizer.step(), m.zero_grad()
+        found[kind.__name__] = parameters_off(model, plain)
+    modes = {modes for key, modes in model.plan.operators.items() if "piece#" in key}
+    whole = [n for n, p in model.named_parameters() if p.ndim == 2 and 2 * p.to_local().numel() != p.numel()]
+    return {"far": found, "modes": modes, "whole": whole}
+
+
+def test_optimizers_of_whole_matrices_step_on_rows_in_the_users_order() -> None:
+    for found in run_on_ranks(_step_on_whole_matrices, ("groups",), world_size=2):
+        assert all(far < 1e-9 for far in found["far"].values()), found
+        assert found["modes"] == {("shard:o",)} and not found["whole"]
 
 
 class TestWhatDoesNotDivide:

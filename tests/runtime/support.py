@@ -7,10 +7,12 @@ kind that matters (bias, layer norm, two sizes that divide by four).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -162,3 +164,21 @@ class OneRank:
 
     def all_reduce(self, x: Tensor, axis: str, op: str = "sum") -> Callable[[], Tensor]:
         return lambda: x
+
+
+@contextlib.contextmanager
+def muon_in_the_gradients_dtype() -> Iterator[None]:
+    """Muon orthogonalises in bfloat16, which rounds differences of 1e-16 up to 1e-3; in here it does so in the
+    gradients' dtype."""
+    with mock.patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", _orthogonalised):  # type: ignore[attr-defined]
+        yield
+
+
+def _orthogonalised(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    a, b, c = coefficients
+    x = grad.T if grad.shape[0] > grad.shape[1] else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if grad.shape[0] > grad.shape[1] else x

@@ -1,7 +1,4 @@
-"""Every optimizer of `torch.optim` for dense gradients steps on the compiled model as it does on the plain one.
-
-Muon orthogonalises in bfloat16, which rounds differences of 1e-16 up to 1e-3; here it does so in the gradients' dtype.
-"""
+"""Every optimizer of `torch.optim` for dense gradients steps on the compiled model as it does on the plain one."""
 
 from __future__ import annotations
 
@@ -11,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from tests.runtime.support import Net, batch, compiled_pair, gradients_off, parameters_off, run_on_ranks
+from tests.runtime.support import (
+    Net,
+    batch,
+    compiled_pair,
+    gradients_off,
+    muon_in_the_gradients_dtype,
+    parameters_off,
+    run_on_ranks,
+)
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
@@ -45,27 +50,17 @@ CASES |= {name: (name, {}) for name in SINGLE}
 
 
 def _train(shape: tuple[int, ...], plan: str) -> dict[str, float | str]:
-    torch.optim._muon._zeropower_via_newtonschulz = _orthogonalised  # type: ignore[attr-defined]
     model, plain = compiled_pair(Net, *shape, plan=plan)
     start = copy.deepcopy(plain.state_dict())
     results: dict[str, float | str] = {}
     for case, (name, options) in CASES.items():
         model.load_state_dict(start), plain.load_state_dict(start)
         try:
-            results[case] = _three_steps(model, plain, name, {**OPTIMIZERS[name], **options})
+            with muon_in_the_gradients_dtype():
+                results[case] = _three_steps(model, plain, name, {**OPTIMIZERS[name], **options})
         except Exception as error:  # noqa: BLE001 - the case that fails says so
             results[case] = f"{type(error).__name__}: {error}"
     return results
-
-
-def _orthogonalised(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    a, b, c = coefficients
-    x = grad.T if grad.shape[0] > grad.shape[1] else grad
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if grad.shape[0] > grad.shape[1] else x
 
 
 def _three_steps(model: Any, plain: nn.Module, name: str, options: dict[str, Any]) -> float:
