@@ -23,6 +23,7 @@ from autoparallel.planner.pins import parse_pins
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.planner.request import Request, limit_in_bytes
+from autoparallel.predict.optimizer import MakeOptimizer, optimizer_cost
 from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.compiled import make_body_of, require_backend
 from autoparallel.runtime.gradients import GradientStore
@@ -54,6 +55,7 @@ def compile(
     forbid: Mapping[str, Any] | None = None,
     hardware: str | Path | Profile | None = None,
     memory_limit: float | str | None = None,
+    optimizer: MakeOptimizer | None = None,
     outputs: Outputs = "auto",
     backend: str = "eager",
     precision: MixedPrecisionPolicy | None = None,
@@ -95,6 +97,9 @@ def compile(
             as "70GB"; at most 1, a part of the device's memory. None: what the hardware has, less the reserve that its
             profile says (10% of a GPU); no limit where that is not known, as on CPUs. No plan that is predicted to need
             more is chosen.
+        optimizer: what plans are priced for: a class or a function that makes one from a list of parameters
+            (``lambda parameters: torch.optim.SGD(parameters, lr=0.1)``). Its states and its step are known from one
+            step on a small matrix; the loop makes its own. None: AdamW.
         outputs: "gather" returns outputs whole, "sharded" as they are made; all of them can be differentiated. "auto"
             is "gather", unless the loss is known, because ``loss_fn`` computed it (its first scalar, if it returns
             several outputs) or because an output is called "loss": the others are sharded then, and differentiating
@@ -189,6 +194,8 @@ def compile(
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
     require_on_device(model, mesh)
     profile = replace(profile_for(mesh.device_type, hardware), fuses=backend == "inductor")
+    if optimizer is not None:
+        profile = replace(profile, optimizer=optimizer_cost(optimizer))
     request = Request(
         axes=tuple(zip(inner.mesh_dim_names or (), inner.shape, strict=True)),
         profile=profile,

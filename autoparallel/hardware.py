@@ -50,8 +50,27 @@ class Link:
 
 
 @dataclass(frozen=True)
+class OptimizerCost:
+    """What an optimizer keeps, and how it updates.
+
+    Attributes:
+        name: its class.
+        states: the bytes that it keeps beside each byte of a parameter.
+        iterations: by how many of Newton and Schulz a matrix is orthogonalised, which one rank does for all; 0 where
+            each element is updated by itself.
+    """
+
+    name: str
+    states: float
+    iterations: int = 0
+
+
+ADAMW = OptimizerCost("AdamW", 2.0)
+
+
+@dataclass(frozen=True)
 class Profile:
-    """What one device and its links can do.
+    """What one device and its links can do, and what it trains with.
 
     Attributes:
         name: as reports write it.
@@ -76,6 +95,7 @@ class Profile:
         links: what was measured, in place of the numbers above.
         fuses: whether programs run through Inductor, which fuses pointwise operators and reductions; the prediction of
             a program knows of it, while the search prices operators one by one.
+        optimizer: what parameters are updated by.
     """
 
     name: str
@@ -98,6 +118,7 @@ class Profile:
     copies: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
     fuses: bool = False
+    optimizer: OptimizerCost = ADAMW
     _known: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def compute_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:

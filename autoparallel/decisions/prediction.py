@@ -104,13 +104,14 @@ class Prediction:
         unshard_seconds: of the gathers once a step.
         forward_seconds, backward_seconds: of one microbatch; a collective that runs beside what computes counts only
             where something waits for it.
-        gradient_seconds, update_seconds: of one reduction of gradients, and one step of Adam.
+        gradient_seconds, update_seconds: of one reduction of gradients, and one step of the optimizer.
         memory: what of, to bytes per device; ``accumulators`` come on top where ``no_sync()`` is used.
         reductions: what each time of reducing gradients would cost, were it that of every parameter.
         regathered: how many buckets of parameters the backward gathers again.
         modules: how the model's modules lie, in the model's order.
         microbatches: how many forwards and backwards a call makes: what is said of one microbatch is of one of these.
         profile: the name of the hardware profile.
+        optimizer: the class of the optimizer whose states and step are in these numbers.
         timeline: over one step with one microbatch, seconds since its begin and the bytes that a device holds then.
         spans: what these seconds are spent on, up to the update.
         most: the most bytes that a device holds while each module runs in each phase; the largest is ``total_memory``.
@@ -134,6 +135,7 @@ class Prediction:
     spans: tuple[PredictedSpan, ...] = field(default=(), compare=False, repr=False)
     most: Mapping[tuple[str, str], float] = field(default_factory=dict, compare=False, repr=False)
     profile: str = ""
+    optimizer: str = ""
     microbatches: int = 1
 
     def step(self, microbatches: int = 1) -> Traffic:

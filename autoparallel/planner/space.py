@@ -30,7 +30,6 @@ from autoparallel.graph.layers import layer_of, layers_of
 from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
-from autoparallel.placements.redistribution import local_numel
 from autoparallel.planner.at_rest import every_layout, layouts_at_rest, permitted
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.options import Option, operator_options
@@ -41,7 +40,7 @@ from autoparallel.planner.prices import Pricer, Prices
 from autoparallel.planner.problem import Problem, Reader, Variable
 from autoparallel.planner.request import Request
 from autoparallel.planner.signatures import Signatures
-from autoparallel.predict.cost import bytes_kept, update_seconds
+from autoparallel.predict.optimizer import kept
 from autoparallel.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -361,11 +360,10 @@ class SearchSpace:
         options = []
         for layout in layouts:
             sharded = any(p.kind == "S" for p in layout)
-            at_rest = itemsize * local_numel(shape, layout, self.axis_sizes)
-            kept = bytes_kept(at_rest, bool(node.meta["differentiable"]))
-            update = update_seconds(self.profile, kept) / self.microbatches
+            rest = kept(self.profile, self.axis_sizes, shape, layout, itemsize, bool(node.meta["differentiable"]))
+            update = rest.seconds / self.microbatches
             for gather in gathers if sharded else ["per_step"]:
-                options.append(Option((), (), layout, update, kept / self.stages, gather=gather))
+                options.append(Option((), (), layout, update, rest.bytes / self.stages, gather=gather))
         return options
 
     # -- prices between variables -----------------------------------------------------------------------------------

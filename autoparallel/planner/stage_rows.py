@@ -29,7 +29,8 @@ from autoparallel.plan import Plan
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.request import Request
 from autoparallel.planner.signatures import Signatures
-from autoparallel.predict.cost import bytes_kept, operator_seconds
+from autoparallel.predict.cost import operator_seconds
+from autoparallel.predict.optimizer import kept
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import typed_call
@@ -220,16 +221,18 @@ class RowPricer:
         """
         name = self.captured.parameters[x.name]
         dtype = self.captured.rest_dtypes.get(name, x.meta["val"].dtype)
-        at_rest = dtype.itemsize * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
-        if not x.meta["differentiable"]:
+        shape, layout, trainable = size.shape(x), self.plan.at_rest(name), bool(x.meta["differentiable"])
+        rest = kept(self.profile, self.sizes, shape, layout, dtype.itemsize, trainable)
+        at_rest = rest.parameter
+        if not trainable:
             return float(at_rest), float(at_rest)
-        sums = max(dtype.itemsize, 4) * local_numel(size.shape(x), self.plan.at_rest(name), self.sizes)
+        sums = max(dtype.itemsize, 4) * local_numel(shape, layout, self.sizes)
         gathered = 0
         if used is not None and math.prod(size.shape(by)) == math.prod(size.shape(x)):
             sums = max(dtype.itemsize, 4) * local_numel(size.shape(by), dual_layout(used), self.sizes)
             held = x.meta["val"].element_size() * local_numel(size.shape(by), used, self.sizes)
             gathered = held if held > at_rest and self.plan.parameters[name].gather != "per_use" else 0
-        return float(bytes_kept(at_rest, True) + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)
+        return float(rest.bytes + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)
 
     def _crossing(self, prices: Sequence[_Price], size: Sizes) -> tuple[Array, Array]:
         """How long the values travel that cross, forward, where a stage begins at each row, each sent by itself; and

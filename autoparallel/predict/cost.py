@@ -1,4 +1,4 @@
-"""What things cost: shared by the search, which prices choices, and by the prediction of a finished program."""
+"""What operators cost: shared by the search, which prices choices, and by the prediction of a finished program."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from autoparallel.hardware import Profile
 from autoparallel.placements.modes import Mode
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.core import TensorFactors
-
-OPTIMIZER_STATES = 2
-"""Optimizer states kept for each trainable parameter: Adam's two moments."""
-
-OPTIMIZER_COPIES = 2 + OPTIMIZER_STATES
-"""Bytes kept per byte of a trainable parameter: itself, its gradient, and the optimizer's states."""
 
 
 def operator_seconds(
@@ -84,16 +78,6 @@ def _exchange_seconds(
         return profile.step_seconds(axis_sizes, "all_to_all", axes, int(local))
 
     return seconds(rule.operands[0]), seconds(rule.result)
-
-
-def bytes_kept(bytes_at_rest: int, trainable: bool) -> int:
-    """What a rank keeps between steps for its part of a parameter: the part, its gradient and optimizer states."""
-    return (OPTIMIZER_COPIES if trainable else 1) * bytes_at_rest
-
-
-def update_seconds(profile: Profile, kept: float) -> float:
-    """The time of the optimizer's step: what is kept is read and written."""
-    return 2 * kept / profile.memory_bandwidth
 
 
 def model_flops(graph: fx.Graph, size: Callable[[Any], int]) -> dict[torch.dtype, float]:

@@ -12,11 +12,10 @@ from autoparallel.decisions.prediction import ACCUMULATORS, ModuleRow, Parameter
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
 from autoparallel.predict.communicator import BACKWARD, FORWARD, GRADIENTS, UNSHARD
-from autoparallel.predict.cost import OPTIMIZER_STATES, bytes_kept, update_seconds
 from autoparallel.predict.dry_run import GRADIENT_BUFFERS, dry_run
+from autoparallel.predict.optimizer import kept
 from autoparallel.predict.reductions import accumulator_bytes, total_costs
 from autoparallel.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
@@ -34,10 +33,9 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     sizes = plan.axis_sizes
 
     trained = [c for c in chains if c.trainable]
-    at_rest = sum(local_numel(c.shape, c.at_rest, sizes) * c.rest_dtype.itemsize for c in chains)
-    gradients = sum(local_numel(c.shape, c.at_rest, sizes) * c.rest_dtype.itemsize for c in trained)
-    kept = bytes_kept(gradients, True) + bytes_kept(at_rest - gradients, False)
-    states = OPTIMIZER_STATES * gradients
+    resting = [kept(profile, sizes, c.shape, c.at_rest, c.rest_dtype.itemsize, c.trainable) for c in chains]
+    at_rest, gradients = sum(x.parameter for x in resting), sum(x.gradient for x in resting)
+    states = sum(x.states for x in resting)
     # The worst moment of forward and backward, or that of the optimizer's step.
     worst = kept_apart.peak
     peak = worst if sum(worst.values()) > gradients else {GRADIENT_BUFFERS: gradients}
@@ -56,7 +54,7 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         forward_seconds=run.seconds[FORWARD],
         backward_seconds=run.seconds[BACKWARD],
         gradient_seconds=run.seconds[GRADIENTS],
-        update_seconds=update_seconds(profile, kept),
+        update_seconds=sum(x.seconds for x in resting),
         memory={
             **{what: size for what, size in memory.items() if size},
             ACCUMULATORS: accumulators,
@@ -65,6 +63,7 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         regathered=len(run.regathered),
         modules=_modules(program, plan),
         profile=profile.name,
+        optimizer=profile.optimizer.name,
         microbatches=plan.microbatches,
         timeline=_thinned([(seconds, fixed + size) for seconds, size in run.history]),
         spans=tuple(run.spans),

@@ -9,9 +9,8 @@ from autoparallel.graph.captured import Captured
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.passes.cut_stages import stages_of
-from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
-from autoparallel.predict.cost import bytes_kept, update_seconds
+from autoparallel.predict.optimizer import kept
 
 MEMORY = "parameters, states, gradients and activations"
 
@@ -28,7 +27,7 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
     share = forward / (forward + sum(stage.backward for stage in pipeline.stages) or 1.0)
     updates = [0.0] * pipeline.ranks
     for node, rank in parameter_ranks(captured, plan).items():
-        updates[rank] += update_seconds(profile, _kept(node, captured, plan))
+        updates[rank] += _update_seconds(node, captured, plan, profile)
     spent = parameter_seconds(captured, plan)
     gradients = [max(0.0, all_ - update) for all_, update in zip(spent, updates, strict=True)]
     most = max(range(pipeline.ranks), key=lambda rank: gradients[rank] + updates[rank])
@@ -39,6 +38,7 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
         update_seconds=updates[most],
         memory={MEMORY: max(pipeline.memory_by_rank())},
         profile=profile.name,
+        optimizer=profile.optimizer.name,
     )
 
 
@@ -78,8 +78,8 @@ def _stages_reading(node: fx.Node, stages: dict[fx.Node, int]) -> set[int]:
     return found
 
 
-def _kept(node: fx.Node, captured: Captured, plan: Plan) -> float:
+def _update_seconds(node: fx.Node, captured: Captured, plan: Plan, profile: Profile) -> float:
     name = captured.parameters[node.name]
     itemsize = captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
-    numel = local_numel(Sizes(captured.actual).shape(node), plan.at_rest(name), plan.axis_sizes)
-    return float(bytes_kept(itemsize * numel, bool(node.meta["differentiable"])))
+    shape, layout, trainable = Sizes(captured.actual).shape(node), plan.at_rest(name), bool(node.meta["differentiable"])
+    return kept(profile, plan.axis_sizes, shape, layout, itemsize, trainable).seconds

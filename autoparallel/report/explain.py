@@ -164,7 +164,7 @@ def _predicted(p: Prediction | None, plan: Decisions) -> list[Block]:
     rows = [(what, units(size)) for what, size in p.peak.items()]
     blocks: list[Block] = [
         f"\nPredicted time of a step on the profile {p.profile!r}: {duration(p.seconds())} ({', '.join(times)}).",
-        f"Predicted memory per device: {units(p.total_memory)}, with two states of Adam:",
+        f"Predicted memory per device: {units(p.total_memory)}, with the states of {p.optimizer}:",
         Table(("of which", "bytes"), rows, right=["bytes"]),
     ]
     if any(cost.seconds or cost.accumulators for cost in p.reductions.values()):

@@ -31,6 +31,7 @@ from autoparallel.planner.presets import PRESETS, Preset, is_possible
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.predict.cost import workload_of
+from autoparallel.predict.optimizer import optimizer_cost
 from autoparallel.report.comparison import Comparison, comparison_blocks, report
 from autoparallel.report.meshes import choice_blocks
 from autoparallel.report.progress import Progress
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
         help="bytes (70e9, 70GB), or a part of the device's memory (0.9); unless told, what the hardware has, less a "
         "reserve",
     )
+    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (default: AdamW)")
     parser.add_argument("--loss-chunks", type=int, help="into how many chunks of rows the loss is cut")
     parser.add_argument(
         "--linear-chunks", type=int, help="into how many chunks of rows linear layers are cut, whose exchange overlaps"
@@ -176,6 +178,11 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
     axes: Axes = axes_of(mesh) if isinstance(mesh, int) else mesh
     try:
         profile = profile_for("cuda", options.hardware)
+        if not isinstance(kind := getattr(torch.optim, options.optimizer, None), type):
+            raise UsageError(
+                f"--optimizer is a class of torch.optim, such as AdamW, SGD or Muon, not {options.optimizer}"
+            )
+        profile = replace(profile, optimizer=optimizer_cost(kind))
         pins = parse_pins(_table(options.pin), _table(options.forbid))
         request = Request(
             axes=axes,

@@ -24,10 +24,11 @@ from autoparallel import operators
 from autoparallel.comm.world import MeshShape
 from autoparallel.plan import Plan
 from autoparallel.planner.presets import Preset
+from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.tools.parity.comparison import compare, compare_ranks, seen_of
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import TOLERANCES, measure, narrowing_casts
-from autoparallel.tools.parity.task import BeforeStep, MakeOptimizer, Task, compile_task, make_task
+from autoparallel.tools.parity.task import BeforeStep, Task, compile_task, make_task
 from autoparallel.tools.parity.training import LimitOf, observe
 from autoparallel.tools.parity.verification import Deviation, VerifyReport
 from autoparallel.tools.processes import Job, PlainModelError, Process, on_ranks, require_plain_process, run_processes

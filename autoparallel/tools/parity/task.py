@@ -19,13 +19,13 @@ from autoparallel.comm.world import MeshShape, axes_of, count_ranks
 from autoparallel.graph.plain_tensors import not_copied
 from autoparallel.plan import Plan
 from autoparallel.planner.presets import PRESETS, Preset
+from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.runtime.module import ParallelModule
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 BeforeStep = Callable[[nn.Module, int], None]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 DTYPES = (torch.float64, torch.float32)
 
 

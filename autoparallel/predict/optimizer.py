@@ -1,0 +1,94 @@
+"""What an optimizer keeps between steps, and what its step takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from autoparallel.hardware import ADAMW, OptimizerCost, Profile
+from autoparallel.placements import Layout
+from autoparallel.placements.redistribution import local_numel
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def optimizer_cost(make: MakeOptimizer) -> OptimizerCost:
+    """What is seen of an optimizer when it steps on a small matrix.
+
+    Args:
+        make: makes it from a list of parameters, such as ``torch.optim.AdamW``.
+
+    Raises:
+        ValueError: where it cannot be made of a matrix, or cannot step on it.
+    """
+    parameter = nn.Parameter(torch.ones(16, 16))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer = make([parameter])
+        optimizer.step()
+        states = optimizer.state[parameter].values()
+    except Exception as error:
+        raise ValueError(
+            f"optimizer= makes no optimizer of a list of parameters that steps on a matrix on a CPU ({error}): give "
+            "torch.optim.SGD, or lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)"
+        ) from error
+    kept = sum(x.nbytes for x in states if isinstance(x, torch.Tensor) and x.shape == parameter.shape)
+    iterations = optimizer.defaults["ns_steps"] if isinstance(optimizer, torch.optim.Muon) else 0
+    return OptimizerCost(type(optimizer).__name__, kept / parameter.nbytes, iterations)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank keeps of a parameter between steps, in bytes, and how long it updates it.
+
+    Attributes:
+        parameter, gradient, states: this rank's part of it, of its gradient, and of what the optimizer keeps.
+        seconds: of the optimizer's step.
+    """
+
+    parameter: int
+    gradient: int = 0
+    states: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        return self.parameter + self.gradient + self.states
+
+
+def kept(
+    profile: Profile, axis_sizes: Sequence[int], shape: Sequence[int], layout: Layout, itemsize: int, trainable: bool
+) -> Kept:
+    """What a parameter of a shape that lies so between steps costs each rank.
+
+    An update reads and writes what is kept.  A matrix that is updated as a whole travels to one rank and back, packed
+    with others, and each rank has its share of the matrices (see ``runtime.owned_steps``); what is not a matrix is
+    updated by AdamW there, as is usual beside Muon, which takes matrices only.
+
+    Args:
+        itemsize: bytes of an element, which its gradient and states take, too.
+    """
+    numel = local_numel(shape, layout, axis_sizes)
+    part = itemsize * numel
+    if not trainable:
+        return Kept(part)
+    optimizer = profile.optimizer
+    if optimizer.iterations and len(shape) != 2:
+        optimizer = ADAMW
+    found = Kept(part, part, int(optimizer.states * part))
+    seconds = 2 * found.bytes / profile.memory_bandwidth
+    if optimizer.iterations:
+        ranks, parts, (short, long) = math.prod(axis_sizes), math.prod(shape) / max(numel, 1), sorted(shape)
+        points = optimizer.iterations * (4.0 * short**2 * long + 2.0 * short**3)
+        seconds *= parts / ranks
+        seconds += profile.compute_seconds(points / ranks, 0.0, torch.bfloat16)
+        # The parameter, its gradient and states come from its parts; each copy of the first and the last goes back.
+        there, back = parts * found.bytes * (parts > 1), ranks * (found.bytes - found.gradient)
+        time = partial(profile.step_seconds, axis_sizes, "all_to_all", range(len(axis_sizes)))
+        seconds += time(int(there + back)) - time(0) if ranks > 1 else 0.0
+    return replace(found, seconds=seconds)
