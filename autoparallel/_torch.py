@@ -6,6 +6,7 @@ Tested with torch 2.11 to 2.13.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import traceback
 from collections import OrderedDict, UserDict
@@ -15,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._compile import _disable_dynamo
 from torch._decomp import decompositions as decompositions
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._guards import tracing
@@ -54,6 +56,8 @@ NoopSaveInputs = getattr(checkpoint, "_NoopSaveInputs", None)
 # Renamed in 2.13; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _ONE_LAYER_LSTM = decompositions.one_layer_lstm
 
@@ -249,6 +253,23 @@ def mesh_without_groups(
         rank: the one that stands here; None for this process's own.  On a mesh of other ranks ``DTensor``s are empty.
     """
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def left_by_dynamo(reason: str) -> Callable[[F], F]:
+    """``torch.compiler.disable``, but Dynamo, whose import is a third of ours, is imported at the first call."""
+
+    def decorate(function: F) -> F:
+        disabled: Any = _disable_dynamo(function)
+        disabled._torchdynamo_disable, disabled._torchdynamo_disable_msg = True, reason  # which Dynamo asks for
+        return disabled
+
+    return decorate
+
+
+def import_tracer() -> None:
+    """Imports Dynamo and what else traces a model, which takes long and sets environment variables: both would disturb
+    a trace that is watched."""
+    importlib.import_module("torch.export._trace")
 
 
 def outside_of_dynamo() -> AbstractContextManager[Any]:

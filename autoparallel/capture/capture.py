@@ -27,6 +27,7 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
     Raises:
         CaptureError: when the model cannot be captured.
     """
+    _torch.import_tracer()
     attempts: list[Sequence[InputSpec | Any]] = [specs]
     numbers = any(isinstance(s, NumberSpec) for s in specs)
     attempts += [without_numbers(specs)] * numbers

@@ -77,7 +77,7 @@ class ParallelModule(Face):
 
     # -- calling ----------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable(reason="a model compiled by autoparallel runs as it is: compile(backend=...) compiles it")
+    @_torch.left_by_dynamo("a model compiled by autoparallel runs as it is: compile(backend=...) compiles it")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program.
 

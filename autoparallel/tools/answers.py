@@ -29,8 +29,10 @@ FORMAT = 1
 FILES = ("out", "trace", "report")
 """The options that name files to write."""
 
-_SESSION = {"_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "TERM_SESSION_ID", "WINDOWID"}
-"""Environment variables that a shell or a terminal sets, and that decide nothing. All others are part of the key."""
+_SESSION = {"_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "TERM_SESSION_ID", "WINDOWID",
+            "TORCHINDUCTOR_CACHE_DIR"}  # fmt: skip
+"""Environment variables that a shell, a terminal or torch's import of Dynamo sets, and that decide nothing. All others
+are part of the key."""
 
 
 @dataclass(frozen=True)
