@@ -139,18 +139,18 @@ class _Writer:
         here, at = (self.versions.get((node, start), node)), start
         for step in steps:
             after = step.apply(at)
-            known = self.versions.get((node, after))
-            if known is None:
+            version = self.versions.get((node, after))
+            if version is None:
                 group = group_name(self.prefix, self.names, step.axes)
-                known = self.graph.call_function(redistribute, (here, str(step.src), str(step.dst), group))
-                known.meta = {
+                version = self.graph.call_function(redistribute, (here, str(step.src), str(step.dst), group))
+                version.meta = {
                     k: v for k, v in node.meta.items() if k in ("val", "differentiable", "backward", "module")
                 }
-                known.meta["key"] = f"{node.meta['key']}->{','.join(map(str, after))}"
-                known.meta["placements"] = after
-                known.meta["redistribution"] = Redistribution(step, at)
-                self.versions[node, after] = known
-            here, at = known, after
+                version.meta["key"] = f"{node.meta['key']}->{','.join(map(str, after))}"
+                version.meta["placements"] = after
+                version.meta["redistribution"] = Redistribution(step, at)
+                self.versions[node, after] = version
+            here, at = version, after
         return here
 
     def finish(self, node: fx.Node, outputs: Sequence[Layout | None]) -> None:

@@ -111,12 +111,12 @@ class Regions:
 def find_layers(graph: fx.Graph) -> list[str]:
     """The layers of a model that can be recomputed: items of a list or a sequence of modules whose calls stand
     together, and which save something that only they read, in the order of the graph."""
-    found = []
+    layers = []
     for layer, stretch in stretches_of_layers(graph).items():
         inside = set(stretch)
         if any(node.meta["backward"] and inside.issuperset(node.users) for node in stretch):
-            found.append(layer)
-    return found
+            layers.append(layer)
+    return layers
 
 
 def is_kept(node: fx.Node) -> bool:
@@ -199,14 +199,14 @@ def _stretch(graph: fx.Graph, layer: str) -> list[fx.Node]:
     while first and "bucket" in nodes[first - 1].meta and inside.issuperset(nodes[first - 1].users):
         first -= 1
         inside.add(nodes[first])
-    found = nodes[first : last + 1]
-    start = next(node for node in found if "bucket" not in node.meta)
-    for call in [node for node in found if node.op == "call_module"]:
+    stretch = nodes[first : last + 1]
+    start = next(node for node in stretch if "bucket" not in node.meta)
+    for call in [node for node in stretch if node.op == "call_module"]:
         if not all(inside.issuperset(item.users) for item in call.users):  # others read it, too: gathered before
             for node in [call, *call.users]:
                 start.prepend(node)
-                found.remove(node)
-    return found
+                stretch.remove(node)
+    return stretch
 
 
 def outline(owner: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:

@@ -191,14 +191,14 @@ def _read_by_regions(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Nod
         computed = node.op == "call_function" and node.all_input_nodes and follows.issuperset(node.all_input_nodes)
         if gathered or computed or node.op == "placeholder" and node.name in parameters:
             follows.add(node)
-    found: set[fx.Node] = set()
+    readers: set[fx.Node] = set()
     pending = [x for n in graph.nodes if "region" in n.meta for x in n.all_input_nodes]
     while pending:
         node = pending.pop()
-        if node in follows and node not in found:
-            found.add(node)
+        if node in follows and node not in readers:
+            readers.add(node)
             pending += node.all_input_nodes
-    return found
+    return readers
 
 
 def _reads_activation(node: fx.Node, alone: set[fx.Node]) -> bool:

@@ -257,11 +257,11 @@ def _entry(name: str, data: Path, saved: Mapping[str, Any]) -> Entry:
 def _parsed(path: Path, content: bytes) -> Any:
     try:
         data = json.loads(content)
-        found = data["format"]
+        version = data["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: it is not what a save writes ({error})") from error
-    if found != FORMAT:
-        raise CheckpointError(f"{path} has format {found}, this version reads {FORMAT}")
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has format {version}, this version reads {FORMAT}")
     return data
 
 

@@ -249,11 +249,11 @@ def _run(reads: list[Callable[[], object]]) -> None:
 
 def _reads(world: World, plain: nn.Module, path: Path, opened: contextlib.ExitStack) -> list[Callable[[], object]]:
     """What this rank has to read, after everything but the values has been compared."""
-    found = _opened(path, opened)
+    stored_at = _opened(path, opened)
     tensors = {name: (tensor, names[0]) for tensor, names in tensors_of(plain).values() for name in names}
     stored = stored_tensors(plain, {name: tensor for name, (tensor, _) in tensors.items()})
     prefix = getattr(plain, "base_model_prefix", "")
-    by_name = {_known(name, prefix, stored): (name, *where) for name, where in found.items()}
+    by_name = {_known(name, prefix, stored): (name, *where) for name, where in stored_at.items()}
     ignored = getattr(plain, "_keys_to_ignore_on_load_unexpected", None) or ()
     odd = sorted(n for n in by_name.keys() - stored.keys() if not any(re.search(pattern, n) for pattern in ignored))
     if odd:
@@ -299,7 +299,7 @@ def _opened(path: Path, opened: contextlib.ExitStack) -> dict[str, tuple[Path, A
             raise CheckpointError(f"{index} is damaged: {error}") from error
     elif not alone.is_file():
         raise CheckpointError(f"{path} holds no model: neither {alone.name} nor {index.name}")
-    found: dict[str, tuple[Path, Any]] = {}
+    tensors: dict[str, tuple[Path, Any]] = {}
     for file in [alone] if where is None else sorted({path / name for name in where.values()}):
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
@@ -307,12 +307,12 @@ def _opened(path: Path, opened: contextlib.ExitStack) -> dict[str, tuple[Path, A
             handle = opened.enter_context(safe_open(file, "pt"))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged: {error}") from error
-        found.update({name: (file, handle) for name in handle.keys()})  # noqa: SIM118 - it is no mapping
+        tensors.update({name: (file, handle) for name in handle.keys()})  # noqa: SIM118 - it is no mapping
     if where is not None:
         for name, file_name in where.items():
-            if name not in found or found[name][0].name != file_name:
+            if name not in tensors or tensors[name][0].name != file_name:
                 raise CheckpointError(f"{path / file_name} holds no {name}, which {index.name} says")
-    return found
+    return tensors
 
 
 def _reads_of(

@@ -199,8 +199,8 @@ def _encode_module(module: nn.Module, what: str, tensors: dict[str, Tensor]) -> 
     state = module.state_dict()
     tree: dict[str, Any] = {}
     for name, value in state.items():
-        known = tree.get(alias.get(name, name))
-        tree[name] = encode(value, f"{what}/{name}", tensors) if known is None else known
+        branch = tree.get(alias.get(name, name))
+        tree[name] = encode(value, f"{what}/{name}", tensors) if branch is None else branch
     return tree
 
 

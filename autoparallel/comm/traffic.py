@@ -54,18 +54,18 @@ class Traffic:
     @property
     def collectives(self) -> dict[tuple[str, str], int]:
         """(kind, axis) to the number of collectives."""
-        found: dict[tuple[str, str], int] = {}
+        counts: dict[tuple[str, str], int] = {}
         for (kind, axis, _), (count, _) in sorted(self.volumes.items()):
-            found[kind, axis] = found.get((kind, axis), 0) + count
-        return found
+            counts[kind, axis] = counts.get((kind, axis), 0) + count
+        return counts
 
     @property
     def bytes(self) -> dict[tuple[str, str], float]:
         """(kind, axis) to the bytes that each rank sent."""
-        found: dict[tuple[str, str], float] = {}
+        sent: dict[tuple[str, str], float] = {}
         for (kind, axis, ranks), (_, full) in sorted(self.volumes.items()):
-            found[kind, axis] = found.get((kind, axis), 0.0) + sent_bytes(kind, full, ranks)
-        return found
+            sent[kind, axis] = sent.get((kind, axis), 0.0) + sent_bytes(kind, full, ranks)
+        return sent
 
     @property
     def total_collectives(self) -> int:
@@ -110,11 +110,11 @@ class Traffic:
 
 def _sum(volumes: Volumes, others: Volumes, times: int) -> Volumes:
     """Some volumes, and others so many times."""
-    found = dict(volumes)
+    total = dict(volumes)
     for key, (count, full) in others.items():
-        known = found.get(key, (0, 0))
-        found[key] = (known[0] + times * count, known[1] + times * full)
-    return {key: value for key, value in sorted(found.items()) if value != (0, 0)}
+        before = total.get(key, (0, 0))
+        total[key] = (before[0] + times * count, before[1] + times * full)
+    return {key: value for key, value in sorted(total.items()) if value != (0, 0)}
 
 
 class TrafficCounter(Traffic):
@@ -198,9 +198,9 @@ class CountingMode(TorchDispatchMode):
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         name = group.group_name
-        known = self._names.get(name) or axis_of_group(name)
-        if known:
-            return known
+        axis = self._names.get(name) or axis_of_group(name)
+        if axis:
+            return axis
         if dist.group.WORLD is not None and name == dist.group.WORLD.group_name:
             return "world"
         return group.group_desc if group.group_desc not in ("", "undefined") else name

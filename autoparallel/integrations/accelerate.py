@@ -154,7 +154,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> nn.Module:
         """Compiles a model, once."""
         model = self._compiled(model)
-        if not any(model is known for known in self._models):
+        if not any(model is compiled for compiled in self._models):
             self._models.append(model)
         return model
 

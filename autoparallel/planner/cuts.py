@@ -35,9 +35,9 @@ def _fewest(costs: Sequence[Array], combine: np.ufunc) -> tuple[float, list[int]
         table = combine(best[:, None], cost)
         history.append(table.argmin(0))
         best = table.min(0)
-    found: list[int] = []
+    ends: list[int] = []
     end = len(best) - 1
     for choices in reversed(history[1:]):
         end = int(choices[end])
-        found.append(end)
-    return float(best[-1]), found[::-1]
+        ends.append(end)
+    return float(best[-1]), ends[::-1]

@@ -66,12 +66,12 @@ class Evaluator:
     @cached_property
     def pipeline(self) -> Pipeline:
         """What is fixed of the pipeline, by the request or by an earlier plan."""
-        known = self.settled.pipeline
-        if known is None:
+        settled = self.settled.pipeline
+        if settled is None:
             return self.request.pipeline or Pipeline()
         keys = {node.meta["key"] for node in staged_nodes(self.captured)}
-        cuts = known.cuts if keys.issuperset(known.cuts) else None
-        return Pipeline(known.schedule, known.microbatches, known.count // known.ranks, cuts)
+        cuts = settled.cuts if keys.issuperset(settled.cuts) else None
+        return Pipeline(settled.schedule, settled.microbatches, settled.count // settled.ranks, cuts)
 
     def may_chunk(self, plan: Plan) -> bool:
         """Whether the loss of a plan that does not cut it could go through its rows in chunks, were logits given up."""

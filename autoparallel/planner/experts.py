@@ -52,20 +52,20 @@ def experts_of(
     """
     if not constraints.expert:
         return Experts()
-    found = find_experts(graph, parameters)
-    if constraints.needs_experts and not found.parameters:
+    experts = find_experts(graph, parameters)
+    if constraints.needs_experts and not experts.parameters:
         raise PlanError(
             "the plan 'expert_parallel' found no experts in the model: stack their weights in one parameter "
             "[experts, in, out] that a batched or grouped matrix product uses, or use plan='data_parallel'"
         )
     count = math.prod(axis_sizes[axis] for axis in constraints.expert)
-    for node, dim in found.parameters.items():
+    for node, dim in experts.parameters.items():
         if size.shape(node)[dim] % count:
             raise PlanError(
                 f"{parameters[node.name]} stacks {size.shape(node)[dim]} experts, which do not "
                 f"divide by the {count} ranks of the mesh axis 'ep': change the number of experts or the mesh"
             )
-    return found
+    return experts
 
 
 class _Search:

@@ -72,7 +72,7 @@ def why_whole(
         axes: the names and sizes of the mesh axes that may cut it.
         size: a node's shape in the call that is planned for.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for node in graph.nodes:
         if "pieces" not in node.meta or not axes:
             continue
@@ -81,11 +81,11 @@ def why_whole(
         counts = counts or list(node.meta["pieces"])
         if all(any(count % n for count in counts) for _, n in axes):
             ranks = " or ".join(f"{n} ranks of {name!r}" for name, n in axes)
-            found[str(node.meta["module"])] = (
+            reasons[str(node.meta["module"])] = (
                 f"its product is cut into pieces of {', '.join(map(str, counts))} {what}, which do not divide by the "
                 f"{ranks}: use a number of {what} that does, or another mesh"
             )
-    return found
+    return reasons
 
 
 def _heads(product: fx.Node, size: Callable[[fx.Node], Sequence[int]]) -> list[int]:

@@ -114,10 +114,10 @@ def _solve(
             within = minimise_with_budget(sizes, factors, *budget, problem.layers)
             return within.solution.choices, within.bound
         except TooWide:
-            found = solve_if_small(sizes, factors, budget)
-            if found is None:
+            assignment = solve_if_small(sizes, factors, budget)
+            if assignment is None:
                 raise
-            return found[0].choices, found[1]
+            return assignment[0].choices, assignment[1]
 
     try:
         try:

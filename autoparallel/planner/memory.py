@@ -152,26 +152,26 @@ def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
     return plan.cost - sum(plan.estimate.parameters.values()) >= max(gauge.seconds(best), other.cost)
 
 
-def _fitting(free: Outcome, limit: float, gauge: Gauge, known: float | None, below: float = math.inf) -> Proposals:
+def _fitting(free: Outcome, limit: float, gauge: Gauge, need: float | None, below: float = math.inf) -> Proposals:
     """The fastest plan found of those that fit into a limit (see [Note: what fits]); where none does, the one that
     takes the least memory, and where none can be of use, any.
 
     Args:
         free: what becomes of a candidate without the limit.
-        known: how much room another plan needs beside what the search adds up; None where none is known.
+        need: how much room another plan needs beside what the search adds up; None where none is known.
         below: seconds of a plan that is known and fits; what takes as long without fitting takes longer if it fits.
     """
     assert free.plan is not None and free.plan.estimate is not None
     # What adds up to too much takes too much: that need not be predicted.
-    if known is None or free.plan.estimate.memory <= limit:
+    if need is None or free.plan.estimate.memory <= limit:
         if gauge.memory(free.plan) <= limit or gauge.seconds(free) >= below:
             return free
-        known = gauge.difference(free.plan)
+        need = gauge.difference(free.plan)
     saving = _saving(free.candidate, gauge)
     least: Outcome | None = None  # that takes the least memory
     best: Outcome | None = None
     # Too little room and by how many bytes that is over the limit, and too much of it, or more than there is.
-    room, low, high = known, (-math.inf, math.inf), (math.inf, -math.inf)
+    room, low, high = need, (-math.inf, math.inf), (math.inf, -math.inf)
     for _ in range(THRESHOLDS.rooms):
         outcome = yield replace(saving, limit=limit, room=room)
         if outcome.plan is None:

@@ -84,7 +84,7 @@ def inside(shape: Shape, profile: Profile) -> bool:
 
 def splits(shape: Shape, profile: Profile) -> list[Shape]:
     """The meshes of one more axis that split one of a mesh's, those along nodes first, then the most even."""
-    found = [
+    shapes = [
         (*shape[:axis], *parts, *shape[axis + 1 :]) for axis, size in enumerate(shape) for parts in factored(size, 2)
     ]
 
@@ -92,7 +92,7 @@ def splits(shape: Shape, profile: Profile) -> list[Shape]:
         along = profile.node == 0 or profile.node in itertools.accumulate(reversed(split), lambda a, b: a * b)
         return not along, max(split), split
 
-    return sorted((s for s in distinct(found, profile) if inside(s, profile)), key=order)
+    return sorted((s for s in distinct(shapes, profile) if inside(s, profile)), key=order)
 
 
 def stage_meshes(devices: int, ranks: int, inner: int, profile: Profile) -> list[Axes]:

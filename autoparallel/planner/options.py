@@ -102,8 +102,8 @@ def operator_options(
         needs = tuple([tuple([t.operands[k] for t in chosen]) for k in range(len(operands))])
         result = tuple([t.result for t in chosen])
         seconds, again = pricer.seconds(row, int(moved[i]))
-        known = best.get((needs, result))
-        if known is None or seconds < known.seconds:
+        fastest = best.get((needs, result))
+        if fastest is None or seconds < fastest.seconds:
             modes = tuple([t.mode for t in chosen])
             size = float(saved[i])
             saves, keeps, leaves = [portion * size for portion in portions]

@@ -107,12 +107,12 @@ class ResolvedPins:
             if len(pin.placements) != len(axes):
                 mesh = ", ".join(name for name, _ in axes)
                 raise PlanError(f"{pin} gives {len(pin.placements)} placements, the mesh has the axes ({mesh})")
-            found = matching(pin.pattern, named) or matching(pin.pattern, modules)
-            if not found:
+            matches = matching(pin.pattern, named) or matching(pin.pattern, modules)
+            if not matches:
                 near = difflib.get_close_matches(pin.pattern, [*named, *modules], 3, 0.4)
                 hint = f"; did you mean {', '.join(near)}?" if near else ""
                 raise PlanError(f"{pin}: the model has no such parameter or module{hint}")
-            for name in found:
+            for name in matches:
                 self._pins.setdefault(named.get(name) or modules[name], []).append(pin)
 
     def __bool__(self) -> bool:
@@ -127,8 +127,8 @@ class ResolvedPins:
         """The mesh axes that a parameter's pins say something about; on the others a preset has its say."""
         if node in self._pins:
             return frozenset(a for pin in self._pins[node] for a, text in enumerate(pin.placements) if text != "*")
-        known = self._kept_layout(node)
-        return frozenset() if known is None else frozenset(range(len(parse_layout(known))))
+        layout = self._kept_layout(node)
+        return frozenset() if layout is None else frozenset(range(len(parse_layout(layout))))
 
     def layouts(self, node: fx.Node, layouts: Sequence[Layout]) -> list[Layout]:
         """The layouts of a pinned parameter that its pins leave.
@@ -148,8 +148,8 @@ class ResolvedPins:
         return left
 
     def _kept_layout(self, node: fx.Node) -> str | None:
-        known = None if self.kept is None else self.kept.parameters.get(self.parameters.get(node.name, ""))
-        return None if known is None else known.at_rest
+        plan = None if self.kept is None else self.kept.parameters.get(self.parameters.get(node.name, ""))
+        return None if plan is None else plan.at_rest
 
     def options(self, node: fx.Node, options: list[Option]) -> list[Option]:
         """The options that are left.
@@ -190,10 +190,10 @@ class ResolvedPins:
         if self.kept is None or node in self._pins:
             return None
         if node.name in self.parameters:
-            known: ParameterPlan | None = self.kept.parameters.get(self.parameters[node.name])
-            if known is None:
+            plan: ParameterPlan | None = self.kept.parameters.get(self.parameters[node.name])
+            if plan is None:
                 return None
-            return lambda o: format_layout(o.result) == known.at_rest and o.gather == known.gather
+            return lambda o: format_layout(o.result) == plan.at_rest and o.gather == plan.gather
         modes = self.kept.operators.get(node.meta.get("key", "")) if node.op == "call_function" else None
         return None if modes is None else lambda o: tuple(map(str, o.modes)) == tuple(modes)
 
@@ -208,14 +208,14 @@ def decided(option: Option) -> str:
 
 def results_of_modules(graph: fx.Graph) -> dict[str, fx.Node]:
     """Module path to the call that makes the module's result: the last one in it."""
-    found: dict[str, fx.Node] = {}
+    results: dict[str, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "call_function" and is_tensor(node):
             parts = str(node.meta.get("module", "")).split(".")
             for count in range(1, len(parts) + 1):
                 if parts[0]:
-                    found[".".join(parts[:count])] = node
-    return found
+                    results[".".join(parts[:count])] = node
+    return results
 
 
 # ------------------------------------------------------------------------------------------------------ from the user
@@ -229,13 +229,13 @@ def parse_pins(pins: Mapping[str, Any] | Plan | None, forbid: Mapping[str, Any] 
     """
     kept = pins if isinstance(pins, Plan) else None
     table = {} if pins is None or isinstance(pins, Plan) else pins
-    found: list[Pin] = []
+    parsed: list[Pin] = []
     for given, negative, what in ((table, False, "pins"), (forbid or {}, True, "forbid")):
         if not isinstance(given, Mapping):
             raise TypeError(f"{what} must be a dict of patterns, not a {type(given).__name__}")
         for pattern, placements in given.items():
-            found.append(Pin(pattern, parse_placements(pattern, placements), negative))
-    return Pins(tuple(found), kept)
+            parsed.append(Pin(pattern, parse_placements(pattern, placements), negative))
+    return Pins(tuple(parsed), kept)
 
 
 def parse_placements(pattern: str, placements: Any) -> tuple[str, ...]:

@@ -98,15 +98,15 @@ def digest_of(*parts: object) -> str | None:
 
 def _lines(module: fx.GraphModule) -> Iterator[str]:
     """What planning sees of a graph, and of those that it calls."""
-    known: dict[int, str] = {}  # of values, which copied layers share
+    texts: dict[int, str] = {}  # of values, which copied layers share
     for each in module.modules():
         for node in each.graph.nodes if isinstance(each, fx.GraphModule) else ():
             value = node.meta.get("val")
-            if id(value) not in known:
-                known[id(value)] = str(pytree.tree_map(_shown, value))
+            if id(value) not in texts:
+                texts[id(value)] = str(pytree.tree_map(_shown, value))
             target = getattr(node.target, "__qualname__", "") and f"{node.target.__module__}.{node.target.__qualname__}"
             seen = [node.meta.get(name) for name in _SEEN], sorted(map(repr, node.meta.get("batch_factors") or ()))
-            yield f"{node} {target or node.target} {node.args} {node.kwargs} {known[id(value)]} {seen}"
+            yield f"{node} {target or node.target} {node.args} {node.kwargs} {texts[id(value)]} {seen}"
 
 
 def _shown(value: Any) -> object:

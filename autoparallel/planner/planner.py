@@ -91,9 +91,9 @@ class Planner:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
         """
         key = None if self.cache is None else key_of(self.request, captured, call, settled)
-        known = None if self.cache is None else self.cache.get(key, partial(self._read, captured, call))
-        if known is not None:
-            return known
+        cached = None if self.cache is None else self.cache.get(key, partial(self._read, captured, call))
+        if cached is not None:
+            return cached
         evaluator = evaluator or Evaluator(self.request, captured, call, settled)
         try:
             plan = evaluator.best(proposals(evaluator)).require()

@@ -85,12 +85,12 @@ class Pricer:
     ) -> Prices:
         """Adds the tables from one of some layouts to each reader; readers that are alike have the very same one."""
         if is_tensor(node):
-            known: dict[tuple[int, int], np.ndarray] = {}
+            tables: dict[tuple[int, int], np.ndarray] = {}
             for reader, position in readers:
                 key = id(reader.options), position
-                if key not in known:
-                    known[key] = self._matrix(node, rows, [o.needs[position] for o in reader.options])
-                prices.readers.append(known[key])
+                if key not in tables:
+                    tables[key] = self._matrix(node, rows, [o.needs[position] for o in reader.options])
+                prices.readers.append(tables[key])
             for layout in leaving:
                 prices.leaving.append(self._matrix(node, rows, [layout])[:, 0])
         return prices

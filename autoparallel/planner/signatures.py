@@ -40,15 +40,15 @@ class Signatures(Sizes):
         meta = node.meta
         val = meta.get("val")
         own = id(val), meta.get("differentiable"), meta.get("backward")  # copied layers share their values
-        known = self._tensor_of.get(own)
-        if known is None:
+        kind = self._tensor_of.get(own)
+        if kind is None:
             if not isinstance(val, torch.Tensor):
                 self._tensor_of[own] = -1
                 return -1
             own = id(val), bool(meta["differentiable"]), bool(meta["backward"])
             sizes = tuple([s if isinstance(s, int) else s.node.expr for s in val.shape])
-            known = self._tensor_of[own] = self._tensors.setdefault((sizes, val.dtype, *own[1:]), len(self._tensors))
-        return known
+            kind = self._tensor_of[own] = self._tensors.setdefault((sizes, val.dtype, *own[1:]), len(self._tensors))
+        return kind
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensor operands of a call, in its order, repeated where they repeat."""
@@ -62,15 +62,15 @@ class Signatures(Sizes):
         return self._read(node)[0]
 
     def _read(self, node: fx.Node) -> tuple[int, list[fx.Node]]:
-        known = self._reads.get(node)
-        if known is None:
+        signature = self._reads.get(node)
+        if signature is None:
             operands: list[fx.Node] = []
             arguments = tuple([self._frozen(value, operands) for value in node.args])
             named = tuple([(name, self._frozen(value, operands)) for name, value in node.kwargs.items()])
             batch = frozenset(node.meta.get("batch_factors", ()))
             key = (node.target, arguments, named, self.tensor(node), batch)
-            known = self._reads[node] = self._calls.setdefault(key, len(self._calls)), operands
-        return known
+            signature = self._reads[node] = self._calls.setdefault(key, len(self._calls)), operands
+        return signature
 
     def _frozen(self, value: Any, operands: list[fx.Node]) -> Hashable:
         """An argument as a part of a key; notes the tensors in it."""

@@ -117,7 +117,7 @@ class RowPricer:
         """The prices where open sizes are these."""
         size = Sizes(actual)
         made: dict[fx.Node, Layout] = {}
-        known: dict[Hashable, _Price] = {}
+        by_kind: dict[Hashable, _Price] = {}
         prices: list[_Price] = []
         for node, layer in zip(self.nodes, self.layers, strict=True):
             if not is_tensor(node) or node.meta["key"] not in self.plan.operators:
@@ -127,9 +127,9 @@ class RowPricer:
                 at = tuple([made.get(x) for x in self.alike.operands(node)])
                 way = self.alike.call(node), self.plan.operators[node.meta["key"]], at
                 key = *way, layer is not None, outside, self.saved.get(node), self.products.get(node)
-                if key not in known:
-                    known[key] = self._price(node, size, made, layer is not None, outside)
-                price = known[key]
+                if key not in by_kind:
+                    by_kind[key] = self._price(node, size, made, layer is not None, outside)
+                price = by_kind[key]
             prices.append(price)
             made[node] = price.result
         seen: set[fx.Node] = set()
@@ -195,7 +195,7 @@ class RowPricer:
         lie and where they are borrowed."""
         size, places = Sizes(self.captured.actual), set(self.nodes)
         needs: dict[Hashable, Sequence[Layout]] = {}
-        found: list[dict[fx.Node, tuple[float, float]]] = []
+        reads: list[dict[fx.Node, tuple[float, float]]] = []
         for node in self.nodes:
             read: dict[fx.Node, fx.Node] = {}  # parameter to the operand that follows from it
             pending = [(x, x) for x in node.all_input_nodes]
@@ -211,8 +211,8 @@ class RowPricer:
                 if key not in needs:
                     needs[key], _ = typed_call(node, self.plan.modes(node.meta["key"]))
                 layouts = dict(zip(self.alike.operands(node), needs[key], strict=True))
-            found.append({x: self._kept(x, by, layouts.get(by), size) for x, by in read.items()})
-        return found
+            reads.append({x: self._kept(x, by, layouts.get(by), size) for x, by in read.items()})
+        return reads
 
     def _kept(self, x: fx.Node, by: fx.Node, used: Layout | None, size: Sizes) -> tuple[float, float]:
         """The bytes of a parameter, where it lies and where it is borrowed, which is read as ``by`` in a layout.

@@ -60,11 +60,11 @@ class Short:
     most: Mapping[Hashable, float]
 
 
-def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[Hashable, Short]) -> Forecast | None:
+def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[Hashable, Short]) -> Forecast | None:
     """What a step takes; None where the layers hardly repeat, so that the whole program is to be predicted.
 
     Args:
-        known: the short models of this graph that were predicted before; plans that differ only in how many layers
+        models: the short models of this graph that were predicted before; plans that differ only in how many layers
             are recomputed have the same ones.
     """
 
@@ -95,10 +95,10 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, known: dict[H
         recompute = {layer: much for layer, much in plan.recompute.items() if layer in left_layers}
         calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
         key = plan.loss_chunks, plan.linear_chunks, plan.microbatches, tuple(kept), calls
-        if key not in known:
+        if key not in models:
             prediction = predict(short, replace(plan, recompute=recompute))
-            known[key] = Short(prediction.seconds(), _by_place(prediction, runs, kept))
-        return known[key]
+            models[key] = Short(prediction.seconds(), _by_place(prediction, runs, kept))
+        return models[key]
 
     least = shortened([2] * len(runs))
     more = [shortened([2 + (i == j) for j in range(len(runs))]) for i in range(len(runs))]

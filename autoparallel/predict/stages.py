@@ -66,16 +66,16 @@ def parameter_ranks(captured: Captured, plan: Plan) -> dict[fx.Node, int]:
 
 def _stages_reading(node: fx.Node, stages: dict[fx.Node, int]) -> set[int]:
     """The stages that read a node, also through what follows from it alone."""
-    found: set[int] = set()
+    reading: set[int] = set()
     pending, seen = list(node.users), set()
     while pending:
         user = pending.pop()
         if user in stages:
-            found.add(stages[user])
+            reading.add(stages[user])
         elif user not in seen:
             seen.add(user)
             pending += user.users
-    return found
+    return reading
 
 
 def _update_seconds(node: fx.Node, captured: Captured, plan: Plan, profile: Profile) -> float:

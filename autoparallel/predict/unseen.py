@@ -51,5 +51,5 @@ class _Unseen(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         read, made = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         wanted = ctx.needs_input_grad[1:]
-        found = [torch.empty_like(x) if w else None for x, w in zip(read, wanted, strict=False)]
-        return None, *found, *(None for _ in made)
+        gradients = [torch.empty_like(x) if w else None for x, w in zip(read, wanted, strict=False)]
+        return None, *gradients, *(None for _ in made)

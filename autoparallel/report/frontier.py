@@ -15,14 +15,14 @@ def frontier_blocks(frontier: Frontier | None) -> list[Block]:
     """The plans that were compared, as a picture and row by row; nothing where there was one."""
     if frontier is None or len(frontier.tried) < 2:
         return []
-    known = list(zip(LETTERS, frontier.tried, strict=False))
+    lettered = list(zip(LETTERS, frontier.tried, strict=False))
     limit = f", within {units(frontier.limit)} (the line)" if frontier.limit is not None else ""
     words = f"What was compared, seconds of a step to the right and memory of a device upwards{limit}; * is chosen:"
     rows = [
         (letter, tried.origin, duration(tried.seconds), units(tried.memory) + _over(tried, frontier), _means(tried))
-        for letter, tried in known
+        for letter, tried in lettered
     ]
-    points = [(letter, _title(tried), tried.seconds, tried.memory) for letter, tried in known]
+    points = [(letter, _title(tried), tried.seconds, tried.memory) for letter, tried in lettered]
     heads = ("", "plan", "step", "memory", "saves memory by")
     return [words, Points(points, frontier.limit), Table(heads, rows, right=("step", "memory"), chosen=0)]
 

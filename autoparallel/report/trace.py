@@ -43,9 +43,9 @@ def trace_of(plan: Decisions, beside: Mapping[str, Any] | None = None) -> dict[s
             "a plan that was read from a file predicts nothing: compile it, autoparallel.compile(model, plan=plan), "
             "and save the trace of model.plan after the first call"
         )
-    known = list((beside or {}).get("traceEvents", ()))
-    process = max((e["pid"] for e in known if isinstance(e.get("pid"), int)), default=-1) + 1
-    return {**(beside or {}), "traceEvents": [*known, *_events(lines, memory, process, _origin(known))]}
+    events = list((beside or {}).get("traceEvents", ()))
+    process = max((e["pid"] for e in events if isinstance(e.get("pid"), int)), default=-1) + 1
+    return {**(beside or {}), "traceEvents": [*events, *_events(lines, memory, process, _origin(events))]}
 
 
 def _step(p: Prediction) -> tuple[list[PredictedSpan], Curve]:

@@ -91,13 +91,13 @@ class Factors(Iterable[Factor]):
         out = Factors()
         names = [id(which) for which in states]
         for table, places in zip(self.tables, self.places, strict=True):
-            known: dict[tuple[int, ...], Array] = {}
+            tables: dict[tuple[int, ...], Array] = {}
             for scope in places:
                 key = tuple([names[v] for v in scope])
-                if key not in known:
+                if key not in tables:
                     whole = all(len(states[v]) == size for v, size in zip(scope, table.shape, strict=True))
-                    known[key] = table if whole else table[np.ix_(*[states[v] for v in scope])]
-                out.add(scope, known[key])
+                    tables[key] = table if whole else table[np.ix_(*[states[v] for v in scope])]
+                out.add(scope, tables[key])
         return out
 
     def _at(self, table: Array, arity: int) -> list[Scope]:
@@ -111,10 +111,10 @@ class Factors(Iterable[Factor]):
     def everywhere(self) -> Iterator[tuple[Array, Scopes]]:
         """Every table, and where it stands as an array."""
         for number, (table, places) in enumerate(zip(self.tables, self.places, strict=True)):
-            known = self._arrays.get(number)
-            if known is None or len(known) < len(places):
-                known = self._arrays[number] = np.array(places, dtype=np.intp).reshape(len(places), -1)
-            yield table, known
+            scopes = self._arrays.get(number)
+            if scopes is None or len(scopes) < len(places):
+                scopes = self._arrays[number] = np.array(places, dtype=np.intp).reshape(len(places), -1)
+            yield table, scopes
 
     def entries(self, choices: Sequence[int]) -> Iterator[tuple[Scopes, Array]]:
         """Where each table stands, and its entries there at the given choices."""

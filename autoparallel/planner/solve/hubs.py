@@ -80,10 +80,10 @@ def prove(
     rest = _minimise_rest([len(states) for states in kept], left, within, layers)
     if rest is None:
         return choices, min(bound, cost)
-    found, least = rest
-    if found.cost < cost:
-        choices = [int(states[choice]) for states, choice in zip(kept, found.choices, strict=True)]
-    return choices, min(max(bound, least), cost, found.cost)
+    solution, least = rest
+    if solution.cost < cost:
+        choices = [int(states[choice]) for states, choice in zip(kept, solution.choices, strict=True)]
+    return choices, min(max(bound, least), cost, solution.cost)
 
 
 def _minimise_rest(
@@ -92,8 +92,8 @@ def _minimise_rest(
     """The best assignment of the states that are left, and what none of them costs less than; None where unknown."""
     if budget is None:
         with contextlib.suppress(TooWide):
-            found = minimise(sizes, factors, layers)
-            return found, found.cost
+            solution = minimise(sizes, factors, layers)
+            return solution, solution.cost
     with contextlib.suppress(Infeasible):  # by HiGHS's tolerance: the plan that is known is among them
         return solve_if_small(sizes, factors, budget)
     return None

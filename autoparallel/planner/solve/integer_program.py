@@ -126,12 +126,12 @@ def solve(
         most=(limit - constant_usage) / scale,
         binaries=states,
     )
-    found = highs.solve(program, seconds)
-    if found.infeasible:
+    answer = highs.solve(program, seconds)
+    if answer.infeasible:
         raise Infeasible("no assignment has a finite cost" + (" within the limit" if math.isfinite(limit) else ""))
-    if found.x is None:
-        raise TimeoutError(f"HiGHS found no assignment: {found.message}")
-    choices = tuple([int(found.x[offsets[v] : offsets[v + 1]].argmax()) for v in range(len(sizes))])
+    if answer.x is None:
+        raise TimeoutError(f"HiGHS found no assignment: {answer.message}")
+    choices = tuple([int(answer.x[offsets[v] : offsets[v + 1]].argmax()) for v in range(len(sizes))])
     solution = Solution(choices, evaluate(factors, choices), max([len(scope) for scope in costs], default=1) - 1)
-    bound = found.bound + constant_cost
+    bound = answer.bound + constant_cost
     return solution, min(solution.cost, bound - _TOLERANCE * abs(bound))

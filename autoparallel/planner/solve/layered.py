@@ -191,17 +191,17 @@ class LayeredNetwork:
 
     def _complete(self, layer: _Layer, part: Elimination, chosen: dict[int, int]) -> None:
         """Chooses the inner states of every layer of a kind; layers that meet the same states choose alike."""
-        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        assignments: dict[tuple[int, ...], tuple[int, ...]] = {}
         for row in layer.kind.members.tolist():
             met = tuple([chosen[row[u]] for u in layer.outer])
-            if met not in known:
+            if met not in assignments:
                 states = [0] * len(row)
                 for u, state in zip(layer.outer, met, strict=True):
                     states[u] = state
                 part.complete(states)
-                known[met] = layer.network.original(states)
+                assignments[met] = layer.network.original(states)
             for u in layer.kind.inner:
-                chosen[row[u]] = known[met][u]
+                chosen[row[u]] = assignments[met][u]
 
     def _eliminated(self, layer: _Layer, weigh: Weigh, multiplier: float) -> Elimination:
         network = layer.network
