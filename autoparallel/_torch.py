@@ -32,7 +32,7 @@ from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
@@ -328,6 +328,17 @@ def copy_parameter_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target.register_hook(hook)
     for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
         target.register_post_accumulate_grad_hook(hook)
+
+
+def is_transforming() -> bool:
+    """Whether a transform of ``torch.func`` is running."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def draw_on_cpus(tracker: Any) -> None:
+    """Has random operators on ``DTensor``s ask ``tracker``, where torch has none of its own: those need GPUs."""
+    if _random._rng_tracker is None and not torch.accelerator.is_available():
+        _random._rng_tracker = tracker
 
 
 def after_backward(callback: Callable[[], Any]) -> None:

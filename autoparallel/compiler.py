@@ -276,7 +276,10 @@ class Compiler:
         if any(_torch.local_of(t).is_meta for t in [*store.parameters.values(), *model.buffers()]):
             materialize(model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)
         for name, parameter in store.parameters.items():
-            lay_out(parameter, layouts[name], homes[name])
+            try:
+                lay_out(parameter, layouts[name], homes[name])
+            except RuntimeError as error:
+                raise RuntimeError(f"{name} cannot be given its layout: {error}") from error
         store.note_storages()
 
 

@@ -17,6 +17,6 @@ May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``gra
 - ``pipeline``, ``stages``, ``microbatches``, ``tied``: the same for a rank's stages.
 - ``state``, ``slices``: parameters as ``DTensor``s, and a rank's part of them; ``initial_values`` of meta parameters;
   ``whole``: full parameters for a while;
-  ``randomness``: the random stream.
+  ``randomness``: the random stream; ``parameter_draws``: random numbers that a script draws on parameters.
 - ``meter``: what steps took; ``rerun``: a suspicious step, computed once more.
 """

@@ -252,18 +252,25 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         """The buckets that the backward will gather again."""
         return [b.bucket for b, count in self._notes.items() if count]
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> _Note | tuple[torch.Tensor, int]:
         owner = self._owners.get(_torch.StorageWeakRef(tensor.untyped_storage()))
         if owner is None:
-            return tensor
+            return tensor, tensor._version  # which torch does not compare where hooks save
         bucket, value, base = owner
         self._notes[bucket] += 1
         offset = int(tensor.storage_offset()) - base
         return _Note(bucket, value, tensor.size(), tensor.stride(), offset)
 
-    def _unpack(self, saved: Any) -> torch.Tensor:
+    def _unpack(self, saved: _Note | tuple[torch.Tensor, int]) -> torch.Tensor:
         if not isinstance(saved, _Note):
-            return saved
+            tensor, version = saved
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place after the "
+                    "call of the model that has read it: an input, or a buffer\n"
+                    "What to change: call backward() before, or change a copy (x = x.clone())."
+                )
+            return tensor
         bucket = saved.bucket
         values = self._gathered.get(bucket)
         if values is None:

@@ -40,7 +40,15 @@ class CallReader:
 
         Args:
             is_whole: whether the model's parameters are gathered now (see ``ParallelModule.whole``).
+
+        Raises:
+            RuntimeError: under a transform of ``torch.func``, where ranks cannot even tell each other of it.
         """
+        if _torch.is_transforming():
+            raise RuntimeError(
+                "a transform of torch.func (vmap, grad, jvp) cannot see into a compiled model\n"
+                "What to change: transform inside of the model's forward, or the plain model (model.whole())."
+            )
         with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
         leaves, in_spec = _torch.flatten((args, kwargs))
         mesh = self.kinds.maker.mesh
@@ -72,7 +80,7 @@ class CallReader:
                 problem = f"{self._name(args, kwargs, i)} {why}"
         specs, batch = describe_inputs(leaves)
         if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
-            problem = "the batch is empty: its first tensor has 0 rows"
+            problem = "the batch is empty: its first tensor has 0 rows\nWhat to change: leave such batches out."
         training = tuple([m.training for m in modules])
         trainable = tuple([p.requires_grad for p in parameters.values()])
         call = Call(

@@ -16,6 +16,7 @@ from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.runtime.hooks import move_hooks
 from autoparallel.runtime.initial_values import find_units, set_already
+from autoparallel.runtime.parameter_draws import WholeDraws
 from autoparallel.runtime.slices import local_slice
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     """Replaces every parameter by a ``DTensor`` that is whole on every rank; returns the parameters replaced."""
+    if mesh.device_type == "cpu":
+        _torch.draw_on_cpus(WholeDraws())
     layout = to_dtensor_placements((Invariant,) * mesh.ndim)
     made: dict[int, nn.Parameter] = {}
     replaced: dict[int, nn.Parameter] = {}
@@ -119,7 +122,9 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
         return
     grad, parameter.grad = parameter.grad, None
     if grad is not None:
-        raise RuntimeError("a parameter has a gradient before its layout is planned; call zero_grad() first")
+        raise RuntimeError(
+            "it has a gradient before its layout is planned\nWhat to change: call zero_grad() before the first call."
+        )
     with torch.no_grad():
         local = local_slice(_torch.local_of(parameter).detach(), layout, mesh)
     spec = _torch.make_spec(mesh, placements, parameter.shape, parameter.dtype)
@@ -128,7 +133,14 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
 
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
     """Makes a parameter what ``new`` is; it keeps its hooks, and what it says to the engine about them."""
-    _torch.swap_tensors(parameter, new)
+    try:
+        _torch.swap_tensors(parameter, new)
+    except RuntimeError as error:  # of torch, which counts who else refers to it
+        raise RuntimeError(
+            "a graph that was made of it before has not had its backward\n"
+            "What to change: compute what the loop makes of parameters (a penalty) after the model's first call, or "
+            "plan before with model.prepare(...)."
+        ) from error
     move_hooks(parameter, parameter)
 
 
