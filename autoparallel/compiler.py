@@ -19,7 +19,6 @@ from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.passes.mark_batch import mark_batch
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.meshes import MeshSearch
@@ -201,10 +200,7 @@ class Compiler:
 
     def _capture(self, call: Call, training: bool | None = None) -> Captured:
         with self._progress.phase("capture"):
-            captured = self.settings.agreement.together(lambda: self.planner.capture(call, training=training))
-        if not captured.batches:  # a model may fix the batch size, and Dynamo fixes that of the first call
-            mark_batch(captured)
-        return captured
+            return self.settings.agreement.together(lambda: self.planner.capture(call, training=training))
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         plan, first = self.request.plan, self.first

@@ -19,6 +19,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
+from autoparallel.passes.mark_batch import mark_batch
 from autoparallel.plan import Plan
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.plan_cache import PlanCache, key_of
@@ -55,9 +56,9 @@ class Planner:
             self._reductions = {}
 
     def capture(self, call: Call, training: bool | None = None) -> Captured:
-        """The forward graph of a call."""
+        """The forward graph of a call; a batch that the model fixes is marked in it."""
         request = self.request
-        return capture(
+        captured = capture(
             self.model,
             call.specs,
             call.in_spec,
@@ -71,6 +72,9 @@ class Planner:
             gradients=call.gradients or training is True,
             autocast=call.autocast,
         )
+        if not captured.batches:
+            mark_batch(captured)
+        return captured
 
     def search(
         self,
