@@ -32,7 +32,7 @@ from autoparallel.tools.parity.noise import narrowing_casts
 from autoparallel.tools.parity.task import Task, make_task
 from autoparallel.tools.parity.verification import Deviation
 from autoparallel.tools.processes import Job, Process, ProcessError, run_processes
-from benchmarks.model_zoo import ZOO
+from benchmarks.zoo import ZOO
 
 PLANS: tuple[Preset, ...] = ("auto", "fsdp", "tensor_parallel")
 MESH = (2, 2)

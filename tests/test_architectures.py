@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.model_zoo import ZOO
 from benchmarks.models import RIGHT, Row, examine, table
+from benchmarks.zoo import ZOO
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 
