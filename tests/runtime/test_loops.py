@@ -111,3 +111,5 @@ def test_torch_compile_around_a_compiled_model_leaves_it_as_it_is() -> None:
         assert off(step(around), step(plain)) < 1e-12
         assert parameters_off(model, plain) < 1e-12
         assert off(model[0].weight.grad, plain[0].weight.grad) < 1e-12
+    with pytest.raises(Exception, match=r"runs as it is: compile\(backend=\.\.\.\) compiles it"):
+        torch.compile(lambda x: model(x), backend="eager", fullgraph=True)(x)
