@@ -152,7 +152,7 @@ class _Comparison:
             n
             for n in graph.nodes
             if n.op in ("placeholder", "call_function") and is_tensor(n) and "placements" in n.meta and n not in scaled
-            if n.target is redistribute or n.meta.get("key") in whole.whole
+            if (n.users if n.target is redistribute else n.meta.get("key") in whole.whole)  # else nothing reads it
         ]
 
     def deviation(self) -> Deviation | None:
