@@ -95,6 +95,22 @@ def test_planned_here_and_run_there(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "layers.0-1.0" in parsed.text and "dim 0 over tp" in parsed.text and "Memory of a device" in parsed.text
 
 
+def test_the_same_step_on_twice_and_four_times_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", MODEL, "--hardware", "cpu", "--batch", "16", "--compare", "none"]
+    assert main([*command, "--mesh", "dp=2,tp=2", "--doublings", "2"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.split("The same step on more devices:")[1].splitlines()
+    rows = [line.split() for line in lines if "dp=" in line]
+    assert [(row[0], " ".join(row[1:3])) for row in rows] == [
+        ("4", "(dp=2, tp=2)"), ("8", "(dp=4, tp=2)"), ("16", "(dp=8, tp=2)")
+    ]  # fmt: skip
+    assert next(word for word in rows[0] if word.endswith("%")) == "100%"
+    assert main([*command, "--mesh", "dp=2,tp=2", "--plan", "fsdp"]) == 0
+    assert "more devices" not in capsys.readouterr().out
+    assert main([*command, "--devices", "2", "--doublings", "1"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "=" in line][-2:] == ["2", "4"]
+
+
 def test_more_devices_than_anyone_has(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(
         ["plan", "--model", MODEL, "--mesh", "dp=512,tp=16", "--batch", "8192", "--plan", "data_parallel",
@@ -261,6 +277,7 @@ def test_a_profile_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--out", "there/is/no/plan.json"], "there/is/no/plan.json cannot be written"),
         (["--report", "."], ". cannot be written"),
         (["--report", "page.html", "--beside", "dp=3"], "--beside (dp=3) has not the"),
+        (["--doublings", "-1"], "--doublings must not be negative, got -1"),
         (["--model", "there/config.json", "--batch", "8"], "there is no file there/config.json"),
     ],
 )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
+from autoparallel.decisions.frontier import Tried
 from autoparallel.decisions.prediction import Prediction, Workload
 from autoparallel.hardware import Profile
 from autoparallel.report.explain import OPERATORS, SENT, UNSHARDED, headline, operators_table, plan_sections
+from autoparallel.report.frontier import means
 from autoparallel.report.html import Bars, Chart, Curve, Sections, page
 from autoparallel.report.words import fold
 from autoparallel.text import Block, Table, duration, operations, units
@@ -27,6 +29,7 @@ class Comparison:
         plans: by name, what was decided, and what a step is predicted to cost; the first is the one that was asked for.
         problems: by name, why other plans cannot be.
         limit: bytes of a device that plans were to stay within; None where they were not limited.
+        larger: the same asked of more devices, the fewest first.
     """
 
     model: str
@@ -35,6 +38,7 @@ class Comparison:
     plans: Mapping[str, tuple[Decisions, Prediction]]
     problems: Mapping[str, str]
     limit: float | None = None
+    larger: Sequence[Comparison] = ()
 
     @property
     def capacity(self) -> float | None:
@@ -45,6 +49,11 @@ class Comparison:
     def plan(self) -> Decisions:
         """The one that was asked for."""
         return next(iter(self.plans.values()))[0]
+
+    @property
+    def predicted(self) -> Prediction:
+        """What a step of that plan is predicted to cost."""
+        return next(iter(self.plans.values()))[1]
 
     @property
     def title(self) -> str:
@@ -66,13 +75,35 @@ def comparison_blocks(compared: Comparison) -> list[Block]:
     rows = []
     for name, (plan, prediction) in compared.plans.items():
         seconds, memory = prediction.seconds(), prediction.total_memory
-        mfu = work.mfu(seconds, math.prod(size for _, size in plan.whole_mesh))
+        mfu = work.mfu(seconds, _devices(plan))
         over = " (too much)" if compared.capacity is not None and memory > compared.capacity else ""
         cells = [duration(seconds), f"{work.count / seconds:,.0f}", f"{100 * mfu:.1f}%", units(memory) + over]
         rows.append([name, *cells, *(units(sent[name].get(kind, 0.0)) for kind in kinds)])
     rows += [[name, "no plan", *[""] * (len(numbers) - 1)] for name in compared.problems]
     problems = [f"{name}: {problem}" for name, problem in compared.problems.items()]
-    return [Table(["plan", *numbers], rows, right=numbers, chosen=0), *problems, *_limit_words(compared)]
+    table = Table(["plan", *numbers], rows, right=numbers, chosen=0)
+    return [table, *problems, *_limit_words(compared), *_blocks_of_larger(compared)]
+
+
+def _blocks_of_larger(compared: Comparison) -> list[Block]:
+    """What the same step would take on more devices, and what would be decided there; nothing where none was asked."""
+    if not compared.larger:
+        return []
+    base = compared.predicted.seconds() * _devices(compared.plan)
+    rows = []
+    for one in (compared, *compared.larger):
+        plan, prediction, devices = one.plan, one.predicted, _devices(one.plan)
+        seconds, memory = prediction.seconds(), prediction.total_memory
+        parts = plan.staging.microbatches if plan.staging is not None else 1
+        saved = Tried(plan.origin, seconds, memory, len(plan.recompute), plan.loss_chunks, parts, plan.linear_chunks)
+        cells = [duration(seconds), f"{base / devices / seconds:.0%}", units(memory)]
+        rows.append([f"{devices}", mesh_text(plan.whole_mesh), *cells, means(saved)])
+    heads = ("devices", "mesh", "step", "efficiency", "memory", "saves memory by")
+    return ["The same step on more devices:", Table(heads, rows, right=("devices", "step", "efficiency", "memory"))]
+
+
+def _devices(plan: Decisions) -> int:
+    return math.prod(size for _, size in plan.whole_mesh)
 
 
 def _limit_words(compared: Comparison) -> list[str]:

@@ -19,7 +19,7 @@ def frontier_blocks(frontier: Frontier | None) -> list[Block]:
     limit = f", within {units(frontier.limit)} (the line)" if frontier.limit is not None else ""
     words = f"What was compared, seconds of a step to the right and memory of a device upwards{limit}; * is chosen:"
     rows = [
-        (letter, tried.origin, duration(tried.seconds), units(tried.memory) + _over(tried, frontier), _means(tried))
+        (letter, tried.origin, duration(tried.seconds), units(tried.memory) + _over(tried, frontier), means(tried))
         for letter, tried in lettered
     ]
     points = [(letter, _title(tried), tried.seconds, tried.memory) for letter, tried in lettered]
@@ -32,10 +32,10 @@ def _over(tried: Tried, frontier: Frontier) -> str:
 
 
 def _title(tried: Tried) -> str:
-    return ", ".join(filter(None, [tried.origin, duration(tried.seconds), units(tried.memory), _means(tried)]))
+    return ", ".join(filter(None, [tried.origin, duration(tried.seconds), units(tried.memory), means(tried)]))
 
 
-def _means(tried: Tried) -> str:
+def means(tried: Tried) -> str:
     """What saves memory, or time, in words."""
     return ", ".join(
         words

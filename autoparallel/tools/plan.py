@@ -87,6 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
         metavar="MESH",
         help="another mesh of as many devices, which the report shows to switch to; may be given several times",
     )
+    parser.add_argument(
+        "--doublings",
+        type=int,
+        default=0,
+        metavar="TIMES",
+        help="also plan the same step for twice the devices, four times as many, ...: the first axis grows, or the "
+        "search factors them",
+    )
     parser.add_argument("--real-tensors", action="store_true", help="give the factory real memory, not meta tensors")
     parser.add_argument("--seed", type=int, default=0, help="seed of the factory (default: 0)")
     parser.add_argument("--explain", action="store_true", help="print the whole plan, too")
@@ -123,10 +131,11 @@ def _answer(options: argparse.Namespace, cache: PlanCache | None) -> Answer:
         captured = Planner(source.model, request).capture(call)
     choice: MeshChoice | None = None
     if isinstance(mesh, int):
-        with _progress("mesh").phase("search"):
-            choice = MeshSearch(request, captured, call, mesh, refusal=_refusal(request)).choose()
+        choice = _choose(request, captured, call, mesh)
         request = request.on(choice.mesh)
     compared = compare(source, request, call, captured, _presets(options, request), choice, cache)
+    larger = [_on_more_devices(source, request, call, captured, mesh, 2**i) for i in range(1, options.doublings + 1)]
+    compared = replace(compared, larger=larger)
     plan = compared.plan
     assert isinstance(plan, Plan)
     texts = [plain_text(f"{compared.title}: {compared.step}", *choice_blocks(choice), *comparison_blocks(compared))]
@@ -147,6 +156,26 @@ wrote {options.out}; run it, without a search, with
         others = [_on_other_mesh(options, source, request, call, captured, axes) for axes in options.beside]
         files["report"] = File(report(compared, *others), f"wrote {options.report}")
     return Answer("\n\n".join(map(str, texts)), files)
+
+
+def _choose(request: Request, captured: Captured, call: Call, devices: int) -> MeshChoice:
+    with _progress(f"mesh of {devices}").phase("search"):
+        return MeshSearch(request, captured, call, devices, refusal=_refusal(request)).choose()
+
+
+def _on_more_devices(
+    source: Source, request: Request, call: Call, captured: Captured, mesh: Axes | int, times: int
+) -> Comparison:
+    """What would be decided on so many times the devices, of the same step."""
+    try:
+        if isinstance(mesh, int):
+            axes = _choose(request, captured, call, times * mesh).mesh
+        else:
+            grown = next(name for name, _ in mesh if name != "pp" or len(mesh) == 1)
+            axes = tuple([(name, size * times if name == grown else size) for name, size in mesh])
+        return compare(source, request.on(axes), call, captured, [])
+    except (PlanError, ValueError) as error:
+        raise UsageError(f"--doublings: {times} times the devices: {error}") from error
 
 
 def _on_other_mesh(
@@ -199,6 +228,8 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             raise UsageError(_refusal(request))
         if request.stages and options.microbatches is not None:
             raise UsageError("--microbatches is for meshes without an axis 'pp', whose pipeline chooses their number")
+        if options.doublings < 0:
+            raise UsageError(f"--doublings must not be negative, got {options.doublings}")
         counts = (options.loss_chunks, options.linear_chunks, options.microbatches)
         if any(number is not None and number < 1 for number in counts):
             raise UsageError("--loss-chunks, --linear-chunks and --microbatches must be positive")
