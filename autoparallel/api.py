@@ -83,8 +83,8 @@ def compile(
         loss_fn: called as ``loss_fn(output, target)``; the last positional argument of a call is the target then. It
             returns the loss, or ``(sum, count)`` with an integer count: the loss is their quotient then.
         example_inputs: positional inputs of a first call (the target last): traces and plans now instead of then.
-        plan: "auto", a preset ("data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel",
-            "context_parallel"), or a :class:`Plan`.
+        plan: "auto", a preset ("data_parallel", "fsdp", "hybrid", "tensor_parallel",
+            "fsdp_tensor_parallel", "expert_parallel", "context_parallel"), or a :class:`Plan`.
         pins: what some parameters and modules must be, beside ``plan``: ``{"layers.*.up.weight": (Replicate(),
             Shard(0))}`` with one of torch's placements for each mesh axis, or None for an axis that stays open. A
             parameter lies so between steps; a module makes its result so. Or a saved :class:`Plan`, of which all is

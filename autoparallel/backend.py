@@ -107,7 +107,7 @@ class Options:
         require_options(
             parsed.plan, parsed.pins, parsed.forbid, "gather", parsed.backend, parsed.precision, parsed.check_inputs
         )
-        if parsed.plan in ("fsdp", "hybrid"):
+        if parsed.plan in ("fsdp", "hybrid", "fsdp_tensor_parallel"):
             raise ValueError(
                 f"plan={parsed.plan!r} shards the parameters, which torch.compile leaves whole with their owner: use "
                 f"autoparallel.compile(model, mesh, plan={parsed.plan!r}), or another plan here"

@@ -89,9 +89,12 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if free.plan is None or best is not None and _is_slower(free, best, gauge):
             problems += [free] if free.plan is None else []
             continue
-        below = math.inf if best is None or limit is None else gauge.seconds(best)
+        below = math.inf
+        if best is not None and limit is not None:
+            below = gauge.seconds(best)
+            if _may_overlap(free.plan, gauge):  # it may become faster, and what it needs is like no other's
+                room, below = None, THRESHOLDS.overlapped * below
         outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room, below))
-        outcome = overlapped(outcome, gauge, limit)
         assert outcome.plan is not None
         if candidate is candidates[0]:
             first, unlimited = free.candidate, free.plan.lower_bound or 0.0
@@ -99,6 +102,8 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if limit is not None and gauge.memory(outcome.plan) > limit:
             sparing.append(outcome.plan)
             continue
+        outcome = overlapped(outcome, gauge, limit)
+        assert outcome.plan is not None
         room = gauge.difference(outcome.plan) if limit is not None else None
         if best is None or gauge.seconds(outcome) < gauge.seconds(best):
             best = outcome
@@ -122,21 +127,26 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
 def overlapped(outcome: Outcome, gauge: Gauge, limit: float | None) -> Outcome:
     """The outcome with linear layers in as many chunks of rows as are predicted to be fastest; where what they exchange
     runs beside nothing, and where a request says how many there are, the same."""
-    plan, request = outcome.plan, gauge.evaluator.request
-    if plan is None or request.linear_chunks is not None or not request.profile.overlap or not _cuts_linears(plan):
+    plan = outcome.plan
+    if plan is None or not _may_overlap(plan, gauge):
         return outcome
     for count in THRESHOLDS.linear_chunks:
         other = replace(outcome, plan=replace(outcome.require(), linear_chunks=count))
         if gauge.seconds(other) >= gauge.seconds(outcome):
             break
-        if limit is None or gauge.memory(other.require()) <= max(limit, gauge.memory(plan)):
+        if limit is None or gauge.memory(other.require()) <= limit:
             outcome = other
     return outcome
 
 
-def _cuts_linears(plan: Plan) -> bool:
-    """Whether a weight of a linear layer is used in pieces."""
-    return any({"shard:n", "shard:k"} & {*modes} for key, modes in plan.operators.items() if "/aten.linear" in key)
+def _may_overlap(plan: Plan, gauge: Gauge) -> bool:
+    """Whether a weight of a linear layer is used in pieces, which may be computed in chunks of rows."""
+    request = gauge.evaluator.request
+    return (
+        request.linear_chunks is None
+        and bool(request.profile.overlap)
+        and any({"shard:n", "shard:k"} & {*modes} for key, modes in plan.operators.items() if "/aten.linear" in key)
+    )
 
 
 def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:

@@ -8,7 +8,16 @@ from typing import Literal, get_args
 
 from autoparallel.decisions.parameters import PlanError
 
-Preset = Literal["auto", "data_parallel", "fsdp", "hybrid", "tensor_parallel", "expert_parallel", "context_parallel"]
+Preset = Literal[
+    "auto",
+    "data_parallel",
+    "fsdp",
+    "hybrid",
+    "tensor_parallel",
+    "fsdp_tensor_parallel",
+    "expert_parallel",
+    "context_parallel",
+]
 """The names that ``compile(plan=...)`` takes beside a ``Plan``: the free search, or a well-known strategy."""
 
 PRESETS: tuple[Preset, ...] = get_args(Preset)
@@ -70,11 +79,12 @@ def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
 def _constraints(preset: str, axis_names: Sequence[str]) -> Constraints:
     """The constraints of a preset on a mesh.
 
-    ``hybrid`` is ``fsdp`` over the last axis, whose ranks lie inside a node first, and data parallel across the others.
-    ``tensor_parallel`` uses the axis named "tp", or else the last axis that is not "ep", and is data parallel over the
-    others.  ``expert_parallel`` is data parallel with an axis named "ep", and tensor parallel over one named "tp".
-    ``context_parallel`` shards the sequence over the axis named "cp" or "sp", is tensor parallel over one named "tp",
-    and data parallel over the others.
+    ``hybrid`` is ``fsdp`` over the last axis, whose ranks lie inside a node first, and data parallel across the
+    others.  ``tensor_parallel`` uses the axis named "tp", or else the last axis that is not "ep", and is data parallel
+    over the others.  ``fsdp_tensor_parallel`` is tensor parallel over "tp" and ``fsdp`` over the others, as most
+    published runs on two axes are.  ``expert_parallel`` is data parallel with an axis named "ep", and tensor parallel
+    over one named "tp".  ``context_parallel`` shards the sequence over the axis named "cp" or "sp", is tensor parallel
+    over one named "tp", and data parallel over the others.
 
     Raises:
         ValueError: for a name that is not a preset.
@@ -102,6 +112,14 @@ def _constraints(preset: str, axis_names: Sequence[str]) -> Constraints:
             raise PlanError("plan='tensor_parallel' needs a mesh axis other than 'ep': name one 'tp'")
         tensor = names.index(TENSOR_AXIS) if TENSOR_AXIS in names else max(axes - expert)
         return Constraints(data=axes - {tensor}, tensor=frozenset({tensor}), expert=expert)
+    if preset == "fsdp_tensor_parallel":
+        if TENSOR_AXIS not in names or len(names) < 2:
+            raise PlanError(
+                "plan='fsdp_tensor_parallel' needs a mesh axis named 'tp' and another, the mesh has "
+                f"{tuple(names)}: use plan='fsdp' or plan='tensor_parallel'"
+            )
+        data = axes - {names.index(TENSOR_AXIS)}
+        return Constraints(data=data, sharded_at_rest=data, gather_per_use=True, tensor=axes - data, expert=expert)
     if preset == "expert_parallel":
         if not expert:
             raise PlanError(f"plan='expert_parallel' needs a mesh axis named 'ep', the mesh has {tuple(names)}")

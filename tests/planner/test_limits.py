@@ -110,6 +110,15 @@ def test_hybrid_shards_along_the_last_axis_and_repeats_along_the_others() -> Non
         _draft(None, "hybrid", (("dp", 2),))
 
 
+def test_fsdp_with_tensor_parallel_shards_along_both_axes() -> None:
+    plan = _draft(None, "fsdp_tensor_parallel", (("dp", 2), ("tp", 2))).plan
+    assert {plan.parameters[f"blocks.{i}.up.weight"].at_rest for i in range(LAYERS)} == {"S1,S0"}
+    assert {plan.parameters[f"blocks.{i}.up.weight"].gather for i in range(LAYERS)} == {"per_use"}
+    for axes in ((("tp", 2),), (("dp", 2), ("ep", 2))):
+        with pytest.raises(PlanError, match=r"needs a mesh axis named 'tp' and another"):
+            _draft(None, "fsdp_tensor_parallel", axes)
+
+
 class Kinds(nn.Module):
     """Calls that save their operand, their result, both, something else, or nothing."""
 
