@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes
 from autoparallel.data import UNSTORED
-from autoparallel.decisions.frontier import Frontier
+from autoparallel.decisions.frontier import Frontier, Tried
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, padded_rows
 from autoparallel.decisions.pipeline import PipelinePlan
@@ -153,6 +153,11 @@ class Decisions:
         if self.pipeline is None and self.microbatches > 1:
             return PipelinePlan("", 1, "1f1b", self.microbatches, ())
         return self.pipeline
+
+    def tried(self, seconds: float, memory: float) -> Tried:
+        """What others are compared with, where a step takes so long and a device holds so many bytes."""
+        parts = self.staging.microbatches if self.staging is not None else 1
+        return Tried(self.origin, seconds, memory, len(self.recompute), self.loss_chunks, parts, self.linear_chunks)
 
     def modes(self, key: str) -> tuple[Mode, ...]:
         """How the operator with this key runs on each mesh axis."""

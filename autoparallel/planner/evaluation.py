@@ -243,9 +243,8 @@ class Evaluator:
         first: list[Tried] = []
         tried: list[Tried] = []
         for plan, seconds, memory in taken.values():
-            count = plan.staging.microbatches if plan.staging is not None else 1
-            one = Tried(plan.origin, seconds, memory, len(plan.recompute), plan.loss_chunks, count, plan.linear_chunks)
-            (tried if first or plan != replace(chosen, origin=plan.origin) else first).append(one)
+            is_chosen = not first and plan == replace(chosen, origin=plan.origin)
+            (first if is_chosen else tried).append(plan.tried(seconds, memory))
         return frontier_of([*first, *tried], self.request.memory_limit) if tried or first else None
 
     def predict(self, graph: Captured, plan: Plan) -> Prediction:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.decisions import Decisions
-from autoparallel.decisions.frontier import Tried
 from autoparallel.decisions.prediction import Prediction, Workload
 from autoparallel.hardware import Profile
 from autoparallel.report.explain import OPERATORS, SENT, UNSHARDED, headline, operators_table, plan_sections
@@ -94,10 +93,8 @@ def _blocks_of_larger(compared: Comparison) -> list[Block]:
     for one in (compared, *compared.larger):
         plan, prediction, devices = one.plan, one.predicted, _devices(one.plan)
         seconds, memory = prediction.seconds(), prediction.total_memory
-        parts = plan.staging.microbatches if plan.staging is not None else 1
-        saved = Tried(plan.origin, seconds, memory, len(plan.recompute), plan.loss_chunks, parts, plan.linear_chunks)
         cells = [duration(seconds), f"{base / devices / seconds:.0%}", units(memory)]
-        rows.append([f"{devices}", mesh_text(plan.whole_mesh), *cells, means(saved)])
+        rows.append([f"{devices}", mesh_text(plan.whole_mesh), *cells, means(plan.tried(seconds, memory))])
     heads = ("devices", "mesh", "step", "efficiency", "memory", "saves memory by")
     return ["The same step on more devices:", Table(heads, rows, right=("devices", "step", "efficiency", "memory"))]
 
