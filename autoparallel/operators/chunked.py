@@ -305,6 +305,7 @@ class _RedistributeThenLinear(torch.autograd.Function):
             made = run(x, weights, biases, src, dst, group, chunks)
             results, received = made[:count], made[count:]
         else:
+            x = apply(x, src, dst, group)
             results, received = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], [_rows(x)]
         ctx.save_for_backward(*weights, *received)
         return tuple(results)

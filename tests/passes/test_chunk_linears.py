@@ -146,6 +146,30 @@ def test_a_smaller_batch_than_chunks_computes_the_same() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
 
 
+def test_what_is_cut_along_a_sequence_is_gathered_in_the_backward_alone() -> None:
+    modes = {"0/aten.linear#0": ["I"], "1/aten.linear#0": ["shard:...1"]}
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).double()
+    graph = captured(model, torch.rand(4, 6, 4, dtype=torch.float64))
+    sizes = Sizes(graph.actual)
+    module, specification = placed(graph, modes)
+    chunk_linears(module, chunks=2, axis_sizes=(2,), sizes=sizes)
+    verify_placements(restored(module), specification)
+    module.recompile()
+    assert any("redistribute_then_linear(linear, 'I', 'S1'" in line for line in show(module))
+    x = torch.rand(4, 6, 4, dtype=torch.float64)
+
+    def rank(index: int) -> list[Tensor]:
+        weights = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        result = module(*weights, x)[0]
+        return [result, *torch.autograd.grad(result.square().sum(), weights)]
+
+    expected = model(x)
+    grads = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
+    for found in simulate(rank, (2,), ("tp",)):
+        for one, other in zip(found, [expected, *grads], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
 def test_what_one_chunk_exchanges_runs_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     order, module = Order(monkeypatch), program(2)[0]
 
