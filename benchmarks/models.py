@@ -31,7 +31,7 @@ from autoparallel.tools.parity.localize_program import call_of_task, planner_of,
 from autoparallel.tools.parity.noise import narrowing_casts
 from autoparallel.tools.parity.task import Task, make_task
 from autoparallel.tools.parity.verification import Deviation
-from autoparallel.tools.processes import Job, Process, ProcessError, run_processes
+from autoparallel.tools.processes import Place, Process, ProcessError, run_processes
 from benchmarks.zoo import ZOO
 
 PLANS: tuple[Preset, ...] = ("auto", "fsdp", "tensor_parallel")
@@ -175,7 +175,7 @@ def main() -> None:
     rows: dict[str, Row] = {}
     for name in options.models.split(";") if options.models else ZOO:
         try:
-            [rows[name]] = run_processes([Job(name, "", 0, 1, _examine)], name, LIMIT)
+            [rows[name]] = run_processes([Place(name, "", 0, 1)], _examine, name, LIMIT)
         except ProcessError as error:
             failure = error.failures[0]
             rows[name] = Row(f"{failure.type}: {failure.message}")

@@ -23,7 +23,7 @@ from autoparallel.comm.world import axes_of
 from autoparallel.tools import processes
 from autoparallel.tools.parity.comparison import difference
 from autoparallel.tools.parity.verification import Difference
-from autoparallel.tools.processes import Job, Process, ProcessError, run_processes
+from autoparallel.tools.processes import Place, Process, ProcessError, run_processes
 from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
 
 needs_fork = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="lambdas need fork")
@@ -259,16 +259,16 @@ def _do(process: Process, task: str) -> Any:
     return total.tolist()
 
 
-PAIR = [Job("rank 0", "g", 0, 2, _do), Job("rank 1", "g", 1, 2, _do)]
+PAIR = [Place("rank 0", "g", 0, 2), Place("rank 1", "g", 1, 2)]
 
 
 def test_processes_talk() -> None:
-    assert run_processes(PAIR, "work", timeout=120) == [[2.0, 2.0]] * 2
+    assert run_processes(PAIR, _do, "work", timeout=120) == [[2.0, 2.0]] * 2
 
 
 def test_the_process_that_raises_is_blamed() -> None:
     with pytest.raises(ProcessError, match="rank 1 failed: ValueError: boom") as caught:
-        run_processes(PAIR, "raise", timeout=120)
+        run_processes(PAIR, _do, "raise", timeout=120)
     assert caught.value.failures[0].label == "rank 1" and 'raise ValueError("boom")' in str(caught.value)
 
 
@@ -276,14 +276,14 @@ def test_the_process_that_raises_is_blamed() -> None:
 def test_a_process_that_dies_is_noticed() -> None:
     started = time.monotonic()
     with pytest.raises(ProcessError, match=r"rank 1 failed: Died: .*SIGKILL"):
-        run_processes(PAIR, "die", timeout=200)
+        run_processes(PAIR, _do, "die", timeout=200)
     assert time.monotonic() - started < 150
 
 
 @pytest.mark.wide
 def test_a_process_that_hangs_is_stopped_and_shown() -> None:
     with pytest.raises(ProcessError, match="no answer within 8 s") as caught:
-        run_processes(PAIR, "hang", timeout=8)
+        run_processes(PAIR, _do, "hang", timeout=8)
     assert "rank 1:" in str(caught.value) and "in _do" in str(caught.value)
 
 
@@ -291,6 +291,6 @@ def test_a_process_that_hangs_is_stopped_and_shown() -> None:
 def test_spawning_needs_what_can_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_start_method", lambda: "spawn")
     with pytest.raises(RuntimeError, match="must be picklable"):
-        run_processes(PAIR[:1], lambda: None, timeout=60)
-    single = [Job("rank 0", "g", 0, 1, _do)]
-    assert run_processes(single, "work", timeout=120) == [[1.0, 1.0]]
+        run_processes(PAIR[:1], _do, lambda: None, timeout=60)
+    single = [Place("rank 0", "g", 0, 1)]
+    assert run_processes(single, _do, "work", timeout=120) == [[1.0, 1.0]]

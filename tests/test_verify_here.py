@@ -157,7 +157,7 @@ def test_a_gradient_that_should_be_none_fails() -> None:
 
 def _records(model: nn.Module, inputs: Any, loss_fn: Any) -> list[Record]:
     task = make_task(model, 1, inputs, loss_fn)
-    return list(observe(task.model, task, [], lambda *_: 1.0))
+    return list(observe(task.model, task, lambda *_: 1.0))
 
 
 def test_steps_take_their_batches_and_the_optimizer_is_the_users() -> None:
@@ -221,7 +221,7 @@ def test_a_tolerance_is_what_rounding_moves() -> None:
     limits = {}
     for dtype in (torch.float32, torch.bfloat16):
         task = make_task(Net(0.0).to(dtype), 1, (X.to(dtype), Y), F.cross_entropy)
-        records = list(observe(task.copy().model, task, [], lambda *_: 1.0))
+        records = list(observe(task.copy().model, task, lambda *_: 1.0))
         limits[dtype] = measure(task, records, [1.0])
         assert set(limits[dtype]) == {r[:3] for r in records}
     ratios = [limits[torch.bfloat16][key] / limits[torch.float32][key] for key in limits[torch.float32]]

@@ -27,7 +27,7 @@ from autoparallel.tools import plan as cli_plan
 from autoparallel.tools.calibration import calibrate, profile_tables
 from autoparallel.tools.parity.task import Task, compile_task, make_task
 from autoparallel.tools.plan import plan_of
-from autoparallel.tools.processes import Process, ProcessError, on_ranks, require_plain_process, run_processes
+from autoparallel.tools.processes import Process, ProcessError, ranks_of_mesh, require_plain_process, run_processes
 from autoparallel.tools.sources import UsageError, call_factory, find_factory, require_writable
 from autoparallel.tools.verify import verify
 
@@ -192,7 +192,7 @@ def _explain(options: argparse.Namespace) -> int:
     model, inputs, loss_fn, plan = _subject(options)
     with _busy(f"planning {type(model).__name__}"):
         task = make_task(model, dict(options.mesh), inputs, loss_fn, plan=plan, seed=options.seed)
-        texts = run_processes(on_ranks(task.ranks, _explain_on_rank), task, options.timeout)
+        texts = run_processes(ranks_of_mesh(task.ranks), _explain_on_rank, task, options.timeout)
     print(texts[0])
     return 0
 
@@ -221,7 +221,7 @@ def _calibrate(options: argparse.Namespace) -> int:
             return 0
     else:
         with _busy("measuring"):
-            text = run_processes(on_ranks(ranks, _calibrate_on_rank), (axes, options.name), options.timeout)[0]
+            text = run_processes(ranks_of_mesh(ranks), _calibrate_on_rank, (axes, options.name), options.timeout)[0]
     profile = Profile.from_json(text)
     profile.save(options.out)
     print(plain_text(f"{profile.name}, on {mesh_text(axes)}:", *profile_tables(profile)))

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path
 
-from autoparallel.tools.processes import Process, on_ranks, require_plain_process, run_processes
+from autoparallel.tools.processes import Process, ranks_of_mesh, require_plain_process, run_processes
 
 
 def launch(
@@ -37,10 +37,10 @@ def launch(
     require_plain_process("launch()")
     if ranks < 1 or not timeout > 0:
         raise ValueError(f"launch() needs at least one rank and some time, got ranks={ranks}, timeout={timeout}")
-    return [result for (result,) in run_processes(on_ranks(ranks, _call), (function, args, kwargs), timeout)]
+    return run_processes(ranks_of_mesh(ranks), _call, (function, args, kwargs), timeout)
 
 
-def _call(process: Process, task: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[Any]:
+def _call(process: Process, task: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
     function, args, kwargs = task
     result = function(*args, **kwargs)
     for path, leaf in tree_flatten_with_path(result)[0]:
@@ -50,4 +50,4 @@ def _call(process: Process, task: tuple[Callable[..., Any], tuple[Any, ...], dic
                 f"the function returns a DTensor{f' at {place}' if place else ''}, which is one rank's part and means "
                 "nothing outside of the ranks: return its .full_tensor()"
             )
-    return (result,)
+    return result

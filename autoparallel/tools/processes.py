@@ -62,28 +62,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Job(Place):
-    """What one process does, once.
-
-    Attributes:
-        function: called with the :class:`Process` and the task; defined in a module.
-    """
-
-    function: Function
-
-
-@dataclass(frozen=True)
-class Process:
+class Process(Place):
     """What a function is told about where it runs.
 
     Attributes:
-        directory: a folder that all processes and the parent share; large results are written there.
         shared: a store that all processes share, also those of different groups.
     """
 
-    rank: int
-    size: int
-    directory: Path
     shared: Any
 
 
@@ -163,16 +148,17 @@ def require_plain_process(what: str) -> None:
         )
 
 
-def on_ranks(ranks: int, function: Function) -> list[Job]:
-    """A function on each of so many ranks, which form one process group."""
-    return [Job(f"rank {rank}", "mesh", rank, ranks, function) for rank in range(ranks)]
+def ranks_of_mesh(ranks: int) -> list[Place]:
+    """The places of so many ranks, which form one process group."""
+    return [Place(f"rank {rank}", "mesh", rank, ranks) for rank in range(ranks)]
 
 
-def run_processes(jobs: Sequence[Job], task: Any, timeout: float) -> list[Any]:
-    """Runs all jobs at once and returns their results.
+def run_processes(places: Sequence[Place], function: Function, task: Any, timeout: float) -> list[Any]:
+    """Runs a function in a process for each place, in all of them at once, and returns their results.
 
     Args:
-        task: handed to every job's function; need not be picklable where processes are forked.
+        function: is defined in a module.
+        task: handed to the function; need not be picklable where processes are forked.
         timeout: seconds for everything together.
 
     Raises:
@@ -180,26 +166,18 @@ def run_processes(jobs: Sequence[Job], task: Any, timeout: float) -> list[Any]:
     """
     method = _start_method()
     deadline = time.monotonic() + timeout
+
+    def run(method: str) -> list[Any]:
+        with Pool(places, task, method, timeout, group_timeout=timeout, deadline=deadline) as pool:
+            return pool.run(function, None, timeout, deadline=deadline)
+
     try:
-        return _run(jobs, task, deadline, timeout, method)
+        return run(method)
     except ProcessError as error:
         text = error.failures[0].message
         if method != "fork" or not any(words in text for words in _LOST_BY_FORKING):
             raise
-    return _run(jobs, task, deadline, timeout, "spawn")
-
-
-def _run(jobs: Sequence[Job], task: Any, deadline: float, timeout: float, method: str) -> list[Any]:
-    with Pool(jobs, task, method, timeout, group_timeout=timeout, deadline=deadline) as pool:
-        results = pool.run([job.function for job in jobs], None, timeout, deadline=deadline)
-        return [_load(value, pool.directory) for value in results]
-
-
-def _load(value: Any, directory: Path) -> Any:
-    """A job may return ``{"file": name}`` beside other entries; the tensors in the file take its place."""
-    if isinstance(value, dict) and "file" in value:
-        value["file"] = torch.load(directory / value["file"], weights_only=True)
-    return value
+    return run("spawn")
 
 
 def _start_method() -> str:
@@ -219,9 +197,6 @@ class Pool:
         group_timeout: seconds that a process group waits for a rank; None for torch's own.
         deadline: when ``timeout`` is over, where it runs already.
 
-    Attributes:
-        directory: the folder that the processes share with this one.
-
     Raises:
         ProcessError: when a process does not join its group.
     """
@@ -236,7 +211,7 @@ class Pool:
         group_timeout: float | None,
         deadline: float | None = None,
     ) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="autoparallel-"))
+        self._directory = Path(tempfile.mkdtemp(prefix="autoparallel-"))
         self._places = tuple(places)
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -249,7 +224,7 @@ class Pool:
                 ours, theirs = multiprocessing.Pipe()
                 self._connections.append(ours)
                 inherited = tuple(self._connections) if start == "fork" else ()
-                arguments = (number, place, given, self.directory, theirs, inherited, group_timeout)
+                arguments = (number, place, given, self._directory, theirs, inherited, group_timeout)
                 self._processes.append(_start(start, number, arguments))
                 theirs.close()
             self._collect(timeout, deadline)
@@ -275,31 +250,31 @@ class Pool:
 
     def run(
         self,
-        function: Function | Sequence[Function],
+        function: Function,
         task: Any,
         timeout: float,
         *,
         deadline: float | None = None,
         keep_after_error: bool = False,
     ) -> list[Any]:
-        """Runs a function in all processes at once, or in each its own, and returns their results.
+        """Runs a function in all processes at once, and returns their results.
 
         Args:
-            task: handed to the functions, picklable; None for what the processes were given at their start.
+            task: handed to the function, picklable; None for what the processes were given at their start.
             timeout: seconds for all of it.
             deadline: when ``timeout`` is over, where it runs already.
-            keep_after_error: keeps the processes where functions raise, which must be all of them and in step: else
-                collectives may be half done.
+            keep_after_error: keeps the processes where the function raises, which it must do in all of them and in
+                step: else collectives may be half done.
 
         Raises:
             ProcessError: when any process fails or the time is over; no process is left, unless they are kept.
         """
         if self._ended:
             raise RuntimeError("the pool has ended: its processes were closed, or one of them failed")
-        functions = [function] * len(self._places) if callable(function) else list(function)
-        for connection, call in zip(self._connections, functions, strict=True):
+        call = pickle.dumps((pickle.dumps((function, task)), keep_after_error))
+        for connection in self._connections:
             with contextlib.suppress(OSError):  # the process has died, and its pipe will tell
-                connection.send_bytes(pickle.dumps((pickle.dumps((call, task)), keep_after_error)))
+                connection.send_bytes(call)
         try:
             return self._collect(timeout, deadline)
         except ProcessError as error:
@@ -328,11 +303,11 @@ class Pool:
             process.join(GRACE)
         for connection in self._connections:
             connection.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _write(self, given: Any) -> None:
         try:
-            with open(self.directory / "given", "wb") as file:
+            with open(self._directory / "given", "wb") as file:
                 pickle.dump(given, file)
         except Exception as error:
             raise RuntimeError(
@@ -373,7 +348,7 @@ class Pool:
 
     def _stack_of(self, number: int) -> str:
         """Where a silent process is stuck, as faulthandler prints it."""
-        path = self.directory / f"stack{number}"
+        path = self._directory / f"stack{number}"
         if not hasattr(signal, "SIGUSR1"):
             return ""
         with contextlib.suppress(OSError):
@@ -441,7 +416,7 @@ def _serve(
 
     def work(call: bytes) -> Any:
         function, task = pickle.loads(call)
-        return function(Process(place.rank, place.size, directory, shared), given if task is None else task)
+        return function(Process(**vars(place), shared=shared), given if task is None else task)
 
     with contextlib.suppress(BaseException):
         _answer(connection, place.label, join, keep=False)

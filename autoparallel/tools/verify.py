@@ -25,13 +25,20 @@ from autoparallel.comm.world import MeshShape
 from autoparallel.plan import Plan
 from autoparallel.planner.presets import Preset
 from autoparallel.predict.optimizer import MakeOptimizer
-from autoparallel.tools.parity.comparison import compare, compare_ranks, seen_of
+from autoparallel.tools.parity.comparison import Record, compare, compare_ranks, seen_of
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import TOLERANCES, measure, narrowing_casts
 from autoparallel.tools.parity.task import BeforeStep, Task, compile_task, make_task
 from autoparallel.tools.parity.training import LimitOf, observe
 from autoparallel.tools.parity.verification import Deviation, VerifyReport
-from autoparallel.tools.processes import Job, PlainModelError, Process, on_ranks, require_plain_process, run_processes
+from autoparallel.tools.processes import (
+    Place,
+    PlainModelError,
+    Process,
+    ranks_of_mesh,
+    require_plain_process,
+    run_processes,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -108,13 +115,13 @@ def verify(
     )  # fmt: skip
     if isinstance(tolerance, str) and tolerance != "auto":
         raise ValueError(f"tolerance is a number or 'auto', got {tolerance!r}")
-    jobs = [*on_ranks(task.ranks, _run_rank), Job("the reference", "reference", 0, 1, _run_reference)]
-    *ranks, reference = run_processes(jobs, (task, tolerance == "auto"), timeout)
+    places = [*ranks_of_mesh(task.ranks), Place("the reference", "reference", 0, 1)]
+    *ranks, reference = run_processes(places, _train, (task, tolerance == "auto"), timeout)
     report = make_report(task, ranks, reference, tolerance, time.perf_counter() - started)
     if localize and not report.ok:
         left = max(timeout - (time.perf_counter() - started), 1.0)
-        job = Job("the search for the first deviation", "localize", 0, 1, _run_localization)
-        [deviation] = run_processes([job], (task, report), left)
+        place = Place("the search for the first deviation", "localize", 0, 1)
+        [deviation] = run_processes([place], _localize, (task, report), left)
         report = replace(report, deviation=deviation, seconds=time.perf_counter() - started)
     return report
 
@@ -135,7 +142,7 @@ def make_report(
         limit = max(measured.values(), default=0.0)
     else:
         limit = TOLERANCES[task.dtype or torch.float64][bool(reference["casts"])]
-    differences = [*compare(first["file"], reference["file"], first["layouts"], measured), *compare_ranks(ranks)]
+    differences = [*compare(first["records"], reference["records"], first["layouts"], measured), *compare_ranks(ranks)]
     if not differences:
         raise ValueError("there is nothing to compare: the model returns no tensor")
     return VerifyReport(
@@ -156,29 +163,20 @@ def make_report(
 # ------------------------------------------------------------------------------------------------- what processes do
 
 
-def _run_rank(process: Process, task_and_measured: tuple[Task, bool]) -> dict[str, Any]:
-    task, _ = task_and_measured
+def _train(process: Process, work: tuple[Task, bool]) -> dict[str, Any]:
+    """Trains the plain model in the process of the reference, and the compiled one in those of the ranks, of which only
+    the first sends what it has seen."""
+    task, measured = work
+    if process.group == "reference":
+        return run_reference(task, measured, lambda step, limit: process.shared.set(f"limit{step}", repr(limit)))
     result = run_rank(task, lambda step, _: float(process.shared.get(f"limit{step}")))
-    records = result.pop("file")
-    if process.rank == 0:
-        torch.save(records, process.directory / "ranks")
-        result["file"] = "ranks"
-    return result
+    return result if process.rank == 0 else {**result, "records": None}
 
 
 def run_rank(task: Task, limit_of: LimitOf) -> dict[str, Any]:
     """Trains the compiled model on this rank, and tells what is seen of it."""
     module = compile_task(task)
-    return {**seen_of(module, list(observe(module, task, [], limit_of))), "plan": module.plan}
-
-
-def _run_reference(process: Process, task_and_measured: tuple[Task, bool]) -> dict[str, Any]:
-    def tell(step: int, limit: float) -> None:
-        process.shared.set(f"limit{step}", repr(limit))
-
-    result = run_reference(*task_and_measured, tell)
-    torch.save(result["file"], process.directory / "reference")
-    return {**result, "file": "reference"}
+    return {**seen_of(module, list(observe(module, task, limit_of))), "plan": module.plan}
 
 
 def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]) -> dict[str, Any]:
@@ -199,22 +197,32 @@ def run_reference(task: Task, measured: bool, tell: Callable[[int, float], None]
         tell(step, limits[-1])
         return limits[-1]
 
-    notes: list[str] = []
     fresh = task.copy()
     try:
-        records = list(observe(task.model, task, notes, half))
+        records = list(observe(task.model, task, half))
     except operators.UnsupportedRandomness:
         raise
     except Exception as error:
         raise PlainModelError(f"the plain model fails by itself: {type(error).__name__}: {error}") from error
     open_ended = task.dtype is None or task.precision is not None
     return {
-        "file": records,
+        "records": records,
         "tolerances": measure(fresh, records, limits) if measured and open_ended else None,
         "casts": () if open_ended else narrowing_casts(fresh),
-        "notes": notes,
+        "notes": _notes(task.model, records),
     }
 
 
-def _run_localization(process: Process, work: tuple[Task, VerifyReport]) -> Deviation:
+def _notes(model: nn.Module, records: Sequence[Record]) -> list[str]:
+    """What a reader should know of what was differentiated in the plain model."""
+    notes = []
+    if not any(p.requires_grad for p in model.parameters()):
+        notes.append("no parameter is trainable, so there are no gradients to compare")
+    values = {kind: value for _, kind, _, value in records if value is not None}
+    if "loss" not in values and {"gradient", "input gradient"} & values.keys():
+        notes.append("there is no scalar loss: a fixed weighted sum of all outputs is differentiated")
+    return notes
+
+
+def _localize(process: Process, work: tuple[Task, VerifyReport]) -> Deviation:
     return localized(*work)

@@ -84,7 +84,7 @@ class Recipe:
         return self.axes or AXES[len(self.mesh)]
 
 
-Rank = dict[str, Any]  # what `seen_of` tells of one; "file" holds the records, of one rank for each part of a pipeline
+Rank = dict[str, Any]  # what `seen_of` tells of one; "records" is None but for one rank of each part of a pipeline
 
 
 def reference(recipe: Recipe) -> list[Record]:
@@ -100,7 +100,7 @@ def _reference(recipe: Recipe) -> list[Record]:
     case = build(recipe.model, recipe.dtype)
     parts = max(recipe.microbatches, 1)
     task = _task(recipe, case, parts)
-    records = list(train(case.model.train(), task, [], lambda *_: recipe.max_norm, Draws(task.seed)))
+    records = list(train(case.model.train(), task, lambda *_: recipe.max_norm, Draws(task.seed)))
     return [*_averaged(records, parts, recipe.accumulation > 1), *_evaluate(case.model, case, recipe)]
 
 
@@ -121,11 +121,11 @@ def _train_on_rank(recipe: Recipe) -> Rank:
     with shared_captures(_captured, recipe.model) if recipe.share_captures else nullcontext():
         model = autoparallel.compile(case.model, mesh, loss_fn=case.loss_fn, plan=recipe.plan, **options).train()
         task = _task(recipe, case, device=DEVICE)
-        records = list(train(model, task, [], _checked_limit(model, recipe), Draws(task.seed)))
+        records = list(train(model, task, _checked_limit(model, recipe), Draws(task.seed)))
         records += _evaluate(model, case, recipe)
     shown = rank == 0 or bool(recipe.schedule) and not any((mesh.get_coordinate() or ())[1:])
     seen = seen_of(model, records)
-    return seen if shown else {**seen, "file": None}
+    return seen if shown else {**seen, "records": None}
 
 
 _captured: Captures = {}
@@ -286,7 +286,7 @@ def check(
     if expected is None:
         expected = reference(recipe)
     ranks = parallel(recipe, timeout=timeout)
-    actual = _joined([rank["file"] for rank in ranks if rank["file"] is not None])
+    actual = _joined([rank["records"] for rank in ranks if rank["records"] is not None])
     if tolerance is None:
         tolerance = build(recipe.model, recipe.dtype).tolerance
     compare(actual, expected, tolerance)

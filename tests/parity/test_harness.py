@@ -69,7 +69,7 @@ def test_clipping_bites_and_scales_every_gradient() -> None:
 def test_different_replicas_are_found() -> None:
     def rank(shard: int, digest: str, norm: str = "n") -> Rank:
         layouts, shards = {"w": ("Shard(dim=0)",)}, {"w": ((shard,), digest)}
-        return {"file": None, "layouts": layouts, "shards": shards, "seen": {(1, "norm"): norm}}
+        return {"records": None, "layouts": layouts, "shards": shards, "seen": {(1, "norm"): norm}}
 
     check_ranks_agree([rank(0, "a"), rank(1, "b"), rank(0, "a"), rank(1, "b")])
     with pytest.raises(AssertionError, match=r"replicas of w.*rank 3 has other values"):

@@ -81,7 +81,7 @@ def _describe(actual: Tensor, expected: Tensor) -> str:
 
 
 def seen_of(model: nn.Module, records: Sequence[Record]) -> dict[str, Any]:
-    """What a rank shows of the compiled model after training: beside the records ("file") how the parameters of which
+    """What a rank shows of the compiled model after training: beside the records how the parameters of which
     it has a part lie ("layouts"), which part that is and its bits ("shards"), and the bits of losses and norms."""
     layouts, shards = {}, {}
     for name, parameter in model.named_parameters():
@@ -98,7 +98,7 @@ def seen_of(model: nn.Module, records: Sequence[Record]) -> dict[str, Any]:
         for step, kind, name, x in records
         if kind in ("loss", "norm") and x is not None
     }
-    return {"file": records, "shards": shards, "seen": seen, "layouts": layouts}
+    return {"records": records, "shards": shards, "seen": seen, "layouts": layouts}
 
 
 def compare_ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:

@@ -28,7 +28,7 @@ def localized(task: Task, report: VerifyReport) -> Deviation:
     task = task.copy(torch.float64)
     tolerance = TOLERANCES[torch.float64][bool(narrowing_casts(task))]
     draws = Draws(task.seed)
-    for _ in train(task.model, task.until(step - 1), [], lambda *_: 1.0, draws):
+    for _ in train(task.model, task.until(step - 1), lambda *_: 1.0, draws):
         pass
     task.before_step(task.model, step)
     random, batch = draws.state, task.batch(step)

@@ -147,7 +147,7 @@ def capture_deviation(
             step.tensor.grad = None
             if step.tensor.requires_grad:
                 step.tensor.retain_grad()
-        loss, named = loss_of(outputs, task, [])
+        loss, named = loss_of(outputs, task)
         if loss is not None:
             loss.backward()
     search = _Search(captured, recording, watch, tolerance, all_flow=named is None)

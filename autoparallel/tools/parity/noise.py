@@ -72,7 +72,7 @@ def measure(task: Task, reference: Sequence[Record], limits: Sequence[float]) ->
                 if isinstance(x, Tensor) and x.is_floating_point():
                     x.copy_(moved(x, generator))
         with _Noise(generator):
-            records = list(observe(noisy.model, noisy, [], lambda step, _: limits[step - 1]))
+            records = list(observe(noisy.model, noisy, lambda step, _: limits[step - 1]))
         for step, kind, name, value in records:
             expected = values.get((step, kind, name))
             if value is not None and expected is not None:

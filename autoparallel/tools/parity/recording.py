@@ -114,7 +114,7 @@ def run_recorded(
         results: Any = recorder.run(*(arguments[name] for name in names))
         leaves = [o.value if isinstance(o, Constant) else results[o] for o in captured.outputs]
         outputs = list(tensors_of(pytree.tree_unflatten(leaves, captured.output_spec)))
-        loss, _ = loss_of(outputs, task, [])
+        loss, _ = loss_of(outputs, task)
         if loss is not None:
             loss.backward()
     return outputs

@@ -25,15 +25,14 @@ LimitOf = Callable[[int, Sequence[Tensor]], float]
 """From a step and all gradients to the limit of their norm."""
 
 
-def observe(model: nn.Module, task: Task, notes: list[str], limit_of: LimitOf) -> Iterator[Record]:
+def observe(model: nn.Module, task: Task, limit_of: LimitOf) -> Iterator[Record]:
     """Takes the steps of one training run, then calls the model without a target, and tells all that can be seen of it.
 
     Args:
         model: the plain model, or the compiled one.
-        notes: is told what a reader of the report should know.
     """
     draws = Draws(task.seed)
-    yield from train(model, task, notes, limit_of, draws)
+    yield from train(model, task, limit_of, draws)
     if task.loss_fn is not None and not _takes_target(task):
         drawing = nullcontext() if isinstance(model, ParallelModule) else draws.call()
         with torch.set_grad_enabled(any(p.requires_grad for p in model.parameters())), drawing:
@@ -42,29 +41,24 @@ def observe(model: nn.Module, task: Task, notes: list[str], limit_of: LimitOf) -
             yield task.steps, "output", name, _whole(value)
 
 
-def train(model: nn.Module, task: Task, notes: list[str], limit_of: LimitOf, draws: Draws) -> Iterator[Record]:
+def train(model: nn.Module, task: Task, limit_of: LimitOf, draws: Draws) -> Iterator[Record]:
     """Takes the steps of one training run and tells everything that can be seen of them.
 
     Of a model that is cut into stages, a rank tells of the parameters of its own.
 
     Args:
         model: the plain model, or the compiled one.
-        notes: is told what a reader of the report should know.
         draws: of the plain model.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = task.optimizer(trained) if trained else None
-    if optimizer is None:
-        notes.append("no parameter is trainable, so there are no gradients to compare")
     before = dict(_attributes(model))
     for step in range(1, task.steps + 1):
         task.before_step(model, step)
         for number in range(1, task.accumulation + 1):
             last = number == task.accumulation
             with model.no_sync() if isinstance(model, ParallelModule) and not last else nullcontext():
-                records = _accumulate(
-                    model, task, task.batch(step, number), notes if step == number == 1 else [], draws
-                )
+                records = _accumulate(model, task, task.batch(step, number), draws)
             for kind, name, value in records:
                 yield step, kind, f"{name} of microbatch {number}".strip() if task.accumulation > 1 else name, value
         if optimizer is not None:
@@ -88,9 +82,7 @@ def train(model: nn.Module, task: Task, notes: list[str], limit_of: LimitOf, dra
                 yield step, "attribute", name, attribute
 
 
-def _accumulate(
-    model: nn.Module, task: Task, batch: Batch, notes: list[str], draws: Draws
-) -> list[tuple[str, str, Tensor | None]]:
+def _accumulate(model: nn.Module, task: Task, batch: Batch, draws: Draws) -> list[tuple[str, str, Tensor | None]]:
     """Adds to the gradients what one batch of a step gives, and tells its outputs: their kinds, names and values."""
     inputs = [x for x in _torch.tensors_in((batch.args, batch.kwargs)) if x.requires_grad]
     for x in inputs:
@@ -99,7 +91,7 @@ def _accumulate(
     with nullcontext() if isinstance(model, ParallelModule) else draws.call():
         with torch.set_grad_enabled(trains or bool(inputs)):
             outputs = list(tensors_of(call(model, task, batch)))
-            loss, loss_name = loss_of(outputs, task, notes)
+            loss, loss_name = loss_of(outputs, task)
         if loss is not None:
             (loss / task.accumulation if task.accumulation > 1 else loss).backward()
         elif trains and not isinstance(model, ParallelModule):
@@ -190,7 +182,7 @@ def _takes_target(task: Task) -> bool:
     return len(batch.args) > 1
 
 
-def loss_of(outputs: Sequence[tuple[str, Tensor]], task: Task, notes: list[str]) -> tuple[Tensor | None, str | None]:
+def loss_of(outputs: Sequence[tuple[str, Tensor]], task: Task) -> tuple[Tensor | None, str | None]:
     """What is differentiated, and its name among the outputs; None where nothing can be or no gradient is wanted.
 
     Where the loss is known (``loss_fn``, or an output named "loss") it is that alone, and else all outputs.
@@ -206,7 +198,6 @@ def loss_of(outputs: Sequence[tuple[str, Tensor]], task: Task, notes: list[str])
         return flowing[scalars[0]], scalars[0]
     if not flowing:
         return None, None
-    notes.append("there is no scalar loss: a fixed weighted sum of all outputs is differentiated")
     total = [_weighted(x, task.seed + i) for i, (_, x) in enumerate(outputs) if x.requires_grad]
     return torch.stack(total).sum(), None
 
