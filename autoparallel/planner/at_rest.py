@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from autoparallel.placements import Invariant, Layout, Shard, divides, reaches_all
 from autoparallel.placements.redistribution import local_numel
@@ -17,26 +17,7 @@ def every_layout(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> list[Layo
     return [layout for layout in layouts if reaches_all(shape, layout, axis_sizes)]
 
 
-def layouts_at_rest(
-    shape: tuple[int, ...],
-    axis_sizes: Sequence[int],
-    constraints: Constraints,
-    *,
-    experts: int | None = None,
-    readable: Callable[[Layout], bool] = lambda layout: False,
-) -> list[Layout]:
-    """The layouts worth having that a preset permits.
-
-    Args:
-        experts: the dim of the experts, where the parameter stacks them.
-        readable: whether an operator reads an uneven layout as it is.
-    """
-    every = every_layout(shape, axis_sizes)
-    needed = _without_needless_padding(shape, every, axis_sizes)
-    return permitted([x for x in every if x in needed or readable(x)], constraints, experts)
-
-
-def _without_needless_padding(
+def without_needless_padding(
     shape: tuple[int, ...], layouts: Sequence[Layout], axis_sizes: Sequence[int]
 ) -> list[Layout]:
     """Of the uneven layouts over the same axes only the smallest, and none where an even one is over these axes.
@@ -49,11 +30,11 @@ def _without_needless_padding(
     return [layout for layout in layouts if divides(shape, layout, axis_sizes) or layout in best.values()]
 
 
-def permitted(layouts: Sequence[Layout], constraints: Constraints, experts: int | None) -> list[Layout]:
+def permitted(layouts: Sequence[Layout], constraints: Constraints, experts: int | None = None) -> list[Layout]:
     """Of some layouts those that a preset permits.
 
     Args:
-        experts: as ``layouts_at_rest`` takes it.
+        experts: the dim of the experts, where the parameter stacks them.
     """
     left = list(layouts)
     data = constraints.data

@@ -1,4 +1,4 @@
-"""What a preset and the user's pins permit: ways to run an operator, and to bring a parameter to its readers."""
+"""What a preset and the user's pins permit: ways to run an operator, to keep a parameter, to bring it to its uses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from torch import fx
 
+from autoparallel import operators
 from autoparallel.graph.captured import Captured
 from autoparallel.placements import Invariant, Layout, Shard
+from autoparallel.planner.at_rest import every_layout, permitted, without_needless_padding
 from autoparallel.planner.experts import experts_of
 from autoparallel.planner.options import Option
 from autoparallel.planner.pins import ResolvedPins
-from autoparallel.planner.presets import Constraints
+from autoparallel.planner.request import Request
 from autoparallel.planner.sequences import sequence_factors
 from autoparallel.planner.signatures import Signatures
 from autoparallel.rules import Rule, rule_for
@@ -20,15 +22,21 @@ from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Typed
 from autoparallel.rules.ways import call_modes, operand_fits
 
+OptionsOf = Callable[[fx.Node], Sequence[Option] | None]
+"""Gives the options of a node; None for one that has no choice."""
+
 
 class Permits:
     """What is permitted on one mesh.
 
     Args:
+        preset: which axes may do what; the request's, unless told another.
         pinned: the names of parameters whose layouts are given.
-        options: the options of a node, among those that are permitted.
+        size: reads the graph's sizes.
 
     Attributes:
+        constraints: what the preset asks of each mesh axis.
+        pins: the user's.
         experts: what runs expert by expert, where a preset shards that.
         sequence: the factors of operators that run over the sequence, where a preset shards it.
 
@@ -39,17 +47,16 @@ class Permits:
     def __init__(
         self,
         captured: Captured,
-        constraints: Constraints,
-        axis_sizes: Sequence[int],
-        size: Signatures,
-        pins: ResolvedPins,
+        request: Request,
+        preset: str | None,
         pinned: Collection[str],
-        options: Callable[[fx.Node], Sequence[Option] | None],
+        size: Signatures,
     ) -> None:
-        self.captured, self.constraints, self.axis_sizes, self.size = captured, constraints, axis_sizes, size
-        self.pins, self.pinned, self.options = pins, pinned, options
-        self.experts = experts_of(captured.graph, captured.parameters, constraints, axis_sizes, size)
-        self.sequence = sequence_factors(captured, constraints, axis_sizes, size)
+        self.captured, self.axis_sizes, self.size, self.pinned = captured, request.sizes, size, pinned
+        self.constraints = request.constraints(preset)
+        self.pins = ResolvedPins(request.pins, captured, request.axes)
+        self.experts = experts_of(captured.graph, captured.parameters, self.constraints, self.axis_sizes, size)
+        self.sequence = sequence_factors(captured, self.constraints, self.axis_sizes, size)
 
     def allows(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:
         """Whether a preset permits this mode: data axes cut the batch wherever there is one, tensor axes never do."""
@@ -77,15 +84,38 @@ class Permits:
         """Whether an operator can read an operand of this shape that lies so."""
         return operand_fits(node, shape, self.size.shape(node), layout, self.axis_sizes)
 
-    def forbidden(self, node: fx.Node, options: Sequence[Option], columns: Sequence[Layout]) -> np.ndarray:
-        """What a preset forbids between a parameter at rest and its use, as infinite prices."""
+    def at_rest(self, node: fx.Node) -> tuple[list[Layout], list[str]]:
+        """The layouts that a parameter may have between steps, and when it may be gathered where it is sharded."""
+        shape = self.size.shape(node)
+        constraints, experts = self.constraints.without(self.pins.axes(node)), self.experts.parameters.get(node)
+        every = every_layout(shape, self.axis_sizes)
+        if node in self.pins:
+            pinned = self.pins.layouts(node, every)
+            layouts = permitted(pinned, constraints, experts) or pinned
+        else:
+            fills = [user for user in node.users if user.target is operators.pad_rows]  # which read uneven shards
+            even = without_needless_padding(shape, every, self.axis_sizes)
+            worthwhile = [x for x in every if x in even or any(self.can_read(fill, shape, x) for fill in fills)]
+            layouts = permitted(worthwhile, constraints, experts)
+        return layouts, ["per_use"] if constraints.sharded_at_rest else ["per_step", "per_use"]
+
+    def forbidden(
+        self, options_of: OptionsOf, node: fx.Node, options: Sequence[Option], columns: Sequence[Layout]
+    ) -> np.ndarray:
+        """What a preset forbids between a parameter at rest and its use, as infinite prices.
+
+        Args:
+            options_of: the options of a node that reads the parameter.
+            node, options: the parameter, and its options.
+            columns: the layouts in which it may be used.
+        """
         out = np.zeros((len(options), len(columns)))
         large = len(node.meta["val"].shape) >= 2
         whole = {"R" if node.meta["differentiable"] else "I"}
         if any(not user.meta["differentiable"] for user in node.users if user.op == "call_function"):
             whole.add("I")  # what reads it without a gradient has no summands to keep apart
         whole_in_use = self.constraints.data | self.constraints.sequence
-        alone = {axis for axis in whole_in_use if self._is_read_whole(node, axis)}
+        alone = {axis for axis in whole_in_use if self._is_read_whole(options_of, node, axis)}
         stacked = self.experts.parameters.get(node)
         pinned = self.captured.parameters[node.name] in self.pinned
         tensor = self.constraints.tensor - self.pins.axes(node)  # its user knows better than the preset
@@ -108,10 +138,10 @@ class Permits:
                         out[i, j] = np.inf
         return out
 
-    def _is_read_whole(self, node: fx.Node, axis: int) -> bool:
+    def _is_read_whole(self, options_of: OptionsOf, node: fx.Node, axis: int) -> bool:
         """Whether some consumer can read a parameter Invariant only, such as a ``Function`` with its own backward."""
         for user in node.users:
-            options = self.options(user) if user.op == "call_function" else None
+            options = options_of(user) if user.op == "call_function" else None
             for position, x in enumerate(self.size.operands(user)) if options else ():
                 if x is node and all(o.needs[position][axis].kind == "I" for o in options or ()):
                     return True

@@ -36,20 +36,15 @@ class Planner:
     """Captures, searches and finishes for one model; keeps what must be the same for all of its calls.
 
     Args:
-        reductions: when the gradient of each parameter is reduced; None leaves it to the request. With a limit, it is
-            chosen on the first program that trains then, for all kinds of calls.
         cache: of plans that were searched before.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        request: Request,
-        reductions: Mapping[str, str] | None = None,
-        cache: PlanCache | None = None,
-    ) -> None:
-        self.model, self.request, self.cache, self._reductions = model, request, cache, reductions
+    def __init__(self, model: nn.Module, request: Request, cache: PlanCache | None = None) -> None:
+        self.model, self.request, self.cache = model, request, cache
         self._predicted: tuple[Plan, tuple[Any, ...], tuple[LocalProgram, Prediction] | None] | None = None
+        # When the gradient of each parameter is reduced; within a limit that is chosen on the first program that
+        # trains, for all kinds of calls, and None before.
+        self._reductions: Mapping[str, str] | None = None
         if isinstance(request.plan, Plan):
             self._reductions = {name: p.reduce for name, p in request.plan.parameters.items()}
         elif request.memory_limit is None or request.stages:

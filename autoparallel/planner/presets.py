@@ -38,9 +38,8 @@ class Constraints:
 
     Attributes:
         data: axes over which the batch is sharded and parameters are whole while they are used.
-        sharded_at_rest: data axes over which parameters are sharded between uses.
+        sharded_at_rest: data axes over which parameters are sharded between uses, and gathered for each.
         tensor: axes over which the batch is whole, and parameters of two dims or more are sharded, also in use.
-        gather_per_use: whether gathered parameters are dropped after each use.
         sequence: axes over which the sequence is sharded wherever an operator can run on parts of it, and parameters
             are whole while they are used (see ``planner.sequences``).
         expert: data axes over which stacks of experts are sharded, at rest and in use (see ``planner.experts``).
@@ -51,7 +50,6 @@ class Constraints:
     sharded_at_rest: frozenset[int] = frozenset()
     tensor: frozenset[int] = frozenset()
     sequence: frozenset[int] = frozenset()
-    gather_per_use: bool | None = None
     expert: frozenset[int] = frozenset()
     needs_experts: bool = False
 
@@ -65,20 +63,6 @@ class Constraints:
 def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
     """The constraints of a preset on a mesh, of which an axis named "dp_shard" shards parameters at rest.
 
-    Raises:
-        ValueError: for a name that is not a preset.
-        PlanError: for a preset that the mesh has no axis for.
-    """
-    constraints = _constraints(preset, axis_names)
-    sharded = frozenset(i for i in constraints.data if axis_names[i] == SHARDED_AXIS)
-    if not sharded:
-        return constraints
-    return replace(constraints, sharded_at_rest=constraints.sharded_at_rest | sharded, gather_per_use=True)
-
-
-def _constraints(preset: str, axis_names: Sequence[str]) -> Constraints:
-    """The constraints of a preset on a mesh.
-
     ``hybrid`` is ``fsdp`` over the last axis, whose ranks lie inside a node first, and data parallel across the
     others.  ``tensor_parallel`` uses the axis named "tp", or else the last axis that is not "ep", and is data parallel
     over the others.  ``fsdp_tensor_parallel`` is tensor parallel over "tp" and ``fsdp`` over the others, as most
@@ -90,50 +74,50 @@ def _constraints(preset: str, axis_names: Sequence[str]) -> Constraints:
         ValueError: for a name that is not a preset.
         PlanError: for a preset that the mesh has no axis for.
     """
-    names = list(axis_names)
+    names = tuple(axis_names)
     axes = frozenset(range(len(names)))
-    expert = frozenset(i for i in axes if names[i] == EXPERT_AXIS)
+
+    def named(*wanted: str) -> frozenset[int]:
+        return frozenset(i for i in axes if names[i] in wanted)
+
+    expert = named(EXPERT_AXIS)
+    sharded = tensor = sequence = frozenset[int]()
     if preset == "auto":
         return Constraints()
-    if preset == "data_parallel":
-        return Constraints(data=axes, expert=expert)
     if preset == "fsdp":
-        return Constraints(data=axes, sharded_at_rest=axes, gather_per_use=True, expert=expert)
-    if preset == "hybrid":
+        sharded = axes
+    elif preset == "hybrid":
         if len(names) < 2:
             raise PlanError(
                 f"plan='hybrid' shards parameters along the last mesh axis and repeats them along the others, the mesh "
-                f"has {tuple(names)}: use a mesh of two axes or more, or plan='fsdp'"
+                f"has {names}: use a mesh of two axes or more, or plan='fsdp'"
             )
-        inner = frozenset({max(axes)})
-        return Constraints(data=axes, sharded_at_rest=inner, gather_per_use=True, expert=expert)
-    if preset == "tensor_parallel":
+        sharded = frozenset({max(axes)})
+    elif preset == "tensor_parallel":
         if axes == expert:
             raise PlanError("plan='tensor_parallel' needs a mesh axis other than 'ep': name one 'tp'")
-        tensor = names.index(TENSOR_AXIS) if TENSOR_AXIS in names else max(axes - expert)
-        return Constraints(data=axes - {tensor}, tensor=frozenset({tensor}), expert=expert)
-    if preset == "fsdp_tensor_parallel":
-        if TENSOR_AXIS not in names or len(names) < 2:
+        tensor = named(TENSOR_AXIS) or frozenset({max(axes - expert)})
+    elif preset == "fsdp_tensor_parallel":
+        tensor = named(TENSOR_AXIS)
+        sharded = axes - tensor
+        if not tensor or not sharded:
             raise PlanError(
                 "plan='fsdp_tensor_parallel' needs a mesh axis named 'tp' and another, the mesh has "
-                f"{tuple(names)}: use plan='fsdp' or plan='tensor_parallel'"
+                f"{names}: use plan='fsdp' or plan='tensor_parallel'"
             )
-        data = axes - {names.index(TENSOR_AXIS)}
-        return Constraints(data=data, sharded_at_rest=data, gather_per_use=True, tensor=axes - data, expert=expert)
-    if preset == "expert_parallel":
+    elif preset == "expert_parallel":
+        tensor = named(TENSOR_AXIS)
         if not expert:
-            raise PlanError(f"plan='expert_parallel' needs a mesh axis named 'ep', the mesh has {tuple(names)}")
-        split = frozenset(i for i in axes if names[i] == TENSOR_AXIS)
-        return Constraints(data=axes - split, tensor=split, expert=expert, needs_experts=True)
-    if preset == "context_parallel":
-        sequence = frozenset(i for i in axes if names[i] in SEQUENCE_AXES)
+            raise PlanError(f"plan='expert_parallel' needs a mesh axis named 'ep', the mesh has {names}")
+    elif preset == "context_parallel":
+        tensor, sequence = named(TENSOR_AXIS), named(*SEQUENCE_AXES)
         if not sequence:
-            raise PlanError(
-                f"plan='context_parallel' needs a mesh axis named 'cp' or 'sp', the mesh has {tuple(names)}"
-            )
-        split = frozenset(i for i in axes if names[i] == TENSOR_AXIS)
-        return Constraints(data=axes - split - sequence, tensor=split, sequence=sequence, expert=expert)
-    raise ValueError(f"unknown plan {preset!r}: expected one of {', '.join(PRESETS)}, or a Plan")
+            raise PlanError(f"plan='context_parallel' needs a mesh axis named 'cp' or 'sp', the mesh has {names}")
+    elif preset != "data_parallel":
+        raise ValueError(f"unknown plan {preset!r}: expected one of {', '.join(PRESETS)}, or a Plan")
+    data = axes - tensor - sequence
+    sharded |= data & named(SHARDED_AXIS)
+    return Constraints(data, sharded, tensor, sequence, expert, needs_experts=preset == "expert_parallel")
 
 
 def is_possible(preset: str, axis_names: Sequence[str]) -> bool:

@@ -34,7 +34,7 @@ class PlanAgain:
         """See ``Reasons.best_without``."""
         asked = self.planner.request
         request = replace(asked, plan=plan.origin, pins=replace(asked.pins, excluded=excluded))
-        planner = Planner(self.planner.model, request, reductions={})
+        planner = Planner(self.planner.model, request)
         captured = self._captured.copy()
         try:
             best = planner.search(captured, self.call)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from torch import fx
@@ -30,11 +30,9 @@ from autoparallel.graph.layers import layer_of, layers_of
 from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
-from autoparallel.planner.at_rest import every_layout, layouts_at_rest, permitted
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.permits import Permits
-from autoparallel.planner.pins import ResolvedPins
 from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices
 from autoparallel.planner.problem import Problem, Reader, Variable
@@ -99,20 +97,17 @@ class SearchSpace:
     ) -> None:
         self.captured, self.mesh, self.profile = captured, request.axes, request.profile
         self.preset = preset or request.origin
-        self.constraints, self.redistributor = request.constraints(preset), request.redistributor
+        self.redistributor, self.axis_sizes = request.redistributor, request.sizes
         self.outputs = wanted_outputs(captured, request.outputs, len(request.axes))
         self.pinned, self.input_layouts = pinned or {}, input_layouts or {}
         # A rank of a pipeline keeps its part of the parameters, and of its part of the activations as many
         # microbatches as are in flight (1F1B).
         self.microbatches, self.stages = microbatches, max(1, request.stages)
-        self.pins = ResolvedPins(request.pins, captured, request.axes)
-        self.axis_sizes = request.sizes
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
         self.size = Signatures(captured.actual)
         self.searched = self._descendants()
-        self.permits = Permits(
-            captured, self.constraints, self.axis_sizes, self.size, self.pins, self.pinned.keys(), self.options
-        )
+        self.permits = Permits(captured, request, preset, self.pinned.keys(), self.size)
+        self.constraints, self.pins = self.permits.constraints, self.permits.pins
         self.unruled: dict[str, int] = {}
         # Nodes of the layers for which it is open whether they run again.
         self.open: dict[fx.Node, str] = {}
@@ -130,9 +125,8 @@ class SearchSpace:
         self._left: dict[Hashable, list[Option]] = {}
         self._ends_alike: dict[Hashable, _Ends] = {}
         self._own: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
-        self._pricer = Pricer(
-            captured, request, microbatches, self.size, self.searched, self.kept, self.permits.forbidden
-        )
+        forbidden = partial(self.permits.forbidden, self.options)
+        self._pricer = Pricer(captured, request, microbatches, self.size, self.searched, self.kept, forbidden)
 
     # -- options ----------------------------------------------------------------------------------------------------
 
@@ -336,27 +330,9 @@ class SearchSpace:
         shape = self.size.shape(node)
         itemsize = self.captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
         if name in self.pinned:
-            plan = self.pinned[name]
-            layouts = [parse_layout(plan.at_rest)]
-            gathers = [plan.gather]
+            layouts, gathers = [parse_layout(self.pinned[name].at_rest)], [self.pinned[name].gather]
         else:
-            fills = [user for user in node.users if user.target is operators.pad_rows]
-            experts = self.permits.experts.parameters.get(node)
-            constraints = self.constraints.without(self.pins.axes(node))
-            if node in self.pins:
-                pinned = self.pins.layouts(node, every_layout(shape, self.axis_sizes))
-                layouts = permitted(pinned, constraints, experts) or pinned
-            else:
-                layouts = layouts_at_rest(
-                    shape,
-                    self.axis_sizes,
-                    constraints,
-                    experts=experts,
-                    readable=lambda layout: any(self.permits.can_read(fill, shape, layout) for fill in fills),
-                )
-            gathers = ["per_step", "per_use"]
-            if constraints.gather_per_use and constraints.sharded_at_rest:
-                gathers = ["per_use"]
+            layouts, gathers = self.permits.at_rest(node)
         options = []
         for layout in layouts:
             sharded = any(p.kind == "S" for p in layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoparallel.placements import divides, format_layout, largest_piece, parse_layout
-from autoparallel.planner.at_rest import layouts_at_rest
+from autoparallel.planner.at_rest import every_layout, permitted, without_needless_padding
 from autoparallel.planner.presets import constraints_for
 
 NAMES = ("dp", "tp", "ep")
@@ -13,7 +13,8 @@ NAMES = ("dp", "tp", "ep")
 
 def _offered(shape: tuple[int, ...], mesh: tuple[int, ...], preset: str = "auto") -> list[str]:
     constraints = constraints_for(preset, NAMES[: len(mesh)])
-    return [format_layout(x) for x in layouts_at_rest(shape, mesh, constraints)]
+    worthwhile = without_needless_padding(shape, every_layout(shape, mesh), mesh)
+    return [format_layout(x) for x in permitted(worthwhile, constraints)]
 
 
 @pytest.mark.parametrize(
