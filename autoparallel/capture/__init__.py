@@ -14,6 +14,7 @@ May import ``graph``, ``passes``, ``rules``, ``operators``, ``text`` and ``_torc
 - ``positions``: those that count up, of which transformers asks the values.
 - ``recorder``: records what a copy of the model reads and writes of its attributes; ``observed_classes`` tell it.
 - ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators.
+- ``checks``: those of values that only raise, left out.
 - ``data_access``, ``seeding``, ``refusals``: what no program can have, refused.
 - ``user_warnings``: a model's own warnings, given once.
 """

@@ -33,6 +33,7 @@ class Trace:
         fixed: the lines at which the model fixed a size that was open, by the size.
         listening: whether the model's own Python runs.
         counting: tensors that count up by one along their last dim, by id, with their version.
+        left_out: the lines of checks of values that the trace leaves out.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
     """
 
@@ -50,6 +51,7 @@ class Trace:
         self.calls: dict[str, OpaqueCall] = {}
         self.hooks: dict[str, HookTemplate] = {}
         self.fixed: dict[int, str] = {}
+        self.left_out: set[str] = set()
         self.listening = True
 
     def original(self, value: Any) -> Any:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
 from autoparallel.capture.backward_hooks import HANDLERS, backward_hook
+from autoparallel.capture.checks import CHECKED
 from autoparallel.capture.functions import function_apply
 from autoparallel.capture.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.trace import CURRENT, Trace, listening, refuse
@@ -52,13 +53,16 @@ def everything_seen(trace: Trace) -> Iterator[None]:
         )
 
 
+_FOLLOWED = {**FOLLOWED, **CHECKED}
+
+
 class _Listener(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = (HANDLERS.get(func) or FOLLOWED.get(func)) if self.trace.listening else None
+        handler = (HANDLERS.get(func) or _FOLLOWED.get(func)) if self.trace.listening else None
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(self.trace, func, *args, **(kwargs or {}))
@@ -131,6 +135,11 @@ def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     return self
 
 
+def _sync_batch_norm(self: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """As any batch norm, whose statistics are those of the whole batch; torch's asks for a GPU and for its group."""
+    return _SYNC_BATCH_NORM(self, x) if listening() is None else super(torch.nn.SyncBatchNorm, self).forward(x)
+
+
 def _as_told(answer: Callable[[], bool]) -> bool:
     """The code that a function has meanwhile; it stays the object by which Dynamo, and a model's imports, know it."""
     return answer()
@@ -152,6 +161,7 @@ def _answer(ask: Callable[[], bool]) -> bool:
 
 _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 _TO = torch.nn.Module.to
+_SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
 _SET_REPLACEMENT = _torch.ShapeEnv._set_replacement
 _FORWARD_AD = torch.autograd.forward_ad
 _ENTER_DUAL_LEVEL = _FORWARD_AD.enter_dual_level
@@ -166,6 +176,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
     (torch.nn.Module, "to", _to),
+    (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
     (torch.inference_mode, "__enter__", _enter_inference_mode),
     (torch.inference_mode, "__exit__", _exit_inference_mode),
     (_FORWARD_AD, "enter_dual_level", _enter_dual_level),

@@ -80,6 +80,23 @@ class Face(nn.Module):
 
         return method
 
+    def train(self, mode: bool = True) -> Self:
+        """Sets the training mode as the plain model's class does, which may leave a part in evaluation."""
+        self._plain.train(mode)
+        self.training = self._plain.training
+        return self
+
+    def eval(self) -> Self:
+        """Sets the evaluation mode, also where the plain model's class has an ``eval`` of its own."""
+        self.train(False)
+        self._plain.eval()
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freezes parameters, or trains them again, as the plain model's class does."""
+        self._plain.requires_grad_(requires_grad)
+        return self
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What ``to()``, ``float()`` and the like call; the program is made for one dtype and device.
 

@@ -223,7 +223,8 @@ class Kinds:
                 kind = self._kinds.get(key)
         if kind is None:
             started = time.perf_counter()
-            with torch.inference_mode(False):  # what is made now is used for training, too
+            # What is made now is used for training, too; what the loop does to saved tensors is not for dry runs.
+            with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
                 kind = self.maker.make_kind(call, trace)
             self._add(kind, key, call, "planned" if trace is not None else "captured and planned", why, started)
         kind.runner.require_fits(call)
@@ -269,6 +270,10 @@ class Kinds:
                 list(_shapes_of(call)), what, seconds, why,
             )  # fmt: skip
         self._kinds[key] = kind
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _shapes_of(call: Call) -> tuple[tuple[int, ...], ...]:

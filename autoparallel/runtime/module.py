@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import nn
@@ -347,8 +347,8 @@ class ParallelModule(Face):
             raise RuntimeError("there is no plan yet: call the model once, or pass example_inputs to compile()")
         return self._kinds.plan
 
-    def train(self, mode: bool = True) -> ParallelModule:
-        """Sets the training mode, as ``nn.Module.train``.
+    def train(self, mode: bool = True) -> Self:
+        """Calls the plain model's ``train``, by which its class may leave a frozen part in evaluation.
 
         Warns where gradients of an unfinished step are left over: they are kept, and the next step would use them.
         """
@@ -358,8 +358,7 @@ class ParallelModule(Face):
                 "no_sync() for the last backward and step, or let model.accumulate() cut the windows",
                 stacklevel=2,
             )
-        super().train(mode)
-        return self
+        return super().train(mode)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         store = clipper.store
         if clipper.own.isdisjoint(map(id, _held(optimizer))):  # most often the first is one of them
             continue
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise RuntimeError(
+                "torch.optim.SparseAdam steps on sparse gradients only, and all gradients of a compiled model are "
+                "dense, those of nn.Embedding(sparse=True) too\nWhat to change: use SGD or Adagrad, whose steps are "
+                "the same for both, or Adam, which also moves rows that a batch has not used."
+            )
         if not store.synchronise:
             raise RuntimeError(
                 "optimizer.step() inside no_sync(): gradients are not reduced yet. Leave no_sync() for the last "

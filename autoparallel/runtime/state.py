@@ -36,7 +36,8 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(tensor, DTensor):
             raise ValueError(
                 f"{name} is a DTensor already: give compile() the plain model, before fully_shard, "
-                "parallelize_module or another compile()"
+                "parallelize_module or another compile(); models that share a module are compiled as one that holds "
+                "them all, and says in its forward which of them runs"
             )
         if tensor.device.type not in (mesh.device_type, "meta"):
             raise ValueError(

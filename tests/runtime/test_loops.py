@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autoparallel
-from tests.runtime.support import make, mesh_of, off, parameters_off, run_on_ranks
+from tests.runtime.support import (
+    Net,
+    batch,
+    compiled_pair,
+    gradients_off,
+    make,
+    mesh_of,
+    off,
+    parameters_off,
+    raised,
+    run_on_ranks,
+)
 
 
 class Perceptron(nn.Sequential):
@@ -92,6 +106,127 @@ def test_adapters_on_a_frozen_base(base: torch.dtype, plan: str) -> None:
     for results in run_on_ranks(_adapted, base, plan, world_size=2):
         assert results.pop("base") == 0.0 == results.pop("vacuous"), "the frozen base has moved"
         assert all(v < (1e-9 if base is torch.float64 else 2e-2) for v in results.values()), results
+
+
+class Finetuned(nn.Module):
+    """Its body stays frozen and in evaluation, its head in training, whatever the loop asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.requires_grad_(True)
+
+    def train(self, mode: bool = True) -> Finetuned:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def eval(self) -> Finetuned:
+        super().eval()
+        self.head.train()
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Finetuned:
+        super().requires_grad_(requires_grad)
+        self.body.requires_grad_(False)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+def _modes_of_its_own() -> dict[str, float]:
+    plain = make(Finetuned)
+    model = autoparallel.compile(copy.deepcopy(plain), mesh_of(2), plan="fsdp")
+    results: dict[str, float] = {}
+    x = batch(0)[0]
+    for name in ("train", "eval", "requires_grad_"):
+        for m in (plain, model):
+            assert getattr(m, name)() is m
+            m(x).square().mean().backward()
+        flags = [
+            [(part.training, [p.requires_grad for p in part.parameters()]) for part in m.modules()]
+            for m in (plain, model)
+        ]
+        results[f"flags after {name}"] = float(flags[0] != flags[1])
+        results[f"gradients after {name}"] = gradients_off(model, plain)
+        results[f"statistics after {name}"] = off(model.norm.running_mean, plain.norm.running_mean)
+    return results
+
+
+def test_modes_are_those_of_the_models_class() -> None:
+    for results in run_on_ranks(_modes_of_its_own, world_size=2):
+        assert all(v < 1e-9 for v in results.values()), results
+
+
+def _synchronised_batch_norm() -> dict[str, float]:
+    """What a script for DDP has made of its batch norms is computed over the whole batch, as they are themselves."""
+    plain = make(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    model = autoparallel.compile(converted, mesh_of(2), plan="fsdp", loss_fn=F.mse_loss)
+    x, y = batch(0)
+    model(x, y).backward(), F.mse_loss(plain(x), y).backward()
+    results = {"gradients": gradients_off(model, plain), "variance": off(model[1].running_var, plain[1].running_var)}
+    results["evaluation"] = off(model.eval()(x), plain.eval()(x))
+    return results
+
+
+def test_synchronised_batch_norm_is_batch_norm() -> None:
+    for results in run_on_ranks(_synchronised_batch_norm, world_size=2):
+        assert all(v < 1e-9 for v in results.values()), results
+
+
+def _on_the_cpu(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+def _saved_otherwise() -> dict[str, float]:
+    """First calls whose saved tensors the loop keeps elsewhere, or has computed again."""
+    plain = make(Net)
+    results: dict[str, float] = {}
+    x = batch(0)[0]
+    ways: dict[str, Callable[[nn.Module], Tensor]] = {
+        "on the CPU": lambda m: _on_the_cpu(m, x),
+        "again": lambda m: checkpoint(m, x, use_reentrant=False),
+        "again with the loss": lambda m: checkpoint(lambda x: m(x).exp(), x, use_reentrant=False),
+    }
+    for name, call in ways.items():
+        model = autoparallel.compile(copy.deepcopy(plain), mesh_of(2), plan="fsdp")
+        for m in (model, plain):
+            m.zero_grad()
+            call(m).square().mean().backward()
+        results[name] = gradients_off(model, plain)
+    return results
+
+
+def test_tensors_that_the_loop_saves_otherwise() -> None:
+    for results in run_on_ranks(_saved_otherwise, world_size=2):
+        assert all(v < 1e-9 for v in results.values()), results
+
+
+def _refusals() -> dict[str, str]:
+    model, _ = compiled_pair(plan="fsdp")
+    x, y = batch(0)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    results = {"held by a graph": raised(lambda: model(x, y))}
+    del penalty
+    model.prepare(x, y)
+    penalty = sum(p.square().sum() for p in model.parameters())
+    (model(x, y) + penalty).backward()
+    results["dense gradients"] = raised(torch.optim.SparseAdam([model.up.weight]).step)
+    shared = nn.Sequential(model.up, nn.Linear(8, 2))
+    results["a shared module"] = raised(lambda: autoparallel.compile(shared, mesh_of(2)))
+    return results
+
+
+def test_what_a_loop_is_told_to_do_otherwise() -> None:
+    for results in run_on_ranks(_refusals, world_size=2):
+        assert re.search(r"up\.weight.*a graph that was made of it.*\n.*model\.prepare", results["held by a graph"]), (
+            results
+        )
+        assert re.search(r"SparseAdam.*dense.*\nWhat to change", results["dense gradients"]), results
+        assert re.search(r"0\.weight is a DTensor already.*share a module", results["a shared module"]), results
 
 
 def test_torch_compile_around_a_compiled_model_leaves_it_as_it_is() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -300,7 +300,7 @@ class AsksWhetherItIsCompiled(nn.Module):
 
 @program()
 class ChecksItsInputsUnlessCompiled(nn.Module):
-    """The way of the plain model reads a value, that of torch.compile does not: the latter is traced."""
+    """The way of the plain model depends on a value, that of torch.compile does not: the latter is traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,6 +308,64 @@ class ChecksItsInputsUnlessCompiled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and not bool(x.isfinite().all()):
-            raise ValueError("an input is not finite")
+            x = x.nan_to_num()
         out: Tensor = self.a(x)
         return out
+
+
+@program()
+class ChecksThatOnlyRaise(Two):
+    """Values that are asked for in every way in which nothing but an error follows from them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not x.isnan().any() and (x.abs() < 1e3).all(), "not a number"
+        if not torch.isfinite(x).all() or (x > 1e3).any():
+            message = f"{x.shape} is not finite"
+            raise ValueError(message)
+        with torch.no_grad():
+            assert torch.allclose(x, x) and torch.equal(x, x)
+        if (x > 1e3).any().item():
+            raise ValueError("large")
+        if (x < 1e3).all():
+            h = self.a(x)
+        else:
+            raise ValueError("large")
+        try:
+            return self.b(h)
+        except TypeError:  # around no check
+            return h
+
+
+@program(refused="torch.where")
+class CatchesItsCheck(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        try:
+            assert (h > 100).all()  # refused
+        except AssertionError:
+            h = self.b(h)
+        return h
+
+
+@program(refused="torch.where")
+class CallerCatchesTheCheck(Two):
+    def check(self, x: Tensor) -> None:
+        if x.min() < 100:  # refused
+            raise TooWide
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with suppress(TooWide):
+            self.check(h)
+            h = 2 * h
+        return self.b(h)
+
+
+@program(refused="torch.where")
+class AsksWithinACheck(Two):
+    """What is checked depends on a value, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        assert (h if h.mean() > 0 else -h).sum() > -1e9  # refused
+        return self.b(h)

@@ -132,10 +132,10 @@ class Sampled(Two):
 
 @program(random=True)
 class NormalDistribution(Two):
-    """torch.distributions: rsample."""
+    """torch.distributions: rsample, with the checks of values that they make."""
 
     def forward(self, x: Tensor) -> Tensor:
-        d = torch.distributions.Normal(self.a(x), F.softplus(self.b(x)), validate_args=False)
+        d = torch.distributions.Normal(self.a(x), F.softplus(self.b(x)))
         z = d.rsample()
         return d.log_prob(z.detach()) + z
 

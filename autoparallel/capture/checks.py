@@ -1,0 +1,176 @@
+"""Checks of values that only raise: ``assert mask.any()``, ``if bad.any(): raise ValueError(...)``.
+
+No trace has the values that they ask for, and a program that raised on some ranks only would leave the others waiting.
+So the trace goes the way on which nothing is raised, as it does for ``torch._check``, and a warning names the line.
+Which way that is, Python's instructions say: of the two answers that a tensor may give, exactly one must lead to
+nothing but an error, which nobody between the check and the call of the model may catch.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoparallel.capture.trace import Trace
+from autoparallel.graph.lines import line_of_frame
+from autoparallel.text import LOGGER
+
+_PACKAGE = __file__.rpartition("/capture/")[0] + "/"
+_OUTERMOST = f"{_PACKAGE}capture/training.py"
+"""Where the call of the model begins."""
+
+_TORCH = torch.__file__.rpartition("/")[0] + "/"
+_CHECKS_OF_TORCH = f"{_TORCH}distributions/"
+
+
+class _Place(NamedTuple):
+    """The part of a source that an instruction was compiled from; columns as ``ast`` counts them."""
+
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    def is_in(self, node: ast.AST) -> bool:
+        place = _place_of(node)
+        return place is not None and place[:2] <= self[:2] and self[2:] <= place[2:]
+
+
+def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What Python is told that asks for a tensor's value; of a check that only raises, what lets it pass."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    if frame is None or getattr(args[0], "constant", None) is not None:
+        return func(*args, **kwargs)
+    passes = _passing(frame.f_code, frame.f_lasti)
+    if passes is None or _is_caught(frame):
+        return func(*args, **kwargs)
+    line = line_of_frame(frame)
+    if line not in trace.left_out:
+        trace.left_out.add(line)
+        LOGGER.warning("the program leaves out a check of values, which eager makes at every call, at %s", line)
+    return passes
+
+
+CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (Tensor.__bool__, Tensor.item, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose), _ask
+)
+"""The functions that ask for a value, with what takes their place while a model is traced."""
+
+
+def _passing(code: CodeType, offset: int) -> bool | None:
+    """The answer to what an instruction asks with which nothing is raised; None where not exactly one answer leads
+    to nothing but an error."""
+    instructions = list(dis.get_instructions(code))
+    at = next(i for i, instruction in enumerate(instructions) if instruction.offset == offset)
+    if instructions[at].opname.startswith(("CALL", "PRECALL")):
+        at += 1
+    is_negated = False
+    while instructions[at].opname in ("UNARY_NOT", "TO_BOOL"):
+        is_negated ^= instructions[at].opname == "UNARY_NOT"
+        at += 1
+    jump = instructions[at]
+    if not jump.opname.startswith("POP_JUMP") or not jump.opname.endswith(("_IF_TRUE", "_IF_FALSE")):
+        return None
+    true, false = jump.argval, instructions[at + 1].offset
+    if jump.opname.endswith("FALSE"):
+        true, false = false, true
+    if (raises := _only_raises(instructions, true)) == _only_raises(instructions, false):
+        return None
+    return is_negated if raises else not is_negated
+
+
+def _only_raises(instructions: Sequence[dis.Instruction], offset: int) -> bool:
+    """Whether every way on from an instruction ends in an error."""
+    where = {instruction.offset: i for i, instruction in enumerate(instructions)}
+    ways, seen = [where[offset]], set()
+    while ways:
+        at = ways.pop()
+        name = instructions[at].opname
+        if at in seen or name == "RAISE_VARARGS":
+            continue
+        seen.add(at)
+        if name.startswith(("RETURN", "YIELD", "RERAISE")):
+            return False
+        if instructions[at].opcode in _JUMPS:
+            ways.append(where[instructions[at].argval])
+        if name not in _ALWAYS:
+            ways.append(at + 1)
+    return True
+
+
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
+_ALWAYS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
+
+
+def _is_caught(frame: FrameType | None) -> bool:
+    """Whether somebody between a check and the call of the model may catch what it raises."""
+    while frame is not None and (name := frame.f_code.co_filename) != _OUTERMOST:
+        if not name.startswith((_PACKAGE, _TORCH)) or name.startswith(_CHECKS_OF_TORCH):
+            place, tree = _place_in(frame), _parsed(name)
+            if place is None or tree is None or any(_catches(node, place) for node in _path(tree, place)):
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _catches(node: ast.AST, place: _Place) -> bool:
+    if isinstance(node, ast.With | ast.AsyncWith):
+        return any("suppress" in ast.dump(item.context_expr) for item in node.items)
+    return isinstance(node, ast.Try | ast.TryStar) and bool(node.handlers) and any(map(place.is_in, node.body))
+
+
+def _path(tree: ast.AST, place: _Place) -> list[ast.AST]:
+    """The statements and expressions around a place, within the function that it is in, from the outside in."""
+    found: list[ast.AST] = []
+    node: ast.AST | None = tree
+    while node is not None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            found = []
+        found.append(node)
+        node = next(filter(place.is_in, _parts(node)), None)
+    return found
+
+
+def _parts(node: ast.AST) -> Iterator[ast.AST]:
+    """What a part of a source is made of; of parts that have no place of their own, theirs."""
+    for child in ast.iter_child_nodes(node):
+        if _place_of(child) is None:
+            yield from _parts(child)
+        else:
+            yield child
+
+
+def _place_of(node: ast.AST) -> _Place | None:
+    if not isinstance(node, ast.stmt | ast.expr | ast.excepthandler):
+        return None
+    assert node.end_lineno is not None and node.end_col_offset is not None  # as ast.parse sets them
+    return _Place(node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+
+
+def _place_in(frame: FrameType) -> _Place | None:
+    """The part of the source that a frame is at; None where Python keeps none (``-X no_debug_ranges``)."""
+    line, end_line, column, end_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    if line is None or end_line is None or column is None or end_column is None:
+        return None
+    return _Place(line, column, end_line, end_column)
+
+
+@cache
+def _parsed(filename: str) -> ast.Module | None:
+    """A file's source, parsed; None where there is none."""
+    lines = linecache.getlines(filename)
+    try:
+        return ast.parse("".join(lines)) if lines else None
+    except SyntaxError:
+        return None
