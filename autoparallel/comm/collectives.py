@@ -71,9 +71,9 @@ def extent_of(step: Step, axes: Sequence[str]) -> Extent | None:
     return Extent(largest_piece(before.shape, before.layout, sizes), lengths, room)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Item:
-    """One tensor of a transfer: its shape, where it goes, and whether the transfer may write to its memory.
+    """One tensor of a transfer: its shape, and where it goes.
 
     Not the tensor itself, so that what waits for a collective does not keep alive what was copied to be sent.
     """
@@ -82,47 +82,54 @@ class _Item:
     src: Placement
     dst: Placement
     extent: Extent | None
-    owned: bool
 
-    def sent(self, x: torch.Tensor) -> torch.Tensor:
-        """The value in the shape in which every rank sends it."""
-        return x if self.extent is None else _filled_up(x, self.extent.sent)
+    def sent(self) -> Sequence[int]:
+        """The shape in which every rank sends its value."""
+        return self.shape if self.extent is None else self.extent.sent
 
-    def received(self, x: torch.Tensor) -> torch.Tensor:
-        """The part that this rank keeps of a result that has the shape in which it was sent."""
-        return x if self.extent is None else _corner(x, self.shape)
+    def piece(self, n: int) -> list[int]:
+        """The shape in which every rank sends each of the n pieces along the dim that is cut."""
+        shape = list(self.sent())
+        shape[self.dst.dim] = shape[self.dst.dim] // n if self.extent is None else self.extent.room
+        return shape
 
     def cut(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        """The value as ``[n, ...]``: for each rank of the group its piece along the dim that is cut."""
-        dim = self.dst.dim
-        if self.extent is None:
-            return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
-        shape = list(self.extent.sent)
-        shape[dim] = self.extent.room
-        pieces = (x.narrow(dim, *chunk(x.shape[dim], n, i)) for i in range(n))
-        return torch.stack([_filled_up(piece, shape) for piece in pieces])
+        """The value as n rows: for each rank of the group its piece along the dim that is cut."""
+        dim, shape = self.dst.dim, self.piece(n)
+        if self.extent is not None:
+            x = torch.stack([_filled_up(x.narrow(dim, *chunk(x.shape[dim], n, i)), shape) for i in range(n)])
+        elif dim:
+            x = x.unflatten(dim, (n, shape[dim])).movedim(dim, 0)
+        return x.reshape(n, math.prod(shape))
 
     def own(self, piece: torch.Tensor, index: int, n: int) -> torch.Tensor:
         """The part that rank ``index`` keeps of its piece along the dim that is cut."""
+        piece = piece.view(self.piece(n))
         if self.extent is None:
             return piece
         shape = list(self.shape)
         shape[self.dst.dim] = chunk(shape[self.dst.dim], n, index)[1]
         return _corner(piece, shape)
 
-    def joined(self, pieces: torch.Tensor, index: int) -> torch.Tensor:
-        """What rank ``index`` makes of every rank's piece, ``[n, ...]``: one tensor along the dim that is gathered."""
-        dim = self.src.dim
+    def joined(self, rows: torch.Tensor, shape: Sequence[int], index: int) -> torch.Tensor:
+        """What rank ``index`` makes of every rank's piece, a row each: one tensor along the dim that is gathered.
+
+        Args:
+            shape: of a piece.
+        """
+        dim, n = self.src.dim, len(rows)
         if self.extent is None:
-            return pieces.movedim(0, dim).flatten(dim, dim + 1)
-        lengths, whole = self.extent.lengths, sum(self.extent.lengths)
+            if dim == 0:
+                return rows.reshape(n * shape[0], *shape[1:])
+            return rows.view(n, *shape).movedim(0, dim).flatten(dim, dim + 1)
+        lengths, pieces = self.extent.lengths, rows.view(n, *shape)
         for d, size in enumerate(self.shape):
-            if d != dim:
-                cut = self.dst.kind == "S" and d == self.dst.dim
-                pieces = pieces.narrow(d + 1, 0, chunk(size, len(lengths), index)[1] if cut else size)
-        if dim == 0 and pieces.is_contiguous() and lengths[0] in (pieces.shape[1], whole):  # no gaps between pieces
-            return pieces.flatten(0, 1).narrow(0, 0, whole)
-        return torch.cat([piece.narrow(dim, 0, s) for piece, s in zip(pieces.unbind(), lengths, strict=True)], dim)
+            if d == dim:
+                size = lengths[0]  # the others are as long, but for the last ones
+            elif self.dst.kind == "S" and d == self.dst.dim:
+                size = chunk(size, n, index)[1]
+            pieces = pieces.narrow(d + 1, 0, size)
+        return pieces.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, sum(lengths)).contiguous()
 
 
 def _filled_up(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -169,8 +176,11 @@ def start_transfers(
     kinds = {action(*pair) for pair in pairs.values()}
     if len(kinds) != 1:
         raise ValueError(f"one collective cannot serve different redistributions: {sorted(kinds)}")
-    rows = zip([t.shape for t in tensors], srcs, dsts, extents or [None] * len(tensors), strict=True)
-    return _STARTERS[kinds.pop()]([settled(t) for t in tensors], [_Item(*row, owned) for row in rows], group)
+    kind = kinds.pop()
+    items = list(map(_Item, [t.shape for t in tensors], srcs, dsts, extents or [None] * len(tensors)))
+    if kind == "all_reduce":
+        return _start_all_reduce(tensors, items, group, owned)
+    return _STARTERS[kind](tensors, items, group)
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:
@@ -183,68 +193,67 @@ Starter = Callable[[Sequence[torch.Tensor], Sequence[_Item], str], Callable[[], 
 
 def pack(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tensors of one dtype that lie one behind the other in one piece of memory."""
-    return _split(torch.cat([t.reshape(-1) for t in tensors]), [t.shape for t in tensors])
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All elements one behind the other: the tensors' own memory where they lie like that, or a copy."""
     if len(tensors) == 1:
-        return tensors[0].contiguous().view(-1)
-    return _adjacent(tensors) if are_adjacent(tensors) else torch.cat([t.reshape(-1) for t in tensors])
+        return settled(tensors[0]).contiguous().view(-1)
+    if are_adjacent(tensors):
+        return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))
+    return torch.cat([t.reshape(-1) for t in tensors])
 
 
 def are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors lie one behind the other in one piece of memory."""
+    """Whether tensors lie one behind the other in one piece of memory, which holds their values as they are."""
     storage, end = tensors[0].untyped_storage(), tensors[0].storage_offset()
     for t in tensors:
         if t.untyped_storage() is not storage or t.storage_offset() != end or not t.is_contiguous():
+            return False
+        if t.is_conj() or t.is_neg():
             return False
         end += t.numel()
     return True
 
 
-def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))
-
-
-def _split(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Cuts the last dim of ``flat`` into tensors of the given shapes (with any leading dims of ``flat``)."""
-    sizes = [torch.Size(s).numel() for s in shapes]
-    lead = flat.shape[:-1]
-    return [part.view((*lead, *s)) for part, s in zip(flat.split(sizes, dim=-1), shapes, strict=True)]
+def _sent(tensors: Sequence[torch.Tensor], items: Sequence[_Item]) -> list[torch.Tensor]:
+    """The values in the shapes in which every rank sends them."""
+    pairs = zip(tensors, items, strict=True)
+    return [x if item.extent is None else _filled_up(x, item.extent.sent) for x, item in pairs]
 
 
 def _start_all_reduce(
-    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
+    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str, owned: bool
 ) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    sent = [item.sent(x) for x, item in zip(tensors, items, strict=True)]
+    sent = _sent(tensors, items)
     flat = _flatten(sent)
-    if _torch.same_storage(flat.untyped_storage(), sent[0].untyped_storage()) and not all(item.owned for item in items):
+    if _torch.same_storage(flat.untyped_storage(), sent[0].untyped_storage()) and not owned:
         flat = flat.clone()
-    wait = communicator.all_reduce(flat, axis)
-    shapes = [x.shape for x in sent]
-    return lambda: [item.received(x) for x, item in zip(_split(wait(), shapes), items, strict=True)]
+    wait, sizes = communicator.all_reduce(flat, axis), [x.numel() for x in sent]
+
+    def finish() -> list[torch.Tensor]:
+        pairs = zip(wait().split(sizes), items, strict=True)
+        return [
+            part.view(item.shape) if item.extent is None else _corner(part.view(item.extent.sent), item.shape)
+            for part, item in pairs
+        ]
+
+    return finish
 
 
 def _start_all_gather(
     tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
 ) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    index = communicator.index(axis)
-    sent = [item.sent(x) for x, item in zip(tensors, items, strict=True)]
-    wait = communicator.all_gather(_flatten(sent), axis)
-    shapes = [x.shape for x in sent]
-    return lambda: [item.joined(x, index) for x, item in zip(_split(wait(), shapes), items, strict=True)]
-
-
-def _flatten_cut(
-    tensors: Sequence[torch.Tensor], items: Sequence[_Item], n: int
-) -> tuple[torch.Tensor, list[torch.Size]]:
-    """All tensors' pieces in one ``[n, ...]``, a row for each rank, and the pieces' shapes."""
-    pieces = [item.cut(x, n) for x, item in zip(tensors, items, strict=True)]
-    rows = [p.reshape(n, math.prod(p.shape[1:])) for p in pieces]
-    return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).contiguous(), [p.shape[1:] for p in pieces]
+    index, sent = communicator.index(axis), _sent(tensors, items)
+    wait, sizes = communicator.all_gather(_flatten(sent), axis), [x.numel() for x in sent]
+    return lambda: [
+        item.joined(rows, item.sent(), index) for rows, item in zip(wait().split(sizes, dim=1), items, strict=True)
+    ]
 
 
 def _start_cut(
@@ -256,9 +265,10 @@ def _start_cut(
     def start(tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
         communicator, axis = communicator_of(group)
         n, index = communicator.size(axis), communicator.index(axis)
-        flat, shapes = _flatten_cut(tensors, items, n)
-        wait = send(communicator, flat, axis)
-        return lambda: [receive(item, x, index, n) for x, item in zip(_split(wait(), shapes), items, strict=True)]
+        rows = [item.cut(x, n) for x, item in zip(tensors, items, strict=True)]
+        flat = torch.cat(rows, dim=1) if len(rows) > 1 else settled(rows[0]).contiguous()
+        wait, sizes = send(communicator, flat, axis), [row.shape[1] for row in rows]
+        return lambda: [receive(item, x, index, n) for x, item in zip(wait().split(sizes, dim=-1), items, strict=True)]
 
     return start
 
@@ -294,10 +304,11 @@ def _keep_on_one(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tens
 
 
 _STARTERS: dict[str, Starter] = {
-    "all_reduce": _start_all_reduce,
     "all_gather": _start_all_gather,
     "reduce_scatter": _start_cut(lambda c, flat, axis: c.reduce_scatter(flat, axis), _Item.own),
-    "all_to_all": _start_cut(lambda c, flat, axis: c.all_to_all(flat, axis), lambda item, x, i, n: item.joined(x, i)),
+    "all_to_all": _start_cut(
+        lambda c, flat, axis: c.all_to_all(flat, axis), lambda item, x, i, n: item.joined(x, item.piece(n), i)
+    ),
     "slice": _local(_slice),
     "pad": _local(_pad),
     "keep_on_one": _local(_keep_on_one),
