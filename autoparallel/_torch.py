@@ -380,9 +380,9 @@ def timeout_of(group: Any, device: str) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
-def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
-    """Whether two storages are one."""
-    return bool(a._cdata == b._cdata)
+def storage_mark(tensor: torch.Tensor) -> int:
+    """A number of a tensor's storage, which no other has while there is a reference to that, a weak one at least."""
+    return tensor.untyped_storage()._cdata
 
 
 def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -423,7 +423,11 @@ def accumulated(ctx: Any, count: int) -> list[bool]:
     All that are trained under ``backward()``, the chosen ones under ``backward(inputs=...)``, and none under
     ``torch.autograd.grad()``, which hands gradients out instead.
     """
-    return [_accumulates(node) for node, _ in ctx.next_functions[-count:]]
+    nodes = [node for node, _ in ctx.next_functions[-count:]]
+    try:
+        return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+    except RuntimeError:  # a leaf under torch.autograd.grad()
+        return [_accumulates(node) for node in nodes]
 
 
 def _accumulates(node: Any) -> bool:
@@ -431,7 +435,7 @@ def _accumulates(node: Any) -> bool:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf under torch.autograd.grad()
+    except RuntimeError:
         return False
 
 

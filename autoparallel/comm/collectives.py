@@ -231,7 +231,7 @@ def _start_all_reduce(
     communicator, axis = communicator_of(group)
     sent = _sent(tensors, items)
     flat = _flatten(sent)
-    if _torch.same_storage(flat.untyped_storage(), sent[0].untyped_storage()) and not owned:
+    if _torch.storage_mark(flat) == _torch.storage_mark(sent[0]) and not owned:
         flat = flat.clone()
     wait, sizes = communicator.all_reduce(flat, axis), [x.numel() for x in sent]
 

@@ -33,8 +33,7 @@ from autoparallel.predict.meter import Clock, Ledger, Meter
 from autoparallel.predict.unseen import is_unseen, stand_in
 from autoparallel.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
-from autoparallel.runtime.backwards import BackwardPass, Tensors, Travel
-from autoparallel.runtime.buckets import Gather, Grads, reached
+from autoparallel.runtime.backwards import BackwardPass, Gather, Grads, Tensors, Travel, reached
 from autoparallel.runtime.gradients import GradientStore, cast
 from autoparallel.runtime.runner import Runner
 
@@ -229,18 +228,18 @@ class _DryStore(GradientStore):
         if self.reduces:
             return super().receive(chains, grads, accumulated)
         if rows and self._scatters:
-            made = [cast(self.sum_uses(chain, row), chain.reduce_dtype) for chain, row in rows]
+            made = cast(self.sum_uses(rows), chains[0].reduce_dtype)
             self._each = len(rows[0][0].each)
             with self.meter.ledger.holding(GRADIENT_BUFFERS):
                 self.start(made, [chain.each for chain, _ in rows])()
             self._each = None
         return [None] * len(chains)
 
-    def receive_sums(self, kept: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
+    def receive_sums(self, chains: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
         """As on a real rank."""
-        self._each = len(kept[0].each)
+        self._each = len(chains[0].each)
         with self.meter.ledger.holding(GRADIENT_BUFFERS):
-            super().receive_sums(kept, values, owned=owned)
+            super().receive_sums(chains, values, owned=owned)
         self._each = None
 
     def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:

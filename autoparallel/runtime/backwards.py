@@ -17,8 +17,15 @@ import torch
 
 from autoparallel import _torch
 from autoparallel.comm import ranges
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
 
 Tensors = list[torch.Tensor]
+
+Grads = Sequence[Sequence[torch.Tensor | None]]
+"""The gradients of a bucket's parameters: for each, one for every use; None where none was reached."""
+
+Rows = list[tuple[ParameterChain, Sequence[torch.Tensor | None]]]
+"""Parameters that a backward has reached, with the gradients of their uses."""
 
 IN_FLIGHT = 2
 """How many reductions of gradients are under way at once: more would hide nothing, and each holds a whole gradient."""
@@ -70,6 +77,28 @@ class Travel:
         assert self._wait is not None
         wait, self._wait = self._wait, None  # what was sent ends with the collective, not with this object
         return wait()
+
+
+class Gather:
+    """The parameters of a bucket on their way to their uses; a call waits for them.
+
+    Args:
+        count: of the parameters.
+        travels: one for each use, of all parameters.
+    """
+
+    def __init__(self, count: int, travels: Sequence[Travel]) -> None:
+        self._count, self._travels = count, travels
+
+    def __call__(self) -> Tensors:
+        """This rank's values, parameter by parameter, for each of its uses; asked for once."""
+        columns = [travel() for travel in self._travels]
+        return [column[i] for i in range(self._count) for column in columns]
+
+    def abandon(self) -> None:
+        """Waits for what is under way, and forgets it."""
+        for travel in self._travels:
+            travel.abandon()
 
 
 @dataclass
@@ -143,3 +172,25 @@ class BackwardPasses:
             self._finish(mine)
         finally:
             mine.abandon()
+
+
+def reached(chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool] | None = None) -> Rows:
+    """The parameters of a bucket that a backward has reached, with their gradients.
+
+    Args:
+        accumulated: where ``.grad`` is added to, for which of them; None where gradients are handed on.
+
+    Raises:
+        RuntimeError: where ``.grad`` of none is added to.
+    """
+    if accumulated is not None and not any(accumulated):
+        raise RuntimeError(
+            "torch.autograd.grad() with respect to parameters is not supported on a model compiled by "
+            "autoparallel\nWhat to change: call backward() and read .grad."
+        )
+    rows = zip(chains, grads, accumulated or [True] * len(chains), strict=True)
+    return [
+        (chain, row)
+        for chain, row, wanted in rows
+        if wanted and (row[0] is not None or any(grad is not None for grad in row))
+    ]

@@ -11,80 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
-from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.passes.hoist_parameter_chains import makes_tensor
 from autoparallel.passes.recompute_layers import Region
-from autoparallel.runtime.backwards import BackwardPasses, Tensors, Travel
-
-
-class Gather:
-    """The parameters of a bucket on their way to their uses; a call waits for them.
-
-    Args:
-        count: of the parameters.
-        travels: one for each use, of all parameters.
-    """
-
-    def __init__(self, count: int, travels: Sequence[Travel]) -> None:
-        self._count, self._travels = count, travels
-
-    def __call__(self) -> Tensors:
-        """This rank's values, parameter by parameter, for each of its uses; asked for once."""
-        columns = [travel() for travel in self._travels]
-        return [column[i] for i in range(self._count) for column in columns]
-
-    def abandon(self) -> None:
-        """Waits for what is under way, and forgets it."""
-        for travel in self._travels:
-            travel.abandon()
-
-
-Grads = Sequence[Sequence[torch.Tensor | None]]
-"""The gradients of a bucket's parameters: for each, one for every use; None where none was reached."""
-
-
-class GradientReceiver(Protocol):
-    """What the boundary between parameters and a program needs: the parameters, and where their gradients go."""
-
-    synchronise: bool
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]: ...
-    @property
-    def passes(self) -> BackwardPasses: ...
-    @property
-    def kept(self) -> dict[ParameterBucket, None]: ...
-    def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather: ...
-    def receive(
-        self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
-    ) -> list[torch.Tensor | None]: ...
-
-
-def reached(
-    chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool] | None = None
-) -> list[tuple[ParameterChain, Sequence[torch.Tensor | None]]]:
-    """The parameters of a bucket that a backward has reached, with their gradients.
-
-    Args:
-        accumulated: where ``.grad`` is added to, for which of them; None where gradients are handed on.
-
-    Raises:
-        RuntimeError: where ``.grad`` of none is added to.
-    """
-    if accumulated is not None and not any(accumulated):
-        raise RuntimeError(
-            "torch.autograd.grad() with respect to parameters is not supported on a model compiled by "
-            "autoparallel\nWhat to change: call backward() and read .grad."
-        )
-    wanted = accumulated or [True] * len(chains)
-    rows = zip(chains, grads, wanted, strict=True)
-    return [(chain, row) for chain, row, want in rows if want and any(grad is not None for grad in row)]
+from autoparallel.runtime.backwards import Gather, Tensors
+from autoparallel.runtime.gradients import GradientStore, KeptCopy
 
 
 class ParameterBucket(nn.Module):
@@ -92,10 +29,10 @@ class ParameterBucket(nn.Module):
 
     Args:
         bucket: what it holds and how it gathers.
-        store: where its gradients go.
+        store: where its parameters are, and where their gradients go.
     """
 
-    def __init__(self, bucket: Bucket, store: GradientReceiver) -> None:
+    def __init__(self, bucket: Bucket, store: GradientStore) -> None:
         super().__init__()
         self.bucket = bucket
         self.store = store
@@ -103,11 +40,12 @@ class ParameterBucket(nn.Module):
         self.hooks: RegatherHooks | None = None
         self.following: ParameterBucket | None = None
         self._started: Gather | None = None
-        self._kept: tuple[Tensors, Tensors] | None = None  # what was gathered, and the parameters then
+        # Which of its values have memory of their own, and are not parameters at rest or views of them.
+        self.gathered = [c.dtype != c.rest_dtype or makes_tensor(path) for c in bucket.chains for path in c.paths]
 
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The bucket's parameters in the layouts of their uses, parameter by parameter."""
-        values = _Unshard.apply(self, *(self.store.parameters[c.name] for c in self.bucket.chains))
+        values = _Unshard.apply(self, *[self.store.parameters[c.name] for c in self.bucket.chains])
         if self.hooks is not None:
             self.hooks.own(self, values)
             if self.following is not None:
@@ -116,7 +54,8 @@ class ParameterBucket(nn.Module):
 
     def local_parameters(self) -> Tensors:
         """This rank's tensors of the parameters at rest."""
-        return [_torch.local_of(self.store.parameters[c.name]).detach() for c in self.bucket.chains]
+        parameters = self.store.parameters
+        return [x.detach() for x in map(_torch.local_of, [parameters[c.name] for c in self.bucket.chains])]
 
     def prefetch(self) -> None:
         """Starts the gather whose result the next ``gather`` returns."""
@@ -137,28 +76,12 @@ class ParameterBucket(nn.Module):
         return started()
 
     def _once_per_step(self) -> Tensors:
-        """Keeps what is gathered under ``no_sync()`` for the calls that follow (see ``GradientStore.drop_stale``)."""
-        copy, self._kept = self._kept, None
-        values = self._start()() if copy is None else copy[0]
-        if self.store.synchronise:
-            self.store.kept.pop(self, None)
-        else:
-            self._kept = values, [p.clone() for p in self.local_parameters()] if copy is None else copy[1]
-            self.store.kept[self] = None
-        return values
-
-    def has_changed(self) -> bool:
-        """Whether this rank's part of a parameter is no longer the one of the kept copy.
-
-        Values are compared, because writing through ``p.data`` or by an operator over lists of tensors, as optimizers
-        use them, changes no version of a ``DTensor``.
-        """
-        pairs = () if self._kept is None else zip(self._kept[1], self.local_parameters(), strict=True)
-        return any(not torch.equal(before, now) for before, now in pairs)
-
-    def forget(self) -> None:
-        """Drops the kept copy."""
-        self._kept = None
+        """Keeps what is gathered under ``no_sync()`` for the calls that follow (see ``KeptCopy``)."""
+        copy = self.store.kept.pop(self, None)
+        values = self._start()() if copy is None else copy.values
+        if not self.store.synchronise:
+            self.store.kept[self] = copy or KeptCopy(values, self.local_parameters())
+        return [value.view_as(value) for value in values]
 
     def _start(self) -> Gather:
         return self.store.gather(self.bucket.chains, self.local_parameters())
@@ -191,14 +114,14 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, bucket: ParameterBucket, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
-        return tuple(value.view_as(value) for value in bucket.gather())
+        return tuple(bucket.gather())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         bucket: ParameterBucket = ctx.bucket
         chains = bucket.bucket.chains
         uses = len(chains[0].uses)
-        rows = [list(grads[i * uses : (i + 1) * uses]) for i in range(len(chains))]
+        rows = [grads[i : i + uses] for i in range(0, len(grads), uses)]
         return None, *bucket.store.receive(chains, rows, _torch.accumulated(ctx, len(chains)))
 
 
@@ -222,7 +145,8 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, buckets: Sequence[ParameterBucket]) -> None:
         self._buckets = list(buckets)
-        self._owners: dict[_torch.StorageWeakRef, tuple[ParameterBucket, int, int]] = {}
+        self._owners: dict[int, tuple[ParameterBucket, int, int]] = {}  # by the marks of storages
+        self._storages: list[_torch.StorageWeakRef] = []  # so that no others get these marks
         self._notes: dict[ParameterBucket, int] = dict.fromkeys(buckets, 0)
         self._gathered: dict[ParameterBucket, Tensors] = {}
         self._seen: set[ParameterBucket] = set()
@@ -242,18 +166,18 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
 
     def own(self, bucket: ParameterBucket, values: Sequence[torch.Tensor]) -> None:
         """Notes the storages of a bucket that has just been gathered."""
-        at_rest = {_torch.StorageWeakRef(p.untyped_storage()) for p in bucket.local_parameters()}
-        for i, value in enumerate(values):
-            storage = _torch.StorageWeakRef(value.untyped_storage())
-            if storage not in at_rest:
-                self._owners[storage] = bucket, i, int(value.storage_offset())
+        for i, (value, gathered) in enumerate(zip(values, bucket.gathered, strict=True)):
+            if gathered:
+                storage = _torch.StorageWeakRef(value.untyped_storage())
+                self._storages.append(storage)
+                self._owners[storage.cdata] = bucket, i, int(value.storage_offset())
 
     def regathered(self) -> list[Bucket]:
         """The buckets that the backward will gather again."""
         return [b.bucket for b, count in self._notes.items() if count]
 
     def _pack(self, tensor: torch.Tensor) -> _Note | tuple[torch.Tensor, int]:
-        owner = self._owners.get(_torch.StorageWeakRef(tensor.untyped_storage()))
+        owner = self._owners.get(_torch.storage_mark(tensor))
         if owner is None:
             return tensor, tensor._version  # which torch does not compare where hooks save
         bucket, value, base = owner

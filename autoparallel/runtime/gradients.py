@@ -25,20 +25,41 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.comm import ranges
-from autoparallel.comm.collectives import Extent, extent_of, pack, settled, start_transfers
+from autoparallel.comm.collectives import Extent, extent_of, pack, start_transfers
 from autoparallel.comm.groups import group_name
 from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout, action, to_dtensor_placements
 from autoparallel.placements.redistribution import Step
-from autoparallel.runtime.backwards import BackwardPass, BackwardPasses, Tensors, Travel
-from autoparallel.runtime.buckets import Gather, Grads, ParameterBucket, reached
+from autoparallel.runtime.backwards import BackwardPass, BackwardPasses, Gather, Grads, Rows, Tensors, Travel, reached
 from autoparallel.runtime.hooks import (
+    are_registered,
     call_accumulated_hooks,
     call_gradient_hooks,
     has_accumulated_hooks,
     has_gradient_hooks,
 )
+from autoparallel.runtime.state import as_parameter
+
+class KeptCopy:
+    """What a bucket has gathered, kept for the calls that follow under ``no_sync()``.
+
+    Args:
+        values: the gathered parameters.
+        local: this rank's parts of them at rest.
+    """
+
+    def __init__(self, values: Tensors, local: Tensors) -> None:
+        self.values, self._now = values, local
+        self._before = [x.clone() for x in local]
+
+    def has_changed(self) -> bool:
+        """Whether this rank's part of a parameter is no longer the one that was gathered.
+
+        Values are compared, because writing through ``p.data`` or by an operator over lists of tensors, as optimizers
+        use them, changes no version of a ``DTensor``.
+        """
+        return any(not torch.equal(before, now) for before, now in zip(self._before, self._now, strict=True))
 
 
 class GradientStore:
@@ -69,7 +90,7 @@ class GradientStore:
         self._complete: dict[str, tuple[ParameterChain, torch.Tensor | None]] = {}  # whose hooks are to be called
         self._lock = threading.RLock()
         self.passes = BackwardPasses(self._finish_backward, note_raised)
-        self.kept: dict[ParameterBucket, None] = {}
+        self.kept: dict[object, KeptCopy] = {}  # by bucket
         self.note_storages()
 
     def move(self, mesh: DeviceMesh, prefix: str, everyone: str | None = None) -> None:
@@ -102,20 +123,12 @@ class GradientStore:
 
     def has_stale(self) -> bool:
         """Whether a kept copy of gathered parameters is not what they are now, as far as this rank can see."""
-        return any(copy.has_changed() for copy in self.kept)
+        return any(copy.has_changed() for copy in self.kept.values())
 
-    def drop_kept(self) -> None:
-        """Drops the kept copies of gathered parameters; all ranks do so, or none."""
-        for copy in self.kept:
-            copy.forget()
-        self.kept.clear()
-
-    def versions(self, names: Sequence[str]) -> Sequence[object]:
-        """Counts changes of parameters in place: through the ``DTensor``s, and of the local tensors themselves."""
+    def versions(self, names: Sequence[str]) -> Sequence[int]:
+        """Counts changes of parameters in place: through the ``DTensor``s, then of the local tensors themselves."""
         parameters = [self.parameters[name] for name in names]
-        return list(
-            zip(_torch.versions_of(parameters), _torch.versions_of(map(_torch.local_of, parameters)), strict=True)
-        )
+        return _torch.versions_of([*parameters, *_torch.locals_of(parameters)])
 
     def note_storages(self) -> None:
         """Notes what ``p.data = tensor`` would replace; to be called again when parameters have got new layouts."""
@@ -138,32 +151,35 @@ class GradientStore:
 
     def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather:
         """Starts to take the parameters of a bucket from rest to their uses."""
-        values = [cast(value, c.dtype) for value, c in zip(values, chains, strict=True)]
+        values = cast(values, chains[0].dtype)
         uses = range(len(chains[0].uses))
         name = partial(_name, "gather" if any(chains[0].paths) else "take", chains)
         with ranges.named(name):
-            travels = [self.start(values, [c.paths[use] for c in chains]) for use in uses]
+            travels = [
+                self.start([v.view_as(v) for v in values] if use else values, [c.paths[use] for c in chains])
+                for use in uses  # each has tensors of its own, also where a use is as at rest
+            ]
         for travel in travels:
             travel.name = name
         return Gather(len(chains), travels)
 
     def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:
-        """Takes each tensor along its path; all paths go the same way.  The first collective starts at once, in the
-        tensors' own memory if that is ``owned``."""
-        steps = [step for step in zip(*paths, strict=True) if any(action(s.src, s.dst) != "nothing" for s in step)]
+        """Takes each tensor along its path; all paths go the same way, as those of a bucket do.  The first collective
+        starts at once, in the tensors' own memory if that is ``owned``."""
+        steps = [step for step in zip(*paths, strict=True) if action(step[0].src, step[0].dst) != "nothing"]
         return Travel(tensors, [partial(self._start_step, step, owned and not i) for i, step in enumerate(steps)])
 
     def _start_step(self, steps: Sequence[Step], owned: bool, tensors: Tensors) -> Callable[[], Tensors]:
         group = group_name(self.prefix, self.names, steps[0].axes)
-        extents = [self._extent(s) for s in steps]
+        extents = [None if s.before is None else self._extent(s) for s in steps]
         return start_transfers(tensors, [s.src for s in steps], [s.dst for s in steps], group, extents, owned)
 
     def _extent(self, step: Step) -> Extent | None:
         """What this rank must know of a step between shards that differ in size."""
-        if step.before is not None and step not in self._extents:
+        if step not in self._extents:
             axes = [group_name(self.prefix, self.names, (axis,)) for axis in range(len(self.names))]
             self._extents[step] = extent_of(step, axes)
-        return None if step.before is None else self._extents[step]
+        return self._extents[step]
 
     # -- from a backward --------------------------------------------------------------------------------------------
 
@@ -181,37 +197,36 @@ class GradientStore:
         Raises:
             RuntimeError: under ``torch.autograd.grad()``, to which gradients would have to be handed.
         """
-        present = [
-            (chain, self.sum_uses(chain, row))
-            for chain, row in reached(chains, grads, accumulated)
-            if self.parameters[chain.name].requires_grad  # not frozen since the forward
-        ]
-        if present:
-            self.receive_sums([chain for chain, _ in present], [value for _, value in present])
+        trained = self.parameters  # some may have been frozen since the forward
+        rows = [row for row in reached(chains, grads, accumulated) if trained[row[0].name].requires_grad]
+        if rows:
+            self.receive_sums([chain for chain, _ in rows], self.sum_uses(rows))
         return [None] * len(chains)
 
-    def receive_sums(self, kept: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
+    def receive_sums(self, chains: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
         """Takes the gradients of some of a bucket's parameters in the layouts in which they are made; ``owned`` are
         those that nobody else has."""
-        each = [chain.each for chain in kept]
+        each = [chain.each for chain in chains]
         if self.window is not None:
-            self._held |= dict.fromkeys(chain.name for chain in kept)
+            self._held |= dict.fromkeys(chain.name for chain in chains)
         if not self.synchronise:
             if not each[0]:
-                self._accumulate(kept, values)
+                self._accumulate(chains, values)
                 return
-            reduced = self._reduce(kept, values, each)
-            self.passes.running().expect(reduced, partial(self._accumulate, kept))
+            reduced = self._reduce(chains, values, each)
+            self.passes.running().expect(reduced, partial(self._accumulate, chains))
             return
-        if each[0] and any(chain.name in self._pending for chain in kept):
-            values, each = self._reduce(kept, values, each)(), []
-        sums = [self._with_pending(chain, value) for chain, value in zip(kept, values, strict=True)]
-        owned = owned or all(a is not b for a, b in zip(sums, values, strict=True))
-        paths = [(*first, *chain.sync) for first, chain in zip(each or [()] * len(kept), kept, strict=True)]
+        paths = [(*chain.each, *chain.sync) for chain in chains]
+        if self._pending:
+            if each[0] and any(chain.name in self._pending for chain in chains):
+                values, paths = self._reduce(chains, values, each)(), [chain.sync for chain in chains]
+            sums = [self._with_pending(chain, value) for chain, value in zip(chains, values, strict=True)]
+            owned = owned or all(a is not b for a, b in zip(sums, values, strict=True))
+            values = sums
         if not paths[0] and not owned:  # no collective makes a new tensor: what the engine shares must not become .grad
-            sums = [s.clone() for s in sums]
-        reduced = self._reduce(kept, sums, paths, owned)
-        self.passes.running().expect(reduced, partial(self._hand_out, kept))
+            values = [value.clone() for value in values]
+        reduced = self._reduce(chains, values, paths, owned)
+        self.passes.running().expect(reduced, partial(self._hand_out, chains))
 
     def _reduce(
         self, chains: Sequence[ParameterChain], values: Tensors, paths: Sequence[Sequence[Step]], owned: bool = False
@@ -219,8 +234,7 @@ class GradientStore:
         """Takes gradients along their paths, in the dtype in which they travel."""
         name = partial(_name, "reduce gradients of" if paths[0] else "take gradients of", chains)
         with ranges.named(name):
-            sent = [cast(v, c.reduce_dtype) for c, v in zip(chains, values, strict=True)]
-            travel = self.start(sent, paths, owned=owned)
+            travel = self.start(cast(values, chains[0].reduce_dtype), paths, owned=owned)
         travel.name = name
         return travel
 
@@ -237,19 +251,20 @@ class GradientStore:
             finally:
                 self._complete = {}
 
-    def sum_uses(self, chain: ParameterChain, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """One gradient, in the layout in which they add up, from those of the parameter's uses."""
-        total: torch.Tensor | None = None
-        for value, layout in zip(values, chain.comes_back, strict=True):
-            if value is None:
-                continue
-            value = self.along(settled(value), chain.shape, layout, chain.made)
-            total = value if total is None else total + value
-        assert total is not None
-        return total
+    def sum_uses(self, rows: Rows) -> Tensors:
+        """One gradient for each parameter, in the layout in which those of its uses add up."""
+        return [row[0] if len(row) == 1 else self._sum(chain, row) for chain, row in rows]  # type: ignore[misc]
+
+    def _sum(self, chain: ParameterChain, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        first, *others = [
+            self.along(value, chain.shape, layout, chain.made)
+            for value, layout in zip(values, chain.comes_back, strict=True)
+            if value is not None
+        ]
+        return sum(others, first)
 
     def _accumulate(self, chains: Sequence[ParameterChain], grads: Tensors) -> None:
-        addends = [cast(grad, chain.accumulator_dtype) for chain, grad in zip(chains, grads, strict=True)]
+        addends = cast(grads, chains[0].accumulator_dtype)
         accumulators = [self._take_accumulator(chain) for chain in chains]
         sums = [k for k in accumulators if k is not None]
         if sums:
@@ -307,7 +322,7 @@ class GradientStore:
 
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
         """Adds reduced gradients to ``.grad``; those that hooks are to see first, when all of them are there."""
-        if self.window is None:
+        if self.window is None and are_registered():
             seen = [has_gradient_hooks(self.parameters[c.name]) for c in chains]
             for chain, value, waits in zip(chains, values, seen, strict=True):
                 if waits:
@@ -324,16 +339,16 @@ class GradientStore:
     def _add(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
         sums: Tensors = []
         addends: Tensors = []
-        for chain, value in zip(chains, values, strict=True):
-            parameter = self.parameters[chain.name]
-            value = cast(value, parameter.dtype)
-            if parameter.grad is None:
+        parameters = [self.parameters[chain.name] for chain in chains]
+        rows = zip(chains, parameters, _torch.grads_of(parameters), cast(values, chains[0].rest_dtype), strict=True)
+        for chain, parameter, grad, value in rows:
+            if grad is None:
                 # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
                 contiguous = torch.contiguous_format
                 value = value.clone(memory_format=contiguous) if chain.ends_in_slice else value.contiguous()
-                parameter.grad = self.wrap(chain.name, value, chain.at_rest)
+                parameter.grad = as_parameter(value, parameter)
             else:
-                sums.append(_torch.local_of(parameter.grad))
+                sums.append(_torch.local_of(grad))
                 addends.append(value)
         if sums:
             torch._foreach_add_(sums, addends)
@@ -349,7 +364,7 @@ class GradientStore:
             for name, (chain, value) in complete.items():
                 if value is not None:
                     parameter = self.parameters[name]
-                    grad = self.wrap(name, cast(value, parameter.dtype).contiguous(), chain.at_rest)
+                    grad = as_parameter(value.to(parameter.dtype).contiguous(), parameter)
                     self._add([chain], [call_gradient_hooks(name, parameter, grad)])
             call_accumulated_hooks(self.parameters[name] for name in complete)
 
@@ -467,9 +482,9 @@ class GradientStore:
         return any(self.parameters[name].grad is not None for name in self._pending)
 
 
-def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same values in a dtype; the tensor itself where it has that already."""
-    return value if value.dtype == dtype else value.to(dtype)
+def cast(values: Tensors, dtype: torch.dtype) -> Tensors:
+    """The same values in a dtype; a tensor itself where it has that already."""
+    return [value if value.dtype == dtype else value.to(dtype) for value in values]
 
 
 def _name(what: str, chains: Sequence[ParameterChain]) -> str:

@@ -29,13 +29,20 @@ class ParameterHooks(dict[int, Hook]):
 
     Args:
         hooks: where they are kept: the dictionary that handles given out before know, if there is one.
+
+    Attributes:
+        some: whether any parameter has ever had a hook.
     """
+
+    some = False
 
     def __init__(self, hooks: MutableMapping[int, Hook] | None = None) -> None:
         super().__init__()
         self._hooks: MutableMapping[int, Hook] = {} if hooks is None else hooks
+        ParameterHooks.some = ParameterHooks.some or bool(hooks)
 
     def __setitem__(self, key: int, hook: Hook) -> None:
+        ParameterHooks.some = True
         self._hooks[key] = hook
 
     def __getitem__(self, key: int) -> Hook:
@@ -67,6 +74,11 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         if not isinstance(hooks, ParameterHooks):
             hooks = ParameterHooks(hooks)
         setattr(target, name, hooks)
+
+
+def are_registered() -> bool:
+    """Whether parameters may have hooks, which most never have."""
+    return ParameterHooks.some
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

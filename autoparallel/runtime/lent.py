@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.runtime.buckets import Grads, reached
+from autoparallel.runtime.backwards import Grads, reached
 from autoparallel.runtime.gradients import GradientStore, cast
 
 
@@ -34,7 +34,7 @@ class LentParameters(GradientStore):
         finally:
             self.parameters = self._stand_ins
 
-    def versions(self, names: Sequence[str]) -> Sequence[object]:
+    def versions(self, names: Sequence[str]) -> Sequence[int]:
         """Nothing: autograd itself looks at changes in place of the owner's tensors."""
         return ()
 
@@ -46,7 +46,7 @@ class LentParameters(GradientStore):
         if not rows:
             return [None] * len(chains)
         some = [chain for chain, _ in rows]
-        sums = [cast(self.sum_uses(chain, row), chain.reduce_dtype) for chain, row in rows]
-        whole = self.start(sums, [(*chain.each, *chain.sync) for chain in some])()
-        complete = {c.name: cast(value, c.rest_dtype) for c, value in zip(some, whole, strict=True)}
+        sums = cast(self.sum_uses(rows), chains[0].reduce_dtype)
+        whole = cast(self.start(sums, [(*chain.each, *chain.sync) for chain in some])(), chains[0].rest_dtype)
+        complete = {chain.name: value for chain, value in zip(some, whole, strict=True)}
         return [complete.get(chain.name) for chain in chains]

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from autoparallel import _torch
 from autoparallel.comm.collectives import settled
-from autoparallel.runtime.state import lay_like
+from autoparallel.runtime.state import as_parameter, lay_like
 
 O = TypeVar("O", bound=type[Optimizer])  # noqa: E741
 Part = Literal["element", "parameter"]
@@ -204,14 +204,6 @@ def _are_close(a: Any, b: Any) -> bool:
     except AssertionError:
         return False
     return True
-
-
-def as_parameter(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """A ``DTensor`` that lies as a parameter does, around this rank's part."""
-    spec = _torch.spec_of(parameter)
-    if local.dtype != parameter.dtype:
-        spec = _torch.make_spec(spec.mesh, spec.placements, parameter.shape, local.dtype)
-    return _torch.wrap_local(local, spec)
 
 
 _UNKNOWN = object()

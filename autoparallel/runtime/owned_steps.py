@@ -25,8 +25,8 @@ from autoparallel.comm.groups import communicator_of, group_name, whole_group
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.placements.regions import Region, region_at, whole_region
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.local_steps import as_parameter, fill, gradient_of, lies_as, step_of, take_back, twin_of
-from autoparallel.runtime.state import in_batches, lay_like
+from autoparallel.runtime.local_steps import fill, gradient_of, lies_as, step_of, take_back, twin_of
+from autoparallel.runtime.state import as_parameter, in_batches, lay_like
 
 BATCH_BYTES = 64 << 20
 """Of the parameters that one rank owns at a time."""

@@ -20,7 +20,7 @@ from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.plan import Plan
 from autoparallel.program import LocalProgram, require_divides
 from autoparallel.runtime.accumulation import Weight
-from autoparallel.runtime.buckets import GradientReceiver, ParameterBucket, RegatherHooks, gather_ahead
+from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks, gather_ahead
 from autoparallel.runtime.gradients import GradientStore
 
 
@@ -38,7 +38,7 @@ class Runner:
     def __init__(
         self,
         program: LocalProgram,
-        store: GradientReceiver,
+        store: GradientStore,
         plain: nn.Module,
         make_body: Callable[[LocalProgram], Callable[..., Any]],
     ) -> None:
@@ -150,7 +150,8 @@ class Delivery:
         """The gradient of an output as it enters the program."""
         now = self._store.versions(self._used)
         if now != self._versions:
-            changed = next(n for n, a, b in zip(self._used, self._versions, now, strict=True) if a != b)
+            names = (*self._used, *self._used)
+            changed = next(n for n, a, b in zip(names, self._versions, now, strict=True) if a != b)
             raise RuntimeError(
                 f"{changed} was modified in place between the forward and the backward that needs it; step the "
                 "optimizer after backward()"

@@ -28,13 +28,13 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
 from autoparallel.placements import largest_piece
 from autoparallel.program import LocalProgram
-from autoparallel.runtime.backwards import BackwardPasses, Tensors
-from autoparallel.runtime.buckets import Gather, Grads, ParameterBucket, reached
+from autoparallel.runtime.backwards import Grads, Tensors, reached
+from autoparallel.runtime.buckets import ParameterBucket
 from autoparallel.runtime.gradients import GradientStore, cast
 from autoparallel.runtime.runner import Runner
 
 
-class StageGradients:
+class StageGradients(GradientStore):
     """The parameters of one stage, and their gradients while a schedule runs.
 
     Args:
@@ -44,11 +44,11 @@ class StageGradients:
     """
 
     def __init__(self, store: GradientStore, borrowed: Mapping[str, nn.Parameter], *, alone: bool = False) -> None:
+        super().__init__(store.mesh, store.prefix, {**store.parameters, **borrowed})
         self.store, self.alone = store, alone
-        self.parameters = {**store.parameters, **borrowed}
-        self.synchronise = False
+        self.passes, self.kept = store.passes, store.kept
         self.sums: dict[str, torch.Tensor] = {}
-        self._held: list[tuple[ParameterChain, list[torch.Tensor]]] = []
+        self._leaves: list[tuple[ParameterChain, list[torch.Tensor]]] = []
         self._without: list[torch.Tensor] = []  # leaves that have no gradient yet
         self._taken: set[_torch.StorageWeakRef] = set()  # the memory of gradients that the leaves, or others, have
 
@@ -62,7 +62,7 @@ class StageGradients:
                 for leaf in mine:
                     if leaf.dtype != chain.accumulator_dtype:
                         leaf.grad_dtype = chain.accumulator_dtype
-                self._held.append((chain, mine))
+                self._leaves.append((chain, mine))
                 self._without += mine
         return held
 
@@ -81,20 +81,6 @@ class StageGradients:
             self._taken.add(_torch.StorageWeakRef(leaf.grad.untyped_storage()))
         self._without = without
 
-    @property
-    def passes(self) -> BackwardPasses:
-        """The backward passes of the model, of which a schedule's are some."""
-        return self.store.passes
-
-    @property
-    def kept(self) -> dict[ParameterBucket, None]:
-        """The model's kept copies of gathered parameters."""
-        return self.store.kept
-
-    def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather:
-        """Starts to take parameters to their uses, as the store does."""
-        return self.store.gather(chains, values)
-
     def receive(
         self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
     ) -> list[torch.Tensor | None]:
@@ -103,8 +89,7 @@ class StageGradients:
         addends: Tensors = []
         rows = reached(chains, grads, accumulated)
         some = [chain for chain, _ in rows]
-        made = [self.store.sum_uses(chain, row) for chain, row in rows]
-        for chain, value in zip(some, self._reduced(some, made), strict=True):
+        for chain, value in zip(some, self._reduced(some, self.sum_uses(rows)), strict=True):
             total = self.sums.get(chain.name)
             if total is None:
                 copied = value.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
@@ -120,8 +105,7 @@ class StageGradients:
         """One microbatch's gradients, or the sums of all, in the layouts in which the plan adds them up."""
         if not (self.alone and chains and chains[0].each):
             return values
-        sent = [cast(value, chain.reduce_dtype) for value, chain in zip(values, chains, strict=True)]
-        return self.store.start(sent, [chain.each for chain in chains])()
+        return self.start(cast(values, chains[0].reduce_dtype), [chain.each for chain in chains])()
 
     def added(self, chain: ParameterChain) -> ParameterChain:
         """The way that is left to a parameter's summed gradients."""
@@ -129,18 +113,18 @@ class StageGradients:
 
     def take(self) -> dict[str, torch.Tensor]:
         """The sums, which begin anew; what was held is let go of."""
-        taken, held = self.sums, self._held
+        taken, held = self.sums, self._leaves
         self.forget()
         for chain, leaves in held:
             grads = [leaf.grad for leaf in leaves]
             if any(grad is not None for grad in grads):
-                (total,) = self._reduced([chain], [self.store.sum_uses(chain, grads)])
-                taken[chain.name] = total.contiguous()
+                (total,) = self._reduced([chain], self.sum_uses([(chain, grads)]))
+                taken[chain.name] = settled(total).contiguous()
         return taken
 
     def forget(self) -> None:
         """Lets go of the sums and of what was held."""
-        self.sums, self._held, self._without, self._taken = {}, [], [], set()
+        self.sums, self._leaves, self._without, self._taken = {}, [], [], set()
 
 
 @dataclass

@@ -175,6 +175,14 @@ def materialize(
             _swap(p, _remade(p, local_slice(value, layout, home), spec))
 
 
+def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
+    """A ``DTensor`` that lies as a parameter at rest does, around this rank's part."""
+    spec = _torch.spec_of(parameter)  # type: ignore[arg-type]
+    if local.dtype != parameter.dtype:
+        spec = _torch.make_spec(spec.mesh, spec.placements, parameter.shape, local.dtype)
+    return _torch.wrap_local(local, spec)
+
+
 def _is_meta(parameter: torch.Tensor) -> bool:
     return _torch.local_of(parameter).device.type == "meta"
 
