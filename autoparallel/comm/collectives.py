@@ -83,13 +83,9 @@ class _Item:
     dst: Placement
     extent: Extent | None
 
-    def sent(self) -> Sequence[int]:
-        """The shape in which every rank sends its value."""
-        return self.shape if self.extent is None else self.extent.sent
-
     def piece(self, n: int) -> list[int]:
         """The shape in which every rank sends each of the n pieces along the dim that is cut."""
-        shape = list(self.sent())
+        shape = list(self.shape if self.extent is None else self.extent.sent)
         shape[self.dst.dim] = shape[self.dst.dim] // n if self.extent is None else self.extent.room
         return shape
 
@@ -117,7 +113,7 @@ class _Item:
         Args:
             shape: of a piece.
         """
-        dim, n = self.src.dim, len(rows)
+        dim, n = self.src.dim, rows.shape[0]
         if self.extent is None:
             if dim == 0:
                 return rows.reshape(n * shape[0], *shape[1:])
@@ -250,10 +246,13 @@ def _start_all_gather(
 ) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
     index, sent = communicator.index(axis), _sent(tensors, items)
-    wait, sizes = communicator.all_gather(_flatten(sent), axis), [x.numel() for x in sent]
-    return lambda: [
-        item.joined(rows, item.sent(), index) for rows, item in zip(wait().split(sizes, dim=1), items, strict=True)
-    ]
+    wait, shapes = communicator.all_gather(_flatten(sent), axis), [x.shape for x in sent]
+
+    def finish() -> list[torch.Tensor]:
+        parts = wait().split([shape.numel() for shape in shapes], dim=1)
+        return [item.joined(rows, shape, index) for item, rows, shape in zip(items, parts, shapes, strict=True)]
+
+    return finish
 
 
 def _start_cut(

@@ -41,6 +41,7 @@ from autoparallel.runtime.hooks import (
 )
 from autoparallel.runtime.state import as_parameter
 
+
 class KeptCopy:
     """What a bucket has gathered, kept for the calls that follow under ``no_sync()``.
 
