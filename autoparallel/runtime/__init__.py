@@ -14,7 +14,7 @@ May import ``program``, ``plan``, ``decisions``, ``pipeline``, ``passes``, ``gra
 - ``clipping``, ``limits``, ``norm``, ``norm_program``: the global norm of gradients, and clipping to it;
   ``optimizers``: what watches the optimizers' steps; ``local_steps``, ``owned_steps``: steps on plain tensors, of
   which each rank has its part, or whole ones.
-- ``pipeline``, ``stages``, ``microbatches``, ``tied``: the same for a rank's stages.
+- ``pipeline``, ``stages``, ``microbatches``, ``tied``: the same for a rank's stages; ``messages``: tensors as bytes.
 - ``state``, ``slices``: parameters as ``DTensor``s, and a rank's part of them; ``initial_values`` of meta parameters;
   ``whole``: full parameters for a while;
   ``randomness``: the random stream; ``parameter_draws``: random numbers that a script draws on parameters.

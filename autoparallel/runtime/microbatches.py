@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from autoparallel import _torch
-from autoparallel.comm.collectives import settled
 from autoparallel.comm.groups import communicator_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.cut_stages import StageGraph
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.stages import Form, Stage
+from autoparallel.runtime.messages import Form
+from autoparallel.runtime.stages import Stage
 from autoparallel.runtime.tied import TiedParameters
 
 
@@ -30,17 +30,6 @@ class NotKept:
 
     def __repr__(self) -> str:
         return f"<{self._name}, not kept>"
-
-
-def pack(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of some tensors, as one message."""
-    return torch.cat([settled(v.detach()).contiguous().reshape(-1).view(torch.uint8) for v in values])
-
-
-def unpack(packed: torch.Tensor, forms: Sequence[Form]) -> list[torch.Tensor]:
-    """The inverse of :func:`pack`."""
-    parts = packed.split([form.bytes for form in forms])
-    return [part.clone().view(form.dtype).view(form.shape) for part, form in zip(parts, forms, strict=True)]
 
 
 def shared_forms(captured: Captured, graph: StageGraph, actual: Mapping[Any, int]) -> tuple[list[int], list[Form]]:

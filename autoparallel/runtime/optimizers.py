@@ -45,7 +45,7 @@ def watch_optimizers(clipper: Clipper) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _after_step(optimizer)  # of a step that raised
-    if _REPLACED and any(known is p for p in _held(optimizer) if (known := _replaced(p)) is not None):
+    if not _REPLACED.keys().isdisjoint(map(id, _held(optimizer))):
         raise RuntimeError(
             "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
             "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
@@ -95,12 +95,6 @@ def _held(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _replaced(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What stood where a parameter stands, if compile() has replaced it."""
-    known = _REPLACED.get(id(parameter))
-    return None if known is None else known()
-
-
 def _count_change(parameters: Iterable[torch.Tensor]) -> None:
     """Lets a step show in the parameters' versions: the operators over lists that optimizers use do not, on
     ``DTensor``s."""
@@ -122,10 +116,10 @@ def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[An
 
 def _begin(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
     step = _STEPS.get(optimizer)
-    if step is None or not step.fits(optimizer):
-        each = part_of(optimizer) == "element"
-        step = LocalStep(optimizer) if each else OwnedStep(optimizer, [clipper.store for clipper in _CLIPPERS])
-        _STEPS[optimizer] = step
+    if part_of(optimizer) == "parameter":  # which is looked at anew each time
+        step = _STEPS[optimizer] = OwnedStep(optimizer, [clipper.store for clipper in _CLIPPERS])
+    elif not (isinstance(step, LocalStep) and step.fits(optimizer)):
+        step = _STEPS[optimizer] = LocalStep(optimizer)
     step.begin(optimizer, twin)
 
 

@@ -26,13 +26,53 @@ from autoparallel.placements import from_dtensor_placements
 from autoparallel.placements.regions import Region, region_at, whole_region
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.local_steps import fill, gradient_of, lies_as, step_of, take_back, twin_of
+from autoparallel.runtime.messages import Form, pack, unpack
 from autoparallel.runtime.state import as_parameter, in_batches, lay_like
 
 BATCH_BYTES = 64 << 20
 """Of the parameters that one rank owns at a time."""
 
-Entry = tuple[Any, str, tuple[int, ...], Any]
-"""A state's name; "lies", "tensor" or "number"; its shape; its dtype and kind of device, or its Python type."""
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a state is, in the eyes of all ranks.
+
+    Attributes:
+        name: of the state.
+        kind: ``"lies"`` where it lies as the parameter does, ``"tensor"``, or ``"number"``.
+        form: of the whole of it, as it is sent.
+        of: its kind of device, or its Python type.
+    """
+
+    name: Any
+    kind: str
+    form: Form
+    of: Any
+
+    @staticmethod
+    def of_state(name: Any, value: Any, shape: Sequence[int]) -> _Entry:
+        """A state of a parameter of a shape. Raises TypeError for one that cannot be sent."""
+        if isinstance(value, torch.Tensor):
+            kind = "lies" if lies_as(value, name, shape) else "tensor"
+            return _Entry(name, kind, Form(tuple(value.shape), value.dtype), value.device.type)
+        if isinstance(value, bool | int | float):
+            return _Entry(name, "number", Form((), torch.float64), type(value))
+        raise TypeError(
+            f"the state {name!r} of a parameter is {type(value).__name__}; an optimizer that is registered "
+            "per='parameter' keeps tensors and numbers"
+        )
+
+    def put(self, item: _Item, value: torch.Tensor) -> None:
+        """Gives the state its new value, in its memory where it has some."""
+        before = item.state.get(self.name)
+        if self.kind == "number":
+            item.state[self.name] = self.of(value.item())
+        elif isinstance(before, torch.Tensor):
+            _torch.local_of(before).copy_(value)
+        elif self.kind == "lies":
+            item.state[self.name] = as_parameter(value, item.parameter)
+        else:
+            item.state[self.name] = value.to(self.of)
 
 
 @dataclass
@@ -57,13 +97,28 @@ class _Item:
     regions: list[Region]
     sources: list[list[int]]
     owner: int = 0
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[_Entry, ...] = ()
 
     @property
     def work(self) -> int:
         """A measure of the arithmetic of an update, where it multiplies matrices."""
         shape = self.parameter.shape
         return math.prod(shape) * (min(shape) if len(shape) > 1 else 1)
+
+    def parts(self) -> list[torch.Tensor]:
+        """This rank's parts of the parameter, its gradient and the states that lie as it does."""
+        lying = [_torch.local_of(value) for value in self.state.values() if isinstance(value, DTensor)]
+        return [_torch.local_of(self.parameter), self.grad, *lying]
+
+    def forms(self, place: int) -> list[Form]:
+        """What the owner sends to a place: its part of the parameter and of the states."""
+        shape = self.regions[place].shape
+        states = [Form(shape, e.form.dtype) if e.kind == "lies" else e.form for e in self.entries]
+        return [Form(shape, self.parameter.dtype), *states]
+
+    def slices(self, place: int) -> tuple[slice, ...]:
+        """Where the part of a place is in the whole."""
+        return self.regions[place].within(whole_region(self.parameter.shape))
 
 
 class OwnedStep:
@@ -86,17 +141,13 @@ class OwnedStep:
                 else:
                     self._own.setdefault(id(store), (store, []))[1].append((i, parameter))
 
-    def fits(self, optimizer: Optimizer) -> bool:
-        """Whether it can be used again: a step is looked at anew each time."""
-        return False
-
     def begin(self, optimizer: Optimizer, twin: Optimizer) -> None:
         """Updates every parameter of a compiled model, and leaves the others to the twin."""
         for store, parameters in self._own.values():
             mesh = _Mesh(store)
             items = [mesh.item(optimizer, i, p) for i, p in parameters if p.grad is not None]
             torch.autograd.graph.increment_version([item.parameter for item in items])
-            for batch in in_batches(items, lambda i: _bytes(i.parameter), BATCH_BYTES * mesh.size):
+            for batch in in_batches(items, lambda item: item.parameter.nbytes, BATCH_BYTES * mesh.size):
                 mesh.step(optimizer, batch)
         fill(twin, optimizer, optimizer.state, self._others)
 
@@ -138,66 +189,58 @@ class _Mesh:
             item.owner = load.index(min(load))
             load[item.owner] += item.work
         wholes = self._gather(items)
-        mine = [item for item in items if item.owner == self.here]
+        owned = [item for item in items if item.owner == self.here]
         error: Exception | None = None
         states: list[dict[Any, Any]] = []
-        found: list[tuple[Entry, ...]] = []
+        entries: list[tuple[_Entry, ...]] = []
         try:
-            states = _update(optimizer, mine, wholes)
-            found = [_entries(s, i.parameter.shape) for s, i in zip(states, mine, strict=True)]
-            for item, entries in zip(mine, found, strict=True):
-                _require_same(optimizer, item, entries)
+            states = _update(optimizer, owned, wholes)
+            entries = [_entries(state, item.parameter.shape) for state, item in zip(states, owned, strict=True)]
+            for item, changed in zip(owned, entries, strict=True):
+                _require_same(optimizer, item, changed)
         except Exception as caught:  # noqa: BLE001 - raised on every rank, where they speak with each other next
             error = caught
         if not all(item.entries for item in items):  # a first step makes states; their owner says which
-            self._agree(items, error, found)
-        came = self._scatter(items, wholes, states, error is not None)
-        if came is None:
-            self._agree(items, error, found)
-        for item, values in zip(items, came or (), strict=True):
-            _torch.local_of(item.parameter).copy_(values[0])
-            for (name, kind, _, of), value in zip(item.entries, values[1:], strict=True):
-                _put(item, name, kind, of, value)
+            self._agree(items, error, entries)
+        parts = self._scatter(items, wholes, states, error is not None)
+        if parts is None:
+            self._agree(items, error, entries)
+        for item, (value, *values) in zip(items, parts or (), strict=True):
+            _torch.local_of(item.parameter).copy_(value)
+            for entry, state in zip(item.entries, values, strict=True):
+                entry.put(item, state)
 
-    def _agree(self, items: Sequence[_Item], error: Exception | None, found: list[tuple[Entry, ...]]) -> None:
+    def _agree(self, items: Sequence[_Item], error: Exception | None, entries: list[tuple[_Entry, ...]]) -> None:
         """Tells all ranks which states each parameter has now; raises on all of them where one could not step."""
-        mine = error and f"{type(error).__name__}: {error}", found
-        told: list[Any] = [mine] * self.size
+        told: list[Any] = [(error and f"{type(error).__name__}: {error}", entries)] * self.size
         if self.size > 1:
-            dist.all_gather_object(told, mine, group=whole_group(self.store.prefix))
+            dist.all_gather_object(told, told[0], group=whole_group(self.store.prefix))
         failed = next((text for text, _ in told if text is not None), None)
         if failed is not None:
             raise RuntimeError(f"optimizer.step() failed on the rank that updates a parameter: {failed}") from error
-        rest = [iter(entries) for _, entries in told]
+        rest = [iter(some) for _, some in told]
         for item in items:
-            entries = next(rest[item.owner])
-            item.entries = item.entries or entries
+            entries_of_owner = next(rest[item.owner])
+            item.entries = item.entries or entries_of_owner
 
     def _gather(self, items: Sequence[_Item]) -> list[list[torch.Tensor]]:
         """For each parameter that this rank owns: the parameter, its gradient and what lies like it, whole."""
         sent: list[list[torch.Tensor]] = [[] for _ in self.places]
-        wanted: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[] for _ in self.places]
-        dtypes: dict[torch.dtype, None] = {}
+        forms: list[list[Form]] = [[] for _ in self.places]
+        wholes: list[list[torch.Tensor]] = []
+        places: list[tuple[torch.Tensor, int]] = []  # where what comes goes, and from which place it comes
         for item in items:
-            lying = [_torch.local_of(item.parameter), item.grad, *map(_torch.local_of, _lying(item))]
-            dtypes |= dict.fromkeys(t.dtype for t in lying)
+            parts = item.parts()
             if self.here in item.sources[item.owner]:
-                sent[item.owner] += lying
+                sent[item.owner] += parts
             if item.owner == self.here:
+                wholes.append([part.new_empty(item.parameter.shape) for part in parts])
                 for i in item.sources[self.here]:
-                    wanted[i] += [(item.regions[i].shape, t.dtype) for t in lying]
-        pieces = [iter(some) for some in self._exchange(sent, wanted, dtypes)]
-        wholes = []
-        for item in items:
-            if item.owner != self.here:
-                continue
-            kinds = [item.parameter.dtype, item.grad.dtype, *(v.dtype for v in _lying(item))]
-            device = item.grad.device
-            whole = [torch.empty(item.parameter.shape, dtype=kind, device=device) for kind in kinds]
-            for i in item.sources[self.here]:
-                for tensor in whole:
-                    tensor[_slices(item, i)].copy_(next(pieces[i]))
-            wholes.append(whole)
+                    forms[i] += [Form(item.regions[i].shape, part.dtype) for part in parts]
+                    places += [(whole[item.slices(i)], i) for whole in wholes[-1]]
+        pieces = [iter(some) for some in self._exchange(sent, forms)]
+        for place, source in places:
+            place.copy_(next(pieces[source]))
         return wholes
 
     def _scatter(
@@ -205,62 +248,41 @@ class _Mesh:
     ) -> list[list[torch.Tensor]] | None:
         """Sends what owners have made to where it lies; returns each item's part and states, or None where a rank
         says, in front of what it sends, that it has failed."""
-        flag = items[0].parameter.dtype
         device = self.store.mesh.device_type
-        sent = [[torch.full((1,), failed, dtype=flag, device=device)] for _ in self.places]
-        wanted: list[list[tuple[tuple[int, ...], torch.dtype]]] = [[((1,), flag)] for _ in self.places]
-        dtypes = {flag: None}
-        made = iter(zip(wholes, states or [{}] * len(wholes), strict=True))
+        sent = [[torch.full((1,), failed, dtype=torch.uint8, device=device)] for _ in self.places]
+        forms = [[Form((1,), torch.uint8)] for _ in self.places]
+        made = iter(zip(wholes, states, strict=not failed))
         for item in items:
-            forms: list[tuple[str, tuple[int, ...], torch.dtype]] = [("lies", (), item.parameter.dtype)]
-            forms += [(e[1], e[2], e[3][0] if e[1] != "number" else torch.float64) for e in item.entries]
-            dtypes |= dict.fromkeys(dtype for *_, dtype in forms)
-            shapes = [[r.shape if kind == "lies" else shape for kind, shape, _ in forms] for r in item.regions]
-            wanted[item.owner] += [(s, f[2]) for s, f in zip(shapes[self.here], forms, strict=True)]
+            forms[item.owner] += item.forms(self.here)
             if item.owner != self.here:
                 continue
-            whole, state = next(made)
             if failed:  # what is sent is not read
-                for i, some in enumerate(shapes):
-                    sent[i] += [torch.zeros(s, dtype=f[2], device=device) for s, f in zip(some, forms, strict=True)]
+                for i, some in enumerate(sent):
+                    size = sum(form.bytes for form in item.forms(i))
+                    some.append(torch.zeros(size, dtype=torch.uint8, device=device))
                 continue
-            values = [whole[0], *(torch.as_tensor(state[e[0]]) for e in item.entries)]
-            values = [v.to(item.grad.device, f[2]) for v, f in zip(values, forms, strict=True)]
-            for i in range(self.size):
-                sent[i] += [v[_slices(item, i)] if f[0] == "lies" else v for v, f in zip(values, forms, strict=True)]
-        came = self._exchange(sent, wanted, dtypes)
-        if torch.cat([some[0] for some in came]).any():
+            (whole, *_), state = next(made)
+            values = [(entry, torch.as_tensor(state[entry.name])) for entry in item.entries]
+            numbers = [(entry.kind, value.to(whole.device, entry.form.dtype)) for entry, value in values]
+            for i, some in enumerate(sent):
+                cut = item.slices(i)
+                some += [value[cut] if kind == "lies" else value for kind, value in [("lies", whole), *numbers]]
+        came = self._exchange(sent, forms)
+        if torch.cat([flag for flag, *_ in came]).any():
             return None
-        rest = [iter(some[1:]) for some in came]
-        return [[next(rest[item.owner]) for _ in range(1 + len(item.entries))] for item in items]
+        rest = [iter(some) for _, *some in came]
+        return [[next(rest[item.owner]) for _ in item.forms(self.here)] for item in items]
 
     def _exchange(
-        self,
-        sent: Sequence[Sequence[torch.Tensor]],
-        wanted: Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]],
-        dtypes: Iterable[torch.dtype],
+        self, sent: Sequence[Sequence[torch.Tensor]], forms: Sequence[Sequence[Form]]
     ) -> list[list[torch.Tensor]]:
-        """Sends some tensors to each rank, one message for each dtype; returns those that came from each.
-
-        Args:
-            wanted: the shapes and dtypes of what comes from each rank.
-            dtypes: of all that any rank sends, the same on every rank.
-        """
-        came: list[list[Any]] = [[None] * len(some) for some in wanted]
-        for dtype in dtypes:
-            flat = [t.reshape(-1) for some in sent for t in some if t.dtype == dtype]
-            counts = [sum(t.numel() for t in some if t.dtype == dtype) for some in sent]
-            sizes = [[math.prod(shape) for shape, kind in some if kind == dtype] for some in wanted]
-            empty = torch.empty(0, dtype=dtype, device=self.store.mesh.device_type)
-            packed = self.communicator.all_to_all_rows(
-                torch.cat(flat or [empty]), counts, list(map(sum, sizes)), self.axis
-            )
-            parts = iter(packed.split([size for some in sizes for size in some]))
-            for some, found in zip(wanted, came, strict=True):
-                for i, (shape, kind) in enumerate(some):
-                    if kind == dtype:
-                        found[i] = next(parts).view(shape)
-        return came
+        """Sends some tensors to each rank, as one message; returns those that came from each, in these forms."""
+        counts = [sum(t.nbytes for t in some) for some in sent]
+        sizes = [sum(form.bytes for form in some) for some in forms]
+        empty = torch.empty(0, dtype=torch.uint8, device=self.store.mesh.device_type)
+        packed = pack([empty, *(t for some in sent for t in some)])
+        came = self.communicator.all_to_all_rows(packed, counts, sizes, self.axis).split(sizes)
+        return [unpack(part, some) for part, some in zip(came, forms, strict=True)]
 
 
 def _update(optimizer: Optimizer, items: Sequence[_Item], wholes: list[list[torch.Tensor]]) -> list[dict[Any, Any]]:
@@ -283,23 +305,11 @@ def _update(optimizer: Optimizer, items: Sequence[_Item], wholes: list[list[torc
     return [state[whole] for whole, *_ in wholes]
 
 
-def _entries(state: dict[Any, Any], shape: Sequence[int]) -> tuple[Entry, ...]:
-    found: list[Entry] = []
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            kind = "lies" if lies_as(value, name, shape) else "tensor"
-            found.append((name, kind, tuple(value.shape), (value.dtype, value.device.type)))
-        elif isinstance(value, bool | int | float):
-            found.append((name, "number", (), type(value)))
-        else:
-            raise TypeError(
-                f"the state {name!r} of a parameter is {type(value).__name__}; an optimizer that is registered "
-                "per='parameter' keeps tensors and numbers"
-            )
-    return tuple(found)
+def _entries(state: dict[Any, Any], shape: Sequence[int]) -> tuple[_Entry, ...]:
+    return tuple(_Entry.of_state(name, value, shape) for name, value in state.items())
 
 
-def _require_same(optimizer: Optimizer, item: _Item, entries: tuple[Entry, ...]) -> None:
+def _require_same(optimizer: Optimizer, item: _Item, entries: tuple[_Entry, ...]) -> None:
     """Raises RuntimeError where a step after the first makes other states."""
     if item.entries and entries != item.entries:
         raise RuntimeError(
@@ -309,30 +319,5 @@ def _require_same(optimizer: Optimizer, item: _Item, entries: tuple[Entry, ...])
         )
 
 
-def _names(entries: Iterable[Entry]) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, _, shape, _ in entries) or "none"
-
-
-def _lying(item: _Item) -> list[DTensor]:
-    return [value for value in item.state.values() if isinstance(value, DTensor)]
-
-
-def _slices(item: _Item, place: int) -> tuple[slice, ...]:
-    return item.regions[place].within(whole_region(item.parameter.shape))
-
-
-def _bytes(parameter: torch.Tensor) -> int:
-    return parameter.numel() * parameter.dtype.itemsize
-
-
-def _put(item: _Item, name: Any, kind: str, of: Any, value: torch.Tensor) -> None:
-    """Gives a state its new value, in its memory where it has some."""
-    known = item.state.get(name)
-    if kind == "number":
-        item.state[name] = of(value.item())
-    elif isinstance(known, torch.Tensor):
-        _torch.local_of(known).copy_(value)
-    elif kind == "lies":
-        item.state[name] = as_parameter(value.clone(), item.parameter)
-    else:
-        item.state[name] = value.to(of[1], copy=True)
+def _names(entries: Iterable[_Entry]) -> str:
+    return ", ".join(f"{entry.name} {list(entry.form.shape)}" for entry in entries) or "none"

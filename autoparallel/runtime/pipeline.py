@@ -44,9 +44,10 @@ from autoparallel.placements.redistribution import Redistributor
 from autoparallel.program import LocalProgram, StagedProgram
 from autoparallel.rules.calls import may_have_gradient
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.microbatches import Gradients, HandOut, NotKept, pack, shared_forms, unpack
+from autoparallel.runtime.messages import Form, pack, unpack
+from autoparallel.runtime.microbatches import Gradients, HandOut, NotKept, shared_forms
 from autoparallel.runtime.runner import Refuse
-from autoparallel.runtime.stages import Form, Stage, StageGradients, form_of
+from autoparallel.runtime.stages import Stage, StageGradients, form_of
 from autoparallel.runtime.tied import TiedParameters, find_ties
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ memory may be another's, too: two parameters that are viewed and added get views
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +30,7 @@ from autoparallel.program import LocalProgram
 from autoparallel.runtime.backwards import Grads, Tensors, reached
 from autoparallel.runtime.buckets import ParameterBucket
 from autoparallel.runtime.gradients import GradientStore, cast
+from autoparallel.runtime.messages import Form
 from autoparallel.runtime.runner import Runner
 
 
@@ -278,19 +278,6 @@ class Stage:
         if roots:
             torch.autograd.backward([w for w, _ in roots.values()], [g for _, g in roots.values()])
             self.gradients.own(())
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a value that crosses between stages lies on one rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """The size of the value."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def form_of(crossing: Crossing, program: LocalProgram, axis_sizes: Sequence[int], actual: Mapping[Any, int]) -> Form:
