@@ -40,7 +40,7 @@ from autoparallel.placements import (
     sent_bytes,
 )
 from autoparallel.placements.redistribution import Redistributor, Step, step_between, step_bytes
-from autoparallel.runtime.norm_program import reduce_gradient_norm
+from autoparallel.runtime.norm_program import NormProgram
 from tests.rules.proof import combine, coordinates, cut
 
 NAMES = ("dp", "tp")
@@ -220,8 +220,8 @@ def test_every_rank_sends_the_bytes_that_are_predicted(mesh: tuple[int, int], mo
 
 
 def _norm(grads: dict[str, Tensor], layouts: dict[str, Layout], p: float, mesh: tuple[int, int]) -> Tensor:
-    program = reduce_gradient_norm(layouts, p, NAMES, mesh, "mesh0")
-    return program.module(*([grads[name] for name in names] for names in program.sets)).squeeze()
+    program = NormProgram(layouts, p, NAMES, mesh, "mesh0")
+    return program(*([grads[name] for name in names] for names in program.sets)).squeeze()
 
 
 @settings(max_examples=25, deadline=None)

@@ -26,7 +26,7 @@ from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_
 from autoparallel.runtime import norm as arithmetic
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Limits, Norms, ParameterNames, require_nonfinite
-from autoparallel.runtime.norm_program import NormProgram, reduce_gradient_norm
+from autoparallel.runtime.norm_program import NormProgram
 
 Mark = tuple[int, int, int]
 Place = tuple[int, int, torch.dtype]
@@ -70,7 +70,6 @@ class Clipper:
         self.limits = None if in_step is None else self.names.limits(in_step.max_norm)
         self.last_norm: Norms | None = None
         self._programs: dict[Any, NormProgram] = {}
-        self._known: dict[str, Any] = {}  # name to the description of its last gradient, found to be right
         self._skipped: tuple[int, torch.Tensor] | None = None
         self._done: tuple[int, dict[str, Mark]] | None = None
         self._on_the_way = _OnTheWay(store.backwards)
@@ -205,7 +204,7 @@ class Clipper:
             grad = parameter.grad
             if grad is None:
                 continue
-            if pending or not (type(grad) is DTensor and _torch.spec_of(grad) is self._known.get(name)):
+            if pending or not (type(grad) is DTensor and _torch.spec_of(grad) is _torch.spec_of(parameter)):  # type: ignore[arg-type]
                 self._require_ours(what, name, parameter, grad, pending.get(name))
             grads[name] = grad
         if grads and not pending and self.store.window is None:
@@ -219,8 +218,6 @@ class Clipper:
             at_rest = parameter.placements  # type: ignore[attr-defined]
             expected = tuple(at_rest if pending is None else to_dtensor_placements(pending))
             if grad.device_mesh == self.store.mesh and tuple(grad.placements) == expected:
-                if expected == tuple(at_rest):
-                    self._known[name] = _torch.spec_of(grad)
                 return
             description = f"a DTensor of placements {tuple(grad.placements)}, where {expected} is expected"
             if grad.device_mesh != self.store.mesh:
@@ -245,16 +242,14 @@ class Clipper:
         if program is None:
             layouts = {n: from_dtensor_placements(g.placements) for n, g in grads.items()}  # type: ignore[attr-defined]
             sizes = tuple(self.store.mesh.shape)
-            program = reduce_gradient_norm(
-                layouts, p, self.store.names, sizes, self.store.prefix, norms, everyone, device
-            )
-            self._programs[key] = program
+            names, prefix = self.store.names, self.store.prefix
+            program = self._programs[key] = NormProgram(layouts, p, names, sizes, prefix, norms, everyone, device)
         runs = {names: arithmetic.join([_torch.local_of(grads[n]) for n in names]) for names in program.sets}
         norms_of = self._known_norms(grads, p)  # a tensor's norm has the same norm
         measured = ([norms_of.get(_place(run), run) for run in runs[names]] for names in program.sets)
         with torch.no_grad():
             inputs = [tensors or _empty(grads, names) for tensors, names in zip(measured, program.sets, strict=True)]
-            return program.module(*inputs), runs
+            return program(*inputs), runs
 
     def _measure_on_the_way(self, names: Sequence[str]) -> None:
         """See [Note: norms on the way]."""

@@ -1,14 +1,17 @@
-"""`reduce_gradient_norm`: one sum for each set of axes and norms, one all-reduce for all of them."""
+"""`NormProgram`: one sum for each set of axes and norms, one all-reduce for all of them."""
 
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
+import torch
 
 from autoparallel.placements import parse_layout
-from autoparallel.runtime.norm_program import NormProgram, reduce_gradient_norm
-from tests.passes.support import show
+from autoparallel.runtime import norm_program
+from autoparallel.runtime.norm_program import NormProgram
+from tests.runtime.support import OneRank
 
 
 def build(
@@ -19,26 +22,15 @@ def build(
 ) -> NormProgram:
     names = ("dp", "tp", "cp")[: len(sizes)]
     gradients = {name: parse_layout(text) for name, text in layouts.items()}
-    return reduce_gradient_norm(gradients, p, names, sizes, "mesh0", norms)
-
-
-def program(layouts: dict[str, str], p: float = 2.0, sizes: tuple[int, ...] = (2, 2)) -> list[str]:
-    return show(build(layouts, p, sizes).module)
+    return NormProgram(gradients, p, names, sizes, "mesh0", norms)
 
 
 def test_the_example() -> None:
-    assert program({"w": "I,S0", "b": "I,I"}) == [
-        "grads_0",
-        "grads_1",
-        "local_sum = norm.local_sum(grads_0, 2.0)",
-        "local_sum_1 = norm.local_sum(grads_1, 2.0)",
-        "count_once = norm.count_once(local_sum, ['mesh0/dp'])",
-        "count_once_1 = norm.count_once(local_sum_1, ['mesh0/dp', 'mesh0/tp'])",
-        "pack = norm.pack([count_once, count_once_1], [local_sum, local_sum_1], 2.0, [[0, 1]])",
-        "reduce_packed = norm.reduce_packed(pack, 2.0, 'mesh0/dp+tp')",
-        "finish_norm = norm.finish_norm(reduce_packed, 2.0)",
-        "return finish_norm",
-    ]
+    program = build({"w": "I,S0", "b": "I,I"})
+    assert program.sets == (("w",), ("b",))
+    assert program.replicas == [["mesh0/dp"], ["mesh0/dp", "mesh0/tp"]], "along these only the first rank counts"
+    assert program.parts == [[0, 1]]
+    assert program.group == "mesh0/dp+tp"
 
 
 def test_parameters_with_the_same_axes_are_one_set() -> None:
@@ -49,9 +41,7 @@ def test_parameters_with_the_same_axes_are_one_set() -> None:
 def test_norms_may_overlap_and_be_of_nothing() -> None:
     found = build({"a": "S0,I", "b": "S0,I", "c": "I,I"}, norms=[{"a", "c"}, {"a", "b"}, {"frozen"}])
     assert found.sets == (("a",), ("b",), ("c",)), "those that count in the same norms, sharded over the same axes"
-    lines = show(found.module)
-    assert any(line.endswith("2.0, [[0, 2], [0, 1], []])") for line in lines), lines
-    assert sum("reduce_packed(" in line for line in lines) == 1, "one collective for all norms"
+    assert found.parts == [[0, 2], [0, 1], []]
 
 
 def test_what_counts_in_no_norm_is_no_input() -> None:
@@ -65,19 +55,23 @@ def test_what_counts_in_no_norm_is_no_input() -> None:
 def test_there_is_one_collective_for_everything(p: float, sizes: tuple[int, ...]) -> None:
     rows = ",".join(["S0"] * len(sizes))
     whole = ",".join(["I"] * len(sizes))
-    lines = program({"a": rows, "b": whole}, p, sizes)
-    assert sum("reduce_packed(" in line for line in lines) == 1
+    program = build({"a": rows, "b": whole}, p, sizes, norms=[{"a"}, {"a", "b"}])
+    with mock.patch.object(norm_program, "reduce_packed", lambda packed, *_: sent.append(packed) or packed), OneRank(2):
+        sent: list[torch.Tensor] = []
+        norms = program([torch.full((3,), 2.0)], [torch.full((4,), -2.0)])
+    assert [tuple(packed.shape) for packed in sent] == [(2, 2)], "a share and a flag of each norm"
+    expected = [2.0, 2.0] if math.isinf(p) else [2 * 3 ** (1 / p), 2 * 7 ** (1 / p)]
+    assert norms.tolist() == pytest.approx(expected)
 
 
 def test_an_axis_of_one_rank_has_no_replicas() -> None:
-    lines = program({"a": "I,I"}, sizes=(1, 2))
-    assert "count_once = norm.count_once(local_sum, ['mesh0/tp'])" in lines
-    alone = program({"a": "I,I"}, sizes=(1, 1))
-    assert not any("reduce_packed" in line for line in alone), "nobody to talk to"
-    assert "count_once = norm.count_once(local_sum, [])" in alone
+    assert build({"a": "I,I"}, sizes=(1, 2)).replicas == [["mesh0/tp"]]
+    alone = build({"a": "I,I"}, sizes=(1, 1))
+    assert alone.replicas == [[]]
+    assert alone.group is None, "nobody to talk to"
 
 
 @pytest.mark.parametrize("p", [0.0, -1.0, -math.inf, math.nan])
 def test_p_must_be_positive(p: float) -> None:
     with pytest.raises(ValueError, match="norm_type must be positive or inf"):
-        program({"a": "I,I"}, p)
+        build({"a": "I,I"}, p)
