@@ -253,14 +253,15 @@ CPU = Profile(
 def _node(
     name: str,
     peak: tuple[float, float, float],
-    memory: float,
+    gibibytes: float,
     memory_bandwidth: float,
     nvlink: float,
     network: float,
     attention: float,
 ) -> Profile:
-    """A node of eight GPUs, from what its makers say: teraflops dense in bf16, float32 and float64, bytes, bytes/s.
+    """A node of eight GPUs, from what its makers say: teraflops dense in bf16, float32 and float64, bytes/s.
 
+    Its memory is what torch names as a device's total capacity, in GiB: 80 GB stand for some 79 of them, 85e9 bytes.
     Large matrix products reach about 70% of the peak in bf16 and 75% in float32 (TF32 is off unless it is asked for),
     copies 85% of the memory's bandwidth, collectives 75% of the links' and 90% of the network's.
     """
@@ -273,7 +274,7 @@ def _node(
         launch=5e-6,
         latency=1.5e-5,
         bandwidth=0.75 * nvlink,
-        memory=memory,
+        memory=gibibytes * 2**30,
         reserve=RESERVE,
         default_flops=0.7 * half,
         peak=named,
@@ -287,10 +288,10 @@ def _node(
     )
 
 
-A100 = _node("a100", (312, 19.5, 19.5), 80e9, 2.0e12, 3.0e11, 2.5e10, 0.8)
-H100 = _node("h100", (989, 67, 67), 80e9, 3.35e12, 4.5e11, 5.0e10, 0.55)
-H200 = _node("h200", (989, 67, 67), 141e9, 4.8e12, 4.5e11, 5.0e10, 0.55)
-B200 = _node("b200", (2250, 75, 37), 180e9, 8.0e12, 9.0e11, 5.0e10, 0.55)
+A100 = _node("a100", (312, 19.5, 19.5), 79.15, 2.0e12, 3.0e11, 2.5e10, 0.8)
+H100 = _node("h100", (989, 67, 67), 79.1, 3.35e12, 4.5e11, 5.0e10, 0.55)
+H200 = _node("h200", (989, 67, 67), 139.8, 4.8e12, 4.5e11, 5.0e10, 0.55)
+B200 = _node("b200", (2250, 75, 37), 178.35, 8.0e12, 9.0e11, 5.0e10, 0.55)
 PROFILES = {profile.name: profile for profile in (A100, H100, H200, B200, CPU)}
 """By the name that ``hardware=`` and ``--hardware`` take."""
 

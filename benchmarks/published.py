@@ -72,7 +72,7 @@ H100_500W = replace(
     H100,
     name="h100, HBM2e, 500 W",
     peak={**H100.peak, torch.bfloat16: PEAK},
-    memory=96e9,
+    memory=95.0 * 2**30,
     memory_bandwidth=0.85 * 2.4e12,
 )
 WANTED = 0.15

@@ -30,6 +30,7 @@ from autoparallel.passes.emitter import Emitter, Rewrite, fake_mode_of
 from autoparallel.passes.settle_memory import MEMORY_REWRITES
 from autoparallel.passes.ungroup_experts import ungroup_experts
 from autoparallel.rules.calls import arguments, shape_of
+from autoparallel.rules.shapes import expression, order_of
 
 aten = torch.ops.aten
 
@@ -89,10 +90,40 @@ def _cross_entropy(emit: Emitter, node: fx.Node) -> Any:
     x, target, weight = v["self"], v["target"], v["weight"]
     if v["reduction"] == 0 or target.meta["val"].is_floating_point():
         return None
+    given = x
+    x, target = _rows_of(emit, x, target)
     total = emit(operators.cross_entropy_sum, x, target, weight, v["ignore_index"], v["label_smoothing"])
     if v["reduction"] == 1:
         total = emit(aten.div.Tensor, total, _valid_weight(emit, total, target, weight, v["ignore_index"]))
-    return _as(emit, total, x)  # half precision is summed in float32
+    return _as(emit, total, given)  # half precision is summed in float32
+
+
+def _rows_of(emit: Emitter, x: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Logits [..., C] and targets [...] of those that torch takes, [N, C, ...] and [N, ...].
+
+    Rows that were flattened for the loss stay in their dims: flattened ones could be cut along the first of these only.
+    """
+    rank = len(shape_of(x))
+    if rank < 2:
+        return x, target
+    if rank > 2:
+        order = [0, *range(2, rank), 1]
+        if x.target in (aten.transpose.int, aten.permute.default) and [order_of(x)[d] for d in order] == [*range(rank)]:
+            return cast(fx.Node, x.args[0]), target
+        return emit(aten.permute.default, x, order), target
+    rows, classes = _before_reshape(x), _before_reshape(target)
+    shapes = [[expression(size) for size in shape_of(node)] for node in (rows, classes, x)]
+    if len(shapes[1]) < 2 or shapes[0] != [*shapes[1], shapes[2][-1]]:
+        return x, target
+    return _as(emit, rows, x), _as(emit, classes, target)
+
+
+def _before_reshape(node: fx.Node) -> fx.Node:
+    """What a reshape reads whose result is at most copied after it; the node itself where there is none."""
+    made = node
+    while made.target in (aten._to_copy.default, aten.clone.default, aten.alias.default):
+        made = cast(fx.Node, made.args[0])
+    return cast(fx.Node, made.args[0]) if made.target is aten.reshape.default else node
 
 
 def _nll_loss(emit: Emitter, node: fx.Node) -> Any:

@@ -36,8 +36,8 @@ class ChunkedLoss(Region):
     Args:
         layer: the module path of the loss.
         program: makes the sum, as its one result, of rows and of what all rows share.
-        rows: which of the program's arguments are rows.
-        chunks: how many there are; fewer where there are fewer rows.
+        rows: which of the program's arguments are rows: what the logits [..., C] are made of, and the targets.
+        chunks: how many there are along a dim of rows; fewer where no dim is that long.
     """
 
     def __init__(self, layer: str, program: fx.GraphModule, rows: Sequence[int], chunks: int) -> None:
@@ -58,14 +58,16 @@ class _Chunked(torch.autograd.Function):
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         whole = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         grads = {i: _accumulator(whole[i], is_rows=i in loss.rows) for i in wanted}
-        length = whole[loss.rows[0]].shape[0]
+        *lengths, _ = whole[loss.rows[0]].shape
+        dim = next((d for d, n in enumerate(lengths) if n >= loss.chunks), lengths.index(max(lengths)))
+        length = lengths[dim]
         size = max(1, -(-length // loss.chunks))
         sums: list[torch.Tensor] = []
         # What is saved for the gradients of a chunk is used at once: no hook of the program around it is asked.
         with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             for begin in range(0, max(length, 1), size):
                 count = min(size, length - begin)
-                part = [x.narrow(0, begin, count) if i in loss.rows else x for i, x in enumerate(whole)]
+                part = [x.narrow(dim, begin, count) if i in loss.rows else x for i, x in enumerate(whole)]
                 for i in wanted:
                     part[i] = part[i].detach().requires_grad_()
                 with torch.set_grad_enabled(bool(wanted)):
@@ -76,7 +78,7 @@ class _Chunked(torch.autograd.Function):
                 chunk_grads = torch.autograd.grad(total, [part[i] for i in wanted], materialize_grads=True)
                 for i, grad in zip(wanted, chunk_grads, strict=True):
                     if i in loss.rows:
-                        grads[i].narrow(0, begin, count).copy_(grad)
+                        grads[i].narrow(dim, begin, count).copy_(grad)
                     else:
                         grads[i].add_(grad)
         ctx.save_for_backward(*grads.values())

@@ -98,7 +98,7 @@ def _is_loss(node: fx.Node) -> bool:
         return False
     values = arguments(node)
     x = shape_of(node.args[0])  # type: ignore[arg-type]
-    return values["weight"] is None and values["label_smoothing"] == 0 and values["classes"] is None and len(x) == 2
+    return values["weight"] is None and values["label_smoothing"] == 0 and values["classes"] is None and len(x) > 1
 
 
 def _keeps_classes(node: fx.Node, rows: int) -> bool:

@@ -32,6 +32,8 @@ LOSSES = (
     aten.cross_entropy_loss.default,
 )  # fmt: skip
 """The operators that sum over the rows of logits, their first operand."""
+_OF_ROWS = (operators.cross_entropy_sum, operators.cross_entropy_sum_sharded)
+"""Those of them whose rows may have several dims: the classes are the last one."""
 _ELEMENTWISE = (
     aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.tanh.default, aten.neg.default,
     aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,
@@ -73,7 +75,10 @@ def find_heads(graph: fx.Graph, *, alone: bool = True) -> Iterator[Head]:
 def _head_of(loss: fx.Node, alone: bool) -> Head | None:
     values = arguments(loss)
     node = loss.args[0]
-    if values.get("reduction", 2) != 2 or not isinstance(node, fx.Node) or len(shape_of(node)) != 2:
+    if values.get("reduction", 2) != 2 or not isinstance(node, fx.Node):
+        return None
+    rank = len(shape_of(node))
+    if rank < 2 or rank > 2 and loss.target not in _OF_ROWS:
         return None
     between: list[fx.Node] = []
     while node.op == "call_function" and not (alone and len(node.users) > 1):
@@ -108,7 +113,7 @@ def _keeps_rows(node: fx.Node) -> bool:
     if node.target in _SOFTMAX:
         return arguments(node)["dim"] in (-1, rank - 1)
     if node.target is redistribute:
-        return "S0" not in node.args[1:3]
+        return not {f"S{dim}" for dim in range(rank - 1)}.intersection(node.args[1:3])
     alike = rank == len(shape_of(node))  # what is broadcast along the rows has no dim for them
     return node.target in _ELEMENTWISE and alike and all(len(shape_of(x)) < 2 for x in operands[1:])
 

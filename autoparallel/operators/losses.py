@@ -21,12 +21,15 @@ def cross_entropy_sum(
     label_smoothing: float = 0.0,
     classes: int | None = None,
 ) -> Tensor:
-    """The sum of the cross-entropies of ``x`` [N, C, ...] or [C] and class indices ``target`` [N, ...] or [].
+    """The sum of the cross-entropies of ``x`` [..., C] and class indices ``target`` [...].
 
     float32 or wider: a sum over a batch does not fit into half precision.  The columns from ``classes`` on are padding.
     """
     if classes is not None:
-        x = x.narrow(1, 0, classes)
+        x = x.narrow(-1, 0, classes)
+    if x.ndim > 2:  # torch's kernels take rows, or classes in dim 1; neither is a copy
+        side_by_side = isinstance(x.stride(-1), int) and x.stride(-1) == 1
+        x, target = (x.flatten(0, -2), target.flatten()) if side_by_side else (x.movedim(-1, 1), target)
     half = x.dtype in (torch.float16, torch.bfloat16)
     losses = F.cross_entropy(
         x,
@@ -70,9 +73,9 @@ class _WeightedMean(torch.autograd.Function):
 def cross_entropy_sum_sharded(
     x: Tensor, target: Tensor, ignore_index: int, group: str, classes: int | None = None
 ) -> Tensor:
-    """``cross_entropy_sum`` of logits whose classes (dim 1, or dim 0 of a vector) are sharded over ``group``.
+    """``cross_entropy_sum`` of logits whose classes, the last dim, are sharded over ``group``.
 
-    Two all-reduces of [N]-shaped tensors forward, none backward (Shoeybi et al. 2019, Megatron-LM, section 3).
+    Two all-reduces of [...]-shaped tensors forward, none backward (Shoeybi et al. 2019, Megatron-LM, section 3).
     """
     return _ShardedCrossEntropy.apply(x, target, ignore_index, group, classes)
 
@@ -80,24 +83,23 @@ def cross_entropy_sum_sharded(
 class _ShardedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, ignore_index: int, group: str, total: int | None) -> Tensor:
-        classes = 0 if x.ndim == 1 else 1
         ctx.dtype = x.dtype
         ctx.set_materialize_grads(False)
         if x.dtype in (torch.float16, torch.bfloat16):
             x = x.float()
         if total is not None:  # columns of padding count as minus infinity
-            columns = max(0, min(x.shape[classes], total - axis_index(group) * x.shape[classes]))
-            if columns < x.shape[classes]:
+            columns = max(0, min(x.shape[-1], total - axis_index(group) * x.shape[-1]))
+            if columns < x.shape[-1]:
                 x = x.clone()
-                x.narrow(classes, columns, x.shape[classes] - columns).fill_(-torch.inf)
+                x.narrow(-1, columns, x.shape[-1] - columns).fill_(-torch.inf)
         valid = target != ignore_index
-        local, mine = local_rows(target.where(valid, 0), x.shape[classes], group, total)
-        local = local.unsqueeze(classes)
-        shifted = x - all_reduce(x.amax(classes), "max", group).unsqueeze(classes)
+        local, mine = local_rows(target.where(valid, 0), x.shape[-1], group, total)
+        local = local.unsqueeze(-1)
+        shifted = x - all_reduce(x.amax(-1), "max", group).unsqueeze(-1)
         exp = shifted.exp()
-        picked = shifted.gather(classes, local).squeeze(classes).where(mine, 0)
-        totals = all_reduce(torch.stack([exp.sum(classes), picked]), "sum", group)
-        softmax = exp / totals[0].unsqueeze(classes)
+        picked = shifted.gather(-1, local).squeeze(-1).where(mine, 0)
+        totals = all_reduce(torch.stack([exp.sum(-1), picked]), "sum", group)
+        softmax = exp / totals[0].unsqueeze(-1)
         ctx.save_for_backward(softmax, local, mine, valid)
         return (totals[0].log() - totals[1]).where(valid, 0).sum()
 
@@ -106,6 +108,5 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         if grads[0] is None:
             return None, None, None, None, None
         softmax, local, mine, valid = ctx.saved_tensors
-        classes = 0 if softmax.ndim == 1 else 1
-        grad = softmax.scatter_add(classes, local, -mine.to(softmax.dtype).unsqueeze(classes))
-        return (grad.where(valid.unsqueeze(classes), 0) * grads[0]).to(ctx.dtype), None, None, None, None
+        grad = softmax.scatter_add(-1, local, -mine.to(softmax.dtype).unsqueeze(-1))
+        return (grad.where(valid.unsqueeze(-1), 0) * grads[0]).to(ctx.dtype), None, None, None, None

@@ -21,10 +21,9 @@ def elementwise_loss(node: fx.Node) -> Rule | None:
     return reduction(node, kind, linear=False) if kind else pointwise(node)
 
 
-def _rows_and_logits(rows: int) -> tuple[list[str], list[str]]:
-    """The factors of rows, and those of their logits ``[N, C, ...]`` or ``[C]``."""
-    names = [f"n{i}" for i in range(rows)]
-    return names, [*names[:1], "c", *names[1:]]
+def _rows(count: int) -> list[str]:
+    """The factors of dims of rows."""
+    return [f"n{i}" for i in range(count)]
 
 
 def class_loss(node: fx.Node) -> Rule | None:
@@ -33,7 +32,8 @@ def class_loss(node: fx.Node) -> Rule | None:
     kind, soft = _KINDS.get(values["reduction"]), len(target) == len(logits)
     if kind == "mean" and not soft:
         return None  # its divisor depends on the targets
-    rows, x = _rows_and_logits(len(logits) - 1)
+    rows = _rows(len(logits) - 1)
+    x = [*rows[:1], "c", *rows[1:]]
     return dimwise(
         node,
         [x, x if soft else rows, *(["c"] for _ in weights)],
@@ -55,12 +55,12 @@ def _localize_cross_entropy(call: LocalCall) -> None:
 def cross_entropy_sum(node: fx.Node) -> Rule:
     """Of the sum of cross-entropies, whose classes may be sharded."""
     logits, _, *weights = operand_shapes(node)
-    rows, x = _rows_and_logits(len(logits) - 1)
+    rows = _rows(len(logits) - 1)
     # Only the plain loss has a class-sharded form; class weights and smoothing keep the classes whole.
     plain = not weights and arguments(node)["label_smoothing"] == 0
     return dimwise(
         node,
-        [x, rows, *(["c"] for _ in weights)],
+        [[*rows, "c"], rows, *(["c"] for _ in weights)],
         [],
         reductions={"c": "composite"} if plain else {},
         blocked=[] if plain else ["c"],
@@ -71,5 +71,4 @@ def cross_entropy_sum(node: fx.Node) -> Rule:
 def cross_entropy_weight(node: fx.Node) -> Rule:
     """Of what the mean of cross-entropies is divided by."""
     target, *weights = operand_shapes(node)
-    rows, _ = _rows_and_logits(len(target))
-    return dimwise(node, [rows, *(["c"] for _ in weights)], [], blocked=["c"])
+    return dimwise(node, [_rows(len(target)), *(["c"] for _ in weights)], [], blocked=["c"])

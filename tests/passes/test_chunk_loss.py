@@ -33,18 +33,23 @@ LOSSES: dict[str, Loss] = {
     "weighted": lambda x, y: F.cross_entropy(x, y, torch.linspace(0, 1, 100, dtype=x.dtype)),
     "nll": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y),
     "capped": lambda x, y: F.cross_entropy(5 * torch.tanh(x / 5), y),
+    "dims of rows": lambda x, y: F.cross_entropy(x.reshape(-1, 100), y.reshape(-1), ignore_index=3),
+    "classes in dim 1": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
     "probabilities": lambda x, y: F.cross_entropy(x, F.one_hot(y, 100).to(x.dtype), reduction="sum"),
 }
 
 
-def _inputs(rows: int = 23) -> tuple[Tensor, Tensor]:
+SEQUENCES = ("dims of rows", "classes in dim 1")
+
+
+def _inputs(*rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, 8, dtype=torch.float64, generator=generator)
-    return x, torch.randint(0, 100, (rows,), generator=generator)
+    x = torch.randn(*rows, 8, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 100, rows, generator=generator)
 
 
 def test_before_and_after() -> None:
-    module = captured(Head(LOSSES["sum"]).double(), *_inputs()).module
+    module = captured(Head(LOSSES["sum"]).double(), *_inputs(23)).module
     regions = chunk_loss(module, chunkable(module.graph), 4).regions
     assert show(module)[4:] == [
         "chunked_loss_0 = chunked_loss_0(args_0, p_model_head_weight, p_model_head_bias, args_1)",
@@ -63,11 +68,12 @@ def test_before_and_after() -> None:
 def test_it_computes_the_same_and_holds_no_logits(loss: str, rows: int) -> None:
     torch.manual_seed(0)
     plain = Head(LOSSES[loss]).double()
-    graph = captured(plain, *_inputs(24))
+    more = [5] if loss in SEQUENCES else []
+    graph = captured(plain, *_inputs(24, *more))
     for region in chunk_loss(graph.module, chunkable(graph.graph), 4).regions.values():
         region.program.recompile()
     graph.module.recompile()
-    x, y = _inputs(rows)
+    x, y = _inputs(rows, *more)
     x.requires_grad_()
     values = {node: plain.get_parameter(name) for node, name in graph.parameters.items()}
     values |= dict(graph.constants) | dict(zip(graph.inputs, (x, y), strict=True))
@@ -93,5 +99,5 @@ def test_it_computes_the_same_and_holds_no_logits(loss: str, rows: int) -> None:
 
 
 def test_logits_that_others_read_are_not_cut() -> None:
-    both = captured(Head(lambda x, y: F.cross_entropy(x, y) + x.mean()).double(), *_inputs())
+    both = captured(Head(lambda x, y: F.cross_entropy(x, y) + x.mean()).double(), *_inputs(23))
     assert not chunkable(both.graph)

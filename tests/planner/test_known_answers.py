@@ -127,6 +127,18 @@ def test_a_long_sequence_and_narrow_layers_are_cut_along_the_sequence() -> None:
     assert {kind for kind, _ in found.prediction.gradients.collectives} <= {"all_reduce", "reduce_scatter"}
 
 
+def test_the_loss_of_a_long_sequence_is_cut_along_the_sequence_too() -> None:
+    def make() -> tuple[nn.Module, Tensor, Tensor]:
+        shape = (1, 131072)
+        model = nn.Sequential(Block(256, 1024), Head(256, 32768))
+        return model, torch.empty(*shape, 256), torch.empty(shape, dtype=torch.long)
+
+    found = _drafted(make, lambda logits, y: F.cross_entropy(logits.flatten(0, 1).float(), y.flatten()))
+    assert ("shard:n1",) in [modes for key, modes in found.plan.operators.items() if "cross_entropy_sum" in key]
+    # The loss and what it is divided by, and the gradients of the parameters: no logits travel, nor what they are of.
+    assert found.prediction.forward.total_bytes < 64 and not found.prediction.backward.collectives
+
+
 @pytest.mark.wide_where(lambda way: way != "groups")
 @pytest.mark.parametrize(("way", "plan"), [("conv1d", "tensor_parallel"), ("groups", "auto"), ("unbind", "auto")])
 def test_fused_projections_are_cut_by_head_and_nothing_but_their_weights_is_dealt_out(way: str, plan: str) -> None:

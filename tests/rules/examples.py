@@ -348,7 +348,7 @@ def _losses() -> list[Example]:
             e(aten.nll_loss_nd.default, (real(6, 12), ignored[0], None, reduction, -100), label=f"rows {reduction}"),
             e(aten.cross_entropy_loss.default, args, constant=frozenset({2}), label=str(reduction)),
         ]
-    wide = real(6, 12, 6)
+    wide = real(6, 6, 12)
     found += [
         e(operators.cross_entropy_sum, (real(6, 12), ignored[0])),
         e(operators.cross_entropy_sum, (wide, ignored), label="dims"),
