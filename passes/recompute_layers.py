@@ -3,7 +3,8 @@
 Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) by layers: the saved
 tensors of a layer become those that enter it, for the price of one more forward, its collectives included.  A layer of
 which all but the products runs again keeps what its products, its attention and its collectives make, too, and repeats
-none of them (see [Note: kept calls] in ``operators.kept``).
+none of them (see [Note: kept calls] in ``operators.kept``).  What is gathered is gathered again, as in Megatron-LM: kept,
+it would take the memory of its pieces once for each rank.
 
 Before (nodes of the layers "layers.0" and "layers.1", of which the first is recomputed):
     linear = aten.linear(x, w0);  tanh = aten.tanh(linear)
@@ -121,12 +122,13 @@ def find_layers(graph: fx.Graph) -> list[str]:
 
 def is_kept(node: fx.Node) -> bool:
     """Whether a call is not repeated where all but the products of its layer runs again: whether it is a product,
-    attention, or sends something to other ranks."""
+    attention, or sends something to other ranks, unless it gathers."""
     if node.op != "call_function" or not is_tensor(node):
         return False
     if "redistribution" in node.meta:
         step = node.meta["redistribution"].step
-        return action(step.src, step.dst) in COLLECTIVES
+        kind = action(step.src, step.dst)
+        return kind in COLLECTIVES and kind != "all_gather"
     if node.target in (grouped_linear_exchanged, grouped_linear_sharded):
         return True
     rule = rule_for(node)

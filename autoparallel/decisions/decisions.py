@@ -18,7 +18,8 @@ from autoparallel.placements import Layout, parse_layout
 from autoparallel.placements.modes import Mode, parse_mode
 
 SELECTIVE, FULL = RECOMPUTED = "selective", "full"
-"""How much of a layer runs again in the backward: all but products, attention and collectives; or all of it."""
+"""How much of a layer runs again in the backward: all but products, attention and collectives other than gathers; or
+all of it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Decisions:
         unruled: operators without a rule, which run replicated, with how often.
         recompute: the layers, by module path, that run again in the backward, with how much of them does (one of
             ``RECOMPUTED``): "full" keeps only what enters a layer, "selective" also what its products, its attention
-            and its collectives make, which are not repeated.
+            and its collectives other than gathers make, which are not repeated.
         loss_chunks: into how many chunks of rows a cross-entropy and the product that makes its logits are cut, so that
             the logits never exist whole; 1 computes them at once.
         linear_chunks: into how many chunks of rows linear layers are cut that read what is redistributed, or make it,

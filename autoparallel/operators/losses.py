@@ -96,8 +96,9 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         local, mine = local_rows(target.where(valid, 0), x.shape[-1], group, total)
         local = local.unsqueeze(-1)
         shifted = x - all_reduce(x.amax(-1), "max", group).unsqueeze(-1)
-        exp = shifted.exp()
         picked = shifted.gather(-1, local).squeeze(-1).where(mine, 0)
+        exp = shifted.exp()
+        del shifted  # as large as the logits
         totals = all_reduce(torch.stack([exp.sum(-1), picked]), "sum", group)
         softmax = exp / totals[0].unsqueeze(-1)
         ctx.save_for_backward(softmax, local, mine, valid)
@@ -109,4 +110,6 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             return None, None, None, None, None
         softmax, local, mine, valid = ctx.saved_tensors
         grad = softmax.scatter_add(-1, local, -mine.to(softmax.dtype).unsqueeze(-1))
-        return (grad.where(valid.unsqueeze(-1), 0) * grads[0]).to(ctx.dtype), None, None, None, None
+        grad = grad.where(valid.unsqueeze(-1), 0)
+        grad = grad * grads[0]  # two of these at a time, not three
+        return grad.to(ctx.dtype), None, None, None, None

@@ -84,6 +84,11 @@ def local_numel(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int])
     return math.prod(largest_piece(shape, layout, axis_sizes))
 
 
+def is_gathered(src: Layout, dst: Layout) -> bool:
+    """Whether nothing but gathers brings a tensor from one layout into another."""
+    return src != dst and all(a == b or (a.kind == "S" and b.kind in "IR") for a, b in zip(src, dst, strict=True))
+
+
 def step_bytes(step: Step, before: Layout, shape: Sequence[int], itemsize: int, axis_sizes: Sequence[int]) -> int:
     """The bytes of the whole tensor as the step's group sees it (see ``placements.sent_bytes``), padding included."""
     ranks = math.prod(axis_sizes[axis] for axis in step.axes)

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoparallel.graph.captured import Captured
 from autoparallel.placements import Layout
-from autoparallel.placements.redistribution import local_numel
+from autoparallel.placements.redistribution import is_gathered, local_numel
 from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
 from autoparallel.planner.options import Option
 from autoparallel.planner.problem import Reader, Variable
@@ -131,11 +131,13 @@ class Pricer:
             prices = prices + dealing_seconds(node, shape, producer.options, columns, self.axis_sizes, self.profile)
         return prices
 
-    def again(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:
-        """What it takes to bring each option's result into each layout once more, where it is made again."""
+    def again(self, producer: Variable, columns: Sequence[Layout]) -> tuple[np.ndarray, np.ndarray]:
+        """What it takes to bring each option's result into each layout once more: where all of its layer runs again,
+        and where all but the products does, and of the collectives gathers alone."""
         index, seconds = self._table(producer.node, backward=False)
-        rows = [index[option.result] for option in producer.options]
-        return seconds[np.ix_(rows, [index[column] for column in columns])]
+        rows = [option.result for option in producer.options]
+        every: np.ndarray = seconds[np.ix_([index[r] for r in rows], [index[c] for c in columns])]
+        return every, np.where([[is_gathered(r, c) for c in columns] for r in rows], every, 0.0)
 
     def _gathered_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
         node = producer.node

@@ -380,7 +380,5 @@ class SearchSpace:
         if layer is None or not inside or node not in self.searched or not node.meta["backward"]:
             return None
         columns = shared if shared is not None else [o.needs[inside[0][1]] for o in inside[0][0].options]
-        seconds = self._pricer.again(producer, columns)
-        # Where all but the products runs again, collectives do not.
-        none = np.zeros_like(seconds)
-        return np.stack([none, none, seconds], axis=-1) if seconds.any() else None
+        every, gathers = self._pricer.again(producer, columns)
+        return np.stack([np.zeros_like(every), gathers, every], axis=-1) if every.any() else None

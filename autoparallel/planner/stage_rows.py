@@ -24,7 +24,7 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout, dual_layout
-from autoparallel.placements.redistribution import local_numel
+from autoparallel.placements.redistribution import is_gathered, local_numel
 from autoparallel.plan import Plan
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.request import Request
@@ -169,12 +169,14 @@ class RowPricer:
             for x, layout in zip(operands, needs, strict=True)
         )
         forward, backward = operator_seconds(self.profile, rule, modes, self.sizes, size, moved, val.dtype)
-        sent = 0.0
+        sent = gathered = 0.0
         for x, need in zip(operands, needs, strict=True):
             if x in made and made[x] != need:
                 itemsize, flows = x.meta["val"].element_size(), bool(x.meta["differentiable"])
                 table = self.redistributor.table(size.shape(x), itemsize, flows, False)
-                sent += float(table.seconds[table.index[made[x]], table.index[need]])
+                seconds = float(table.seconds[table.index[made[x]], table.index[need]])
+                sent += seconds
+                gathered += seconds * is_gathered(made[x], need)
         flows = bool(node.meta["backward"])
         once = backward + sent if flows else 0.0
         saved = self.saved.get(node, 0.0) * result_bytes
@@ -183,9 +185,9 @@ class RowPricer:
             return _Price(result, forward + sent, again, inputs, kept, moved * flows)
         left = float(result_bytes) if flows and outside else 0.0
         product = float(result_bytes) if flows and self.products.get(node) else 0.0
-        # Where all but the products runs again, collectives do not.
-        repeated = 0.0, 0.0 if node in self.products else forward, forward + sent
-        again = tuple([once + seconds for seconds in repeated])
+        # Where all but the products runs again, of the collectives only gathers do.
+        repeated = 0.0, gathered + (0.0 if node in self.products else forward), forward + sent
+        again = tuple([once + more for more in repeated])
         inputs = once / 2, *again[1:]
         return _Price(result, forward + sent, again, inputs, (saved, max(left, product), left), moved * flows)
 

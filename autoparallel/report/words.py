@@ -66,7 +66,9 @@ def recomputed(plan: Decisions) -> str:
     whole = ", ".join(path for path, much in rows if much == FULL)
     parts = ", ".join(path for path, much in rows if much == SELECTIVE)
     words = [whole] if whole else []
-    return "; ".join([*words, f"{parts} but for products, attention and collectives"] if parts else words)
+    return "; ".join(
+        [*words, f"{parts} but for products, attention and collectives other than gathers"] if parts else words
+    )
 
 
 def traffic_rows(*parts: Traffic) -> list[list[str]]:

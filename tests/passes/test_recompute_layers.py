@@ -9,8 +9,12 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoparallel.comm.collectives import redistribute
+from autoparallel.passes.insert_collectives import Redistribution
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.passes.recompute_layers import find_layers, kept_calls, recompute_layers
+from autoparallel.placements import Invariant, Partial, Replicate, Shard
+from autoparallel.placements.redistribution import Step
 
 aten = torch.ops.aten
 
@@ -82,6 +86,20 @@ def test_what_nothing_that_runs_again_reads_is_not_kept() -> None:
         node.meta.update(backward=True, val=torch.empty(4, 4), differentiable=True)
     calls = [node for node in graph.nodes if node.op == "call_function"]
     assert kept_calls(calls) == {first: True, last: False}
+
+
+def test_what_is_gathered_is_not_kept() -> None:
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    whole = graph.call_function(redistribute, (x, "S0", "R", "mesh/tp"))
+    product = graph.call_function(aten.mm.default, (whole, w))
+    summed = graph.call_function(redistribute, (product, "P", "I", "mesh/tp"))
+    graph.output((graph.call_function(aten.tanh.default, (summed,)),))
+    for node in graph.nodes:
+        node.meta.update(backward=True, val=torch.empty(4, 4), differentiable=True)
+    whole.meta["redistribution"] = Redistribution(Step((0,), Shard(0), Replicate), (Shard(0),))
+    summed.meta["redistribution"] = Redistribution(Step((0,), Partial, Invariant), (Partial,))
+    assert kept_calls([node for node in graph.nodes if node.op == "call_function"]) == {product: False, summed: True}
 
 
 class _Calls(TorchDispatchMode):

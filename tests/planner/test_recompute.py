@@ -92,7 +92,7 @@ def test_products_are_kept_where_the_rest_saves_enough() -> None:
     for found, part in ((some, 0.85), (least, 0.5)):
         assert found.prediction.total_memory <= part * most
     assert Plan.from_json(some.plan.to_json()).recompute == some.plan.recompute
-    assert "but for products, attention and collectives" in " ".join(some.plan.explain().split())
+    assert "but for products, attention and collectives other than gathers" in " ".join(some.plan.explain().split())
 
 
 def test_a_plan_from_before_recomputes_whole_layers_and_an_unknown_way_is_refused() -> None:
