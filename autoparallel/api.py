@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.comm.groups import bind, inner_mesh, whole_group, whole_group_name, with_data_axis
 from autoparallel.comm.world import PIPELINE_AXIS, usable_mesh
 from autoparallel.compiler import Compiler, Settings, mesh_of
-from autoparallel.decisions.pipeline import Pipeline
+from autoparallel.decisions.pipeline import Pipeline, require_counts
 from autoparallel.hardware import Profile, profile_for
 from autoparallel.plan import Plan
 from autoparallel.planner.meshes import refusal
@@ -160,9 +160,8 @@ def compile(
     if pipeline is not None and isinstance(plan, Plan):
         raise ValueError("a Plan is carried out as it is, with its own pipeline: leave pipeline=... out")
     counts = {"loss_chunks": loss_chunks, "linear_chunks": linear_chunks, "microbatches": microbatches}
+    require_counts(**counts)
     for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if value is not None and isinstance(plan, Plan):
             raise ValueError(f"a Plan is carried out as it is, with its own {name}: leave {name}=... out")
     if isinstance(plan, Plan):  # what later kinds of calls are asked for, too

@@ -115,15 +115,15 @@ Block = str | Table | Timeline | Points
 # --------------------------------------------------------------------------------------------------------- plain text
 
 
-def plain_text(*blocks: Block) -> str:
-    """The blocks as text without trailing blanks."""
+def plain_text(*blocks: Block, width: int = WIDTH) -> str:
+    """The blocks as text without trailing blanks, in lines of so many characters."""
     console = Console(
-        file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False, highlight=False,
+        file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False, highlight=False,
         markup=False, emoji=False, force_jupyter=False,
     )  # fmt: skip
     for block in blocks:
         if isinstance(block, Table):
-            console.print(_rich_table(block))
+            console.print(_rich_table(block, width))
         else:
             drawn = _drawing(block) if isinstance(block, Timeline) else block
             console.print(_scattered(drawn) if isinstance(drawn, Points) else drawn)
@@ -132,7 +132,7 @@ def plain_text(*blocks: Block) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _rich_table(table: Table) -> RichTable:
+def _rich_table(table: Table, width: int) -> RichTable:
     """The table, no wider than a line: then heads of numbers are folded between words, and what is no number; short
     names of rows, and numbers, stay in one piece where they fit."""
     columns = ([line for row in table.rows for line in row[i].split("\n")] for i in range(len(table.heads)))
@@ -140,10 +140,10 @@ def _rich_table(table: Table) -> RichTable:
     right = [head in table.right for head in table.heads]
     kept = [number or i == 0 and widths[i] <= NAME for i, number in enumerate(right)]
     heads = list(table.heads)
-    if sum(map(max, widths, map(len, heads))) + GAP * len(heads) > WIDTH:
+    if sum(map(max, widths, map(len, heads))) + GAP * len(heads) > width:
         heads = [head.replace(" ", "\n") if number else head for head, number in zip(heads, right, strict=True)]
-    wide = [max(width, *map(len, head.split("\n"))) + GAP for width, head in zip(widths, heads, strict=True)]
-    fits = sum(width if keep else min(width, 10) for width, keep in zip(wide, kept, strict=True)) < WIDTH
+    wide = [max(least, *map(len, head.split("\n"))) + GAP for least, head in zip(widths, heads, strict=True)]
+    fits = sum(size if keep else min(size, 10) for size, keep in zip(wide, kept, strict=True)) < width
     printed = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for head, number, keep in zip(heads, right, kept, strict=True):
         printed.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=keep and fits)

@@ -23,6 +23,13 @@ from autoparallel.pipeline.schedules import (
 )
 
 
+def require_counts(**counts: object) -> None:
+    """Raises ValueError for what is no positive integer; None leaves a number open."""
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """What to fix of a pipeline; the search decides what is None.
@@ -42,10 +49,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.schedule is not None and self.schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {self.schedule!r}: expected one of {', '.join(SCHEDULES)}")
-        for name in ("microbatches", "stages_per_rank"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        require_counts(microbatches=self.microbatches, stages_per_rank=self.stages_per_rank)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What searches have found, kept in a folder from run to run under a digest of all that they depend on.
 
-A plan that is found there is compared with the graph like one that a user loads, and any plan computes the same
-numbers: a file that is damaged, or that somebody else has written, costs a search or some speed, never a wrong result.
+A file begins with a digest of what follows, so that one that is damaged counts for none.  A plan that is found there is
+compared with the graph like one that a user loads, and any plan computes the same numbers: a file that somebody else
+has written costs a search or some speed, never a wrong result.
 
 A trace is not kept, because only tracing shows that it is the model: it depends on every line of Python that a call
 runs, in libraries, too, and holds objects that no file can (hooks, functions, what is compared by identity).
@@ -48,8 +49,10 @@ class PlanCache:
         Args:
             read: makes it of the text; raises ValueError for what does not fit.
         """
-        with suppress(OSError, ValueError, RecursionError):  # JSON that is nested too deep
-            return None if key is None else read(self._file(key).read_text())
+        with suppress(OSError, ValueError):
+            if key is not None:
+                digest, _, text = self._file(key).read_text().partition("\n")
+                return read(text) if digest == _digest(text) else None
         return None
 
     def put(self, key: str | None, text: str) -> None:
@@ -61,14 +64,18 @@ class PlanCache:
             handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
             try:
                 with os.fdopen(handle, "w") as file:
-                    file.write(text)
+                    file.write(f"{_digest(text)}\n{text}")
                 os.replace(name, self._file(key))  # whole or not at all, whoever else writes
             except BaseException:  # a full disk, an interrupted run
                 os.unlink(name)
                 raise
 
     def _file(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
+        return self.folder / f"{key}.txt"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def key_of(request: Request, captured: Captured, call: Call, settled: Settled, *others: object) -> str | None:
@@ -93,7 +100,7 @@ def digest_of(*parts: object) -> str | None:
     """A digest of parts by their ``repr``, of this package's code and of torch's version; None where a part is known by
     its address in memory alone."""
     text = "\n".join(map(repr, (_sources(), torch.__version__, *parts)))
-    return None if _ADDRESS.search(text) else hashlib.sha256(text.encode()).hexdigest()
+    return None if _ADDRESS.search(text) else _digest(text)
 
 
 def _lines(module: fx.GraphModule) -> Iterator[str]:

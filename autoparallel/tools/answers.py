@@ -7,13 +7,12 @@ and a configuration may name other files, repositories or code; those models are
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -50,27 +49,20 @@ class Answer:
     Attributes:
         text: what it prints.
         files: what it writes, by the option that names the file (``FILES``).
-        digest: of the others, in an answer that is kept.
     """
 
     text: str
     files: Mapping[str, File] = field(default_factory=dict)
-    digest: str = ""
 
     def to_json(self) -> str:
-        """The answer as JSON text, with its digest."""
-        return to_json(replace(self, digest=self._digest()), FORMAT)
+        """The answer as JSON text."""
+        return to_json(self, FORMAT)
 
     @staticmethod
     def from_json(text: str) -> Answer:
-        """Reads an answer; raises ValueError for what is none, or is not as it was written."""
+        """Reads an answer; raises ValueError for what is none."""
         answer: Answer = from_json(Answer, text, FORMAT)
-        if answer.digest != answer._digest():
-            raise ValueError("it is damaged")
-        return replace(answer, digest="")
-
-    def _digest(self) -> str:
-        return hashlib.sha256(repr((self.text, sorted(self.files.items()))).encode()).hexdigest()
+        return answer
 
 
 def answer_key(options: argparse.Namespace) -> str | None:

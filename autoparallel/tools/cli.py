@@ -169,7 +169,7 @@ def _tolerance(text: str) -> float | str:
 
 def _verify(options: argparse.Namespace) -> int:
     model, inputs, loss_fn, plan = _subject(options)
-    console = Console()
+    console = Console(highlight=False)
     with _busy(f"checking {type(model).__name__}"):
         report = verify(
             model,
@@ -184,7 +184,9 @@ def _verify(options: argparse.Namespace) -> int:
             seed=options.seed,
             timeout=options.timeout,
         )
-    console.print(report) if console.is_terminal else print(report)
+    text, _, verdict = str(report).rpartition("\n")
+    print(text)
+    console.print(verdict, style="bold green" if report.ok else "bold red", markup=False, soft_wrap=True)
     return 0 if report.ok else 1
 
 

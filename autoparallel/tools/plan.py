@@ -56,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
         help="the mesh axes: dp=8,tp=8, pp=4,dp=2,tp=8 for a pipeline, or only sizes (8,8), the axes dp, tp (of "
         "three: pod, dp, tp); auto:64 as --devices 64",
     )
-    where.add_argument("--devices", type=int, help="how many devices; the search factors them into mesh axes")
+    where.add_argument("--devices", type=_count, help="how many devices; the search factors them into mesh axes")
     parser.add_argument(
         "--hardware", default="h100", help=f"{', '.join(PROFILES)}, or a calibrated profile (default: h100)"
     )
     parser.add_argument("--plan", default="auto", help=f"the plan to write: {', '.join(PRESETS)}, or a plan's .json")
-    parser.add_argument("--batch", type=int, help="rows of the global batch, for a factory that takes batch=")
-    parser.add_argument("--seq", type=int, help="tokens of a row, for a factory that takes seq=")
+    parser.add_argument("--batch", type=_count, help="rows of the global batch, for a factory that takes batch=")
+    parser.add_argument("--seq", type=_count, help="tokens of a row, for a factory that takes seq=")
     parser.add_argument("--precision", choices=("bfloat16", "float16"), help="the dtype parameters are used in")
     parser.add_argument(
         "--memory-limit",
@@ -70,11 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
         "reserve",
     )
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (default: AdamW)")
-    parser.add_argument("--loss-chunks", type=int, help="into how many chunks of rows the loss is cut")
+    parser.add_argument("--loss-chunks", type=_count, help="into how many chunks of rows the loss is cut")
     parser.add_argument(
-        "--linear-chunks", type=int, help="into how many chunks of rows linear layers are cut, whose exchange overlaps"
+        "--linear-chunks",
+        type=_count,
+        help="into how many chunks of rows linear layers are cut, whose exchange overlaps",
     )
-    parser.add_argument("--microbatches", type=int, help="into how many parts a call cuts its batch; not with pp")
+    parser.add_argument("--microbatches", type=_count, help="into how many parts a call cuts its batch; not with pp")
     parser.add_argument("--pin", action="append", default=[], metavar="NAME=S0,R", help="pin parameters or a module")
     parser.add_argument("--forbid", action="append", default=[], metavar="NAME=S0,*", help="forbid a layout")
     parser.add_argument("--pins", metavar="PLAN", help="a saved plan that is kept as far as the model still has it")
@@ -103,6 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
     parser.add_argument("--out", help="write the plan as JSON")
     parser.add_argument("--trace", help="write the predicted step as a trace for Perfetto")
     parser.add_argument("--report", help="write a report as one HTML file that needs no network")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -199,11 +207,8 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
         if _devices(other) != _devices(mesh):
             raise UsageError(f"--beside {mesh_text(other)} has not the {_devices(mesh)} devices of the mesh")
     plan = plan_of(options.plan)
-    if isinstance(mesh, int):
-        if mesh < 1:
-            raise UsageError(f"--devices must be positive, got {mesh}")
-        if plan != "auto" or options.pin or options.forbid or options.pins:
-            raise UsageError("a plan, pins and forbidden layouts are about the axes of a mesh: give --mesh with them")
+    if isinstance(mesh, int) and (plan != "auto" or options.pin or options.forbid or options.pins):
+        raise UsageError("a plan, pins and forbidden layouts are about the axes of a mesh: give --mesh with them")
     axes: Axes = axes_of(mesh) if isinstance(mesh, int) else mesh
     try:
         profile = profile_for("cuda", options.hardware)
@@ -230,9 +235,6 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             raise UsageError("--microbatches is for meshes without an axis 'pp', whose pipeline chooses their number")
         if options.doublings < 0:
             raise UsageError(f"--doublings must not be negative, got {options.doublings}")
-        counts = (options.loss_chunks, options.linear_chunks, options.microbatches)
-        if any(number is not None and number < 1 for number in counts):
-            raise UsageError("--loss-chunks, --linear-chunks and --microbatches must be positive")
         request.constraints()
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error

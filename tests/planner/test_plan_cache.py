@@ -107,7 +107,7 @@ def test_what_cannot_be_kept_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
     if full:
         monkeypatch.setattr(os, "fdopen", on_a_full_disk)
     else:
-        (tmp_path / "key.json").mkdir()  # what stands in the way of a file
+        (tmp_path / "key.txt").mkdir()  # what stands in the way of a file
     cache.put("key", "text")
     assert cache.get("key", str) is None
     assert not list(tmp_path.glob("*.part"))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.table import Table
-from rich.text import Text
 
+from autoparallel.comm.world import mesh_text
 from autoparallel.plan import Plan
+from autoparallel.text import Block, Table, plain_text
 
 SHOWN = 12
+"""How many differences a report lists."""
+
+WIDTH = 120
+"""Characters in a line of the report."""
 
 
 class VerifyError(AssertionError):
@@ -180,70 +181,57 @@ class VerifyReport:
         return self
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=120, color_system=None, highlight=False, legacy_windows=False)
-        console.print(self)
-        text = console.file.getvalue()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in text.splitlines())
+        return plain_text(*self._blocks(), width=WIDTH)
 
     __repr__ = __str__
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What ``rich`` prints, with colours on a terminal."""
-        yield from self._head()
-        yield Text()
-        yield self._summary()
-        if self.failed:
-            yield Text()
-            yield self._failures()
-        if self.deviation is not None:
-            yield Text()
-            yield Text(str(self.deviation), style="bold")
-        yield Text()
-        yield from self._notes()
-        yield self._verdict()
+    def _verdict(self) -> str:
+        """Whether everything agrees, in a line."""
+        if self.ok:
+            return f"PASSED: all {len(self.differences)} tensors agree to {self._limits} ({self.seconds:.1f} s)"
+        failed, worst = self.failed, self.failed[0]
+        text = f"FAILED: {len(failed)} of {len(self.differences)} tensors differ by more than {self._limits}"
+        return f"{text}, the worst is {f'{worst.kind} {worst.name}'.strip()} ({self.seconds:.1f} s)"
 
-    def _head(self) -> Iterator[RenderableType]:
-        axes = ", ".join(f"{name}={size}" for name, size in self.mesh)
+    def _blocks(self) -> list[Block]:
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else "its own dtypes"
-        yield Text(f"{self.model} on the mesh ({axes}), plan {self.plan.origin}, {dtype}", style="bold")
-        yield Text(f"compared with {self.reference}")
-        yield Text(
+        blocks: list[Block] = [
+            f"{self.model} on the mesh {mesh_text(self.mesh)}, plan {self.plan.origin}, {dtype}",
+            f"compared with {self.reference}",
             f"sharded: {len(self.sharded_parameters)} of {len(self.layouts)} parameters, "
-            f"{len(self.sharded_operators)} of {len(self.plan.operators)} operators with their activations"
-        )
+            f"{len(self.sharded_operators)} of {len(self.plan.operators)} operators with their activations",
+            self._summary(),
+            *self._failures(),
+        ]
+        if self.deviation is not None:
+            blocks += [str(self.deviation), ""]
+        return [*blocks, *(f"note: {note}" for note in self._notes()), self._verdict()]
 
     def _summary(self) -> Table:
         """One row for each kind of quantity, the worst first."""
         kinds: dict[str, list[Difference]] = {}
         for d in self.differences:
             kinds.setdefault(d.kind, []).append(d)
-        table = Table(box=None, pad_edge=False)
-        for title, justify in (("compared", "left"), ("tensors", "right"), ("largest difference", "right")):
-            table.add_column(title, justify=justify)  # type: ignore[arg-type]
-        table.add_column("where", overflow="fold")
+        rows = []
         for kind, differences in kinds.items():
             worst = next((d for d in differences if not d.value <= self.limit_of(d)), differences[0])
-            style = "" if worst.value <= self.limit_of(worst) else "red"
             where = self._where(worst) if worst.value > 0 else ""
-            table.add_row(kind, str(len(differences)), _number(worst.value), Text(where), style=style)
-        return table
+            rows.append((kind, str(len(differences)), _number(worst.value), where))
+        numbers = ("tensors", "largest difference")
+        return Table(("compared", *numbers, "where"), rows, right=numbers)
 
-    def _failures(self) -> Table:
-        failed = self.failed
-        table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold red")
-        table.title = f"{len(failed)} of {len(self.differences)} differ by more than {self._limits}"
-        if len(failed) > SHOWN:
-            table.title += f"; the worst {SHOWN}"
-        table.add_column("difference", justify="right")
-        if self.measured:
-            table.add_column("tolerance", justify="right")
-        for title in ("what", "found", "at rest"):
-            table.add_column(title, overflow="fold")
+    def _failures(self) -> list[Block]:
+        """What differs by more than its tolerance, the worst first."""
+        failed, numbers = self.failed, ("difference", "tolerance") if self.measured else ("difference",)
+        if not failed:
+            return []
+        rows = []
         for d in failed[:SHOWN]:
-            limit = [_number(self.limit_of(d))] if self.measured else []
-            what = Text(f"{d.kind} {self._where(d)}"), Text(d.detail), Text(" ".join(d.layout))
-            table.add_row(_number(d.value), *limit, *what)
-        return table
+            values = (d.value, self.limit_of(d))[: len(numbers)]
+            rows.append((*map(_number, values), f"{d.kind} {self._where(d)}", d.detail, " ".join(d.layout)))
+        title = f"{len(failed)} of {len(self.differences)} differ by more than {self._limits}"
+        title += f"; the worst {SHOWN}" if len(failed) > SHOWN else ""
+        return [title, Table((*numbers, "what", "found", "at rest"), rows, right=numbers)]
 
     @property
     def _limits(self) -> str:
@@ -253,7 +241,7 @@ class VerifyReport:
         several = max(x.step for x in self.differences) > 1 and d.step
         return d.name + (f" (step {d.step})" if several else "")
 
-    def _notes(self) -> Iterator[Text]:
+    def _notes(self) -> list[str]:
         notes = list(self.notes)
         if self.casts:
             shown = "; ".join(self.casts[:4]) + (f"; and {len(self.casts) - 4} more" if len(self.casts) > 4 else "")
@@ -262,25 +250,13 @@ class VerifyReport:
         if tiny:
             names = ", ".join(tiny[:3]) + (f" and {len(tiny) - 3} more" if len(tiny) > 3 else "")
             notes.append(f"gradients that are zero, or too small to tell apart from zero: {names}")
-        ranks = 1
-        for _, size in self.mesh:
-            ranks *= size
-        if ranks > 1 and not self.sharded_parameters and not self.sharded_operators:
+        several = any(size > 1 for _, size in self.mesh)
+        if several and not self.sharded_parameters and not self.sharded_operators:
             notes.append("nothing is sharded: every rank computes everything, so this says little about the plan")
         if self.plan.unruled:
             names = ", ".join(self.plan.unruled)
             notes.append(f"operators without a sharding rule run replicated: {names}")
-        for note in notes:
-            yield Text(f"note: {note}", style="yellow")
-
-    def _verdict(self) -> Text:
-        if self.ok:
-            text = f"PASSED: all {len(self.differences)} tensors agree to {self._limits}"
-            return Text(f"{text} ({self.seconds:.1f} s)", style="bold green")
-        worst = self.failed[0]
-        name = f"{worst.kind} {worst.name}".strip()
-        text = f"FAILED: {len(self.failed)} of {len(self.differences)} tensors differ by more than {self._limits}"
-        return Text(f"{text}, the worst is {name} ({self.seconds:.1f} s)", style="bold red")
+        return notes
 
 
 def _number(value: float) -> str:
