@@ -67,9 +67,9 @@ def draft_captured(
         assert finished.prediction is not None
         return Draft(finished, finished.prediction)
     assert finished.pipeline is not None and finished.pipeline.traffic is not None
-    sent = finished.pipeline.traffic
-    busiest = max(range(request.stages), key=lambda rank: (sent.calls[rank] + sent.gradients[rank]).total_bytes)
-    return Draft(finished, replace(staged, forward=sent.calls[busiest], gradients=sent.gradients[busiest]))
+    traffic = finished.pipeline.traffic
+    busiest = max(range(request.stages), key=lambda rank: (traffic.calls[rank] + traffic.gradients[rank]).total_bytes)
+    return Draft(finished, replace(staged, forward=traffic.calls[busiest], gradients=traffic.gradients[busiest]))
 
 
 def call_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, with_target: bool = False) -> Call:

@@ -83,9 +83,9 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
             val: Any = x.meta.get("val")
             if is_tensor(x):
                 strides = [size(stride) for stride in val.stride()]
-                made = torch.empty_strided(size.shape(x), strides, dtype=val.dtype, device="meta")
+                tensor = torch.empty_strided(size.shape(x), strides, dtype=val.dtype, device="meta")
                 flows = bool(x.meta["differentiable"]) and (val.is_floating_point() or val.is_complex())
-                values[x] = made.requires_grad_(flows)
+                values[x] = tensor.requires_grad_(flows)
             elif isinstance(val, int | torch.SymInt) and _is_known(val, size):
                 values[x] = size(val)
             elif isinstance(val, torch.SymInt | torch.SymFloat):
@@ -104,15 +104,15 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
         results = _torch.tensors_in(_call(node, *arguments, size))
     places = {id(values[x].untyped_storage()): i for i, x in reversed(list(enumerate(operands)))}
-    made = [id(x.untyped_storage()) for x in results]
-    beside = sum(storage.nbytes() for i, storage in saved.items() if i not in places and i not in made)
+    storages = [id(x.untyped_storage()) for x in results]
+    beside = sum(storage.nbytes() for i, storage in saved.items() if i not in places and i not in storages)
     sizes = {None: sum(x.nbytes for x in results)} | {i: values[x].nbytes for i, x in enumerate(operands)}
     largest = max(sizes, key=lambda i: sizes[i])
-    seen = [places[i] for i in made if i in places]
+    seen = [places[i] for i in storages if i in places]
     return Saved(
         seen[0] if seen and is_tensor(node) else None,
         tuple(sorted(places[i] for i in saved if i in places)),
-        any(i in saved and i not in places for i in made),
+        any(i in saved and i not in places for i in storages),
         beside / max(1, sizes[largest]),
         largest,
     )

@@ -30,24 +30,24 @@ class Signatures(Sizes):
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """The node's global shape in that call."""
-        known = self._shapes.get(node)
-        if known is None:
-            known = self._shapes[node] = super().shape(node)
-        return known
+        shape = self._shapes.get(node)
+        if shape is None:
+            shape = self._shapes[node] = super().shape(node)
+        return shape
 
     def tensor(self, node: fx.Node) -> int:
         """The kind of a tensor: its shape, dtype, and whether gradients flow; -1 for what is no tensor."""
         meta = node.meta
         val = meta.get("val")
-        own = id(val), meta.get("differentiable"), meta.get("backward")  # copied layers share their values
-        kind = self._tensor_of.get(own)
+        key = id(val), meta.get("differentiable"), meta.get("backward")  # copied layers share their values
+        kind = self._tensor_of.get(key)
         if kind is None:
             if not isinstance(val, torch.Tensor):
-                self._tensor_of[own] = -1
+                self._tensor_of[key] = -1
                 return -1
-            own = id(val), bool(meta["differentiable"]), bool(meta["backward"])
+            key = id(val), bool(meta["differentiable"]), bool(meta["backward"])
             sizes = tuple([s if isinstance(s, int) else s.node.expr for s in val.shape])
-            kind = self._tensor_of[own] = self._tensors.setdefault((sizes, val.dtype, *own[1:]), len(self._tensors))
+            kind = self._tensor_of[key] = self._tensors.setdefault((sizes, val.dtype, *key[1:]), len(self._tensors))
         return kind
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
@@ -82,8 +82,8 @@ class Signatures(Sizes):
             if tensor >= 0:
                 operands.append(value)
                 return operands.index(value), tensor
-            made = value.meta.get("val")
-            return "size", made.node.expr if isinstance(made, torch.SymInt) else str(made)
+            traced = value.meta.get("val")
+            return "size", traced.node.expr if isinstance(traced, torch.SymInt) else str(traced)
         if isinstance(value, tuple | list):
             return tuple([self._frozen(v, operands) for v in value])
         if isinstance(value, dict):

@@ -268,11 +268,11 @@ class StagePlanner:
         needs = plan.memory_by_rank()
         worst = max(range(self.ranks), key=needs.__getitem__)
         if needs[worst] > self.memory_limit:
-            costs, mine = plan.stages, plan.stages_of(worst)
-            names = ", ".join(f"stage {s} ({costs[s].first} to {costs[s].last})" for s in mine)
+            costs, ours = plan.stages, plan.stages_of(worst)
+            names = ", ".join(f"stage {s} ({costs[s].first} to {costs[s].last})" for s in ours)
             again = " and every layer that can run again in the backward doing so" if may_recompute else ""
             raise PlanError(
-                f"{names} needs {needs[worst] / 1e6:.1f} MB per device with {costs[mine[0]].in_flight} microbatches in "
+                f"{names} needs {needs[worst] / 1e6:.1f} MB per device with {costs[ours[0]].in_flight} microbatches in "
                 f"flight under {plan.schedule!r}{again}, more than the limit of {self.memory_limit / 1e6:.1f} MB: "
                 "raise memory_limit, use more stages, or smaller microbatches"
             )
@@ -297,20 +297,20 @@ class StagePlanner:
 
         def costs(limit: float) -> list[Array]:
             """What each stage costs from each place to each, in a part of its rank's memory."""
-            known: dict[float, Array] = {}  # by how many microbatches are in flight
-            found = []
+            by_flight: dict[float, Array] = {}  # by how many microbatches are in flight
+            tables = []
             for stage in range(stages):
                 # Stages of a rank share its memory: each has as much of it as if they were equal.
                 held = float(np.mean([flight[s] for s in range(stages) if ranks[s] == ranks[stage]]))
-                if held not in known:
-                    known[held] = spans + _seconds_within(points, limit, held, stages // self.ranks)
-                cost = known[held]
+                if held not in by_flight:
+                    by_flight[held] = spans + _seconds_within(points, limit, held, stages // self.ranks)
+                cost = by_flight[held]
                 if stage and ranks[stage - 1] != ranks[stage]:
                     cost = cost + passing[:, None]
                 if stage < stages - 1 and ranks[stage + 1] != ranks[stage]:
                     cost = cost + passing[None, :]
-                found.append(cost)
-            return found
+                tables.append(cost)
+            return tables
 
         cuts = most_even(costs(math.inf))
         if cuts is None:
@@ -428,18 +428,18 @@ def _seconds_within(points: Sequence[_Point], limit: float, held: float, stages:
         held: the microbatches in flight.
         stages: of its rank, which share it; the backward of one runs at a time.
     """
-    found = np.full_like(points[0].seconds, np.inf)
+    fastest = np.full_like(points[0].seconds, np.inf)
     before: tuple[Array, Array] | None = None
     for point in points:
         needs = stages * (point.kept + held * point.activations) + point.moment
-        fits = np.isinf(found) & (needs <= limit)
+        fits = np.isinf(fastest) & (needs <= limit)
         if before is None:
-            found[fits] = point.seconds[fits]
+            fastest[fits] = point.seconds[fits]
         else:
             seconds, needed = before
             part = (needed[fits] - limit) / (needed[fits] - needs[fits])
-            found[fits] = seconds[fits] + part * (point.seconds - seconds)[fits]
-        if not np.isinf(found).any():
+            fastest[fits] = seconds[fits] + part * (point.seconds - seconds)[fits]
+        if not np.isinf(fastest).any():
             break
         before = point.seconds, needs
-    return found
+    return fastest

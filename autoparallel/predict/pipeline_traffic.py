@@ -79,21 +79,21 @@ def pipeline_traffic(
             if peer != root:
                 send(root, peer, sum(form.bytes for form in forms))
 
-    made = [counter.result() for counter in calls]
+    by_rank = [counter.result() for counter in calls]
     gradients = [Traffic()] * pipeline.ranks
     tied = {tie.chain.name: tie for tie in ties}
     for stage, program in enumerate(staged.programs):
         rank = pipeline.rank_of(stage)
         run = dry_run(program, plan, profile, _roots(staged, staged.graphs[stage]))
         once, each = run.traffic[UNSHARD], run.traffic[FORWARD] + run.traffic[BACKWARD]
-        made[rank] += once + each * count
+        by_rank[rank] += once + each * count
         for bucket in program.buckets:
-            own = [c for c in bucket.chains if c.name in run.reached and c.name not in tied]
-            gradients[rank] += reduction_traffic(own, plan)
+            untied = [c for c in bucket.chains if c.name in run.reached and c.name not in tied]
+            gradients[rank] += reduction_traffic(untied, plan)
     for tie in ties:
         if tie.chain.trainable:
             gradients[tie.owner] += reduction_traffic([tie.chain], plan)
-    return PipelineTraffic(tuple(borders), tuple(loans), tuple(made), tuple(gradients))
+    return PipelineTraffic(tuple(borders), tuple(loans), tuple(by_rank), tuple(gradients))
 
 
 def _roots(staged: StagedProgram, graph: StageGraph) -> list[int]:

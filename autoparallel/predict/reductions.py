@@ -47,8 +47,8 @@ def gradient_collectives(
 def reduction_cost(bucket: Bucket, when: str, axis_sizes: Sequence[int], profile: Profile) -> ReductionCost:
     """What it costs to reduce a bucket's gradients ``when``."""
     chains = [chain.reducing(when) for chain in bucket.chains]
-    sent = gradient_collectives(chains, [chain.each for chain in chains], axis_sizes)
-    seconds = sum(profile.step_seconds(tuple(axis_sizes), kind, axes, size) for kind, axes, size in sent)
+    collectives = gradient_collectives(chains, [chain.each for chain in chains], axis_sizes)
+    seconds = sum(profile.step_seconds(tuple(axis_sizes), kind, axes, size) for kind, axes, size in collectives)
     return ReductionCost(sum(accumulator_bytes(chain, axis_sizes) for chain in chains), seconds)
 
 

@@ -33,8 +33,8 @@ def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor],
     traced = node.meta["val"]
     values = [traced] if is_tensor(node) else list(traced)
     outputs = [None if v is None else torch.empty(shape_of(v), dtype=v.dtype, device="meta") for v in values]
-    made = iter(_Unseen.apply(len(read), *read, *(x for x in outputs if x is not None)))
-    results = tuple(None if x is None else next(made) for x in outputs)
+    remaining = iter(_Unseen.apply(len(read), *read, *(x for x in outputs if x is not None)))
+    results = tuple(None if x is None else next(remaining) for x in outputs)
     return results[0] if is_tensor(node) else results
 
 

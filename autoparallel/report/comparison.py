@@ -109,18 +109,18 @@ def _limit_words(compared: Comparison) -> list[str]:
     if limit is None:
         return []
     of = f" of {units(profile.memory)}" if profile.memory is not None else ""
-    kept = ""
+    rest = ""
     if limit == profile.usable:
-        kept = f"; {profile.reserve:.0%} are left to the device's context, buffers of collectives, and fragmentation"
-    return [f"Searched within {units(limit)}{of} per device{kept}."]
+        rest = f"; {profile.reserve:.0%} are left to the device's context, buffers of collectives, and fragmentation"
+    return [f"Searched within {units(limit)}{of} per device{rest}."]
 
 
 def _sent_by_kind(prediction: Prediction) -> dict[str, float]:
     """The bytes that a rank sends in a step, by kind of collective."""
-    sent: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
     for (kind, _), size in prediction.step().bytes.items():
-        sent[kind] = sent.get(kind, 0.0) + size
-    return sent
+        by_kind[kind] = by_kind.get(kind, 0.0) + size
+    return by_kind
 
 
 # ---------------------------------------------------------------------------------------------------------- as a page
@@ -132,9 +132,7 @@ def report(compared: Comparison, *others: Comparison) -> str:
     named = {mesh_text(one.plan.whole_mesh): _view(one) for one in (compared, *others)}
     if not others:
         return page(compared.title, named)
-    between: dict[str, tuple[Decisions, Prediction]] = {}
-    for one in (compared, *others):
-        between[mesh_text(one.plan.whole_mesh)] = next(iter(one.plans.values()))
+    between = {mesh_text(one.plan.whole_mesh): (one.plan, one.predicted) for one in (compared, *others)}
     across = comparison_blocks(replace(compared, plans=between, problems={}))
     times = Bars({name: prediction.times for name, (_, prediction) in between.items()}, duration)
     memory = Bars({name: prediction.peak for name, (_, prediction) in between.items()}, units)
@@ -171,14 +169,14 @@ def _sections(
     """
     sections: dict[str, list[Block | Chart]] = {}
     if predictions:
-        own = next(iter(predictions.values()))
+        first = next(iter(predictions.values()))
         times = Bars({name: p.times for name, p in predictions.items()}, duration)
         memory = Bars({name: p.peak for name, p in predictions.items()}, units)
         sections["Where the time goes"] = [times]
-        sections["Memory of a device"] = [memory, *_memory_over_time(own, profile)]
+        sections["Memory of a device"] = [memory, *_memory_over_time(first, profile)]
     sections.update({title: [*blocks] for title, blocks in plan_sections(plan).items()})
     if predictions:
-        sections[SENT] += _by_axis(own)
+        sections[SENT] += _by_axis(first)
     sections[OPERATORS] = [operators_table(plan)]
     return sections
 
@@ -193,10 +191,10 @@ def _memory_over_time(p: Prediction, profile: Profile | None) -> list[Block | Ch
 
 def _by_axis(p: Prediction) -> list[Chart]:
     """What a rank sends over each mesh axis."""
-    sent: dict[str, dict[str, float]] = {}
+    by_axis: dict[str, dict[str, float]] = {}
     for (kind, axis), size in p.step().bytes.items():
-        sent.setdefault(axis, {})[kind] = size
-    return [Bars(sent, units)] if sent else []
+        by_axis.setdefault(axis, {})[kind] = size
+    return [Bars(by_axis, units)] if by_axis else []
 
 
 def _whole_parameters(plan: Decisions) -> list[Block]:

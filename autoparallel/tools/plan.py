@@ -322,16 +322,16 @@ def compare(
         asked = request if chosen else replace(request, plan=name, pins=Pins())
         try:
             planner = Planner(source.model, asked, cache=cache)
-            known = evaluator if chosen else others.about(name)
-            made = draft_captured(planner, captured.copy(), call, _progress(name), known, checked=chosen)
+            searched = evaluator if chosen else others.about(name)
+            draft = draft_captured(planner, captured.copy(), call, _progress(name), searched, checked=chosen)
         except ValueError as error:
             if chosen:
                 raise PlanError(str(error)) from error
             problems[name] = str(error)
             continue
-        plan = made.plan if asked.stages else made.plan.with_reasons(PlanAgain(planner, call))
+        plan = draft.plan if asked.stages else draft.plan.with_reasons(PlanAgain(planner, call))
         plan = replace(plan, choice=choice or plan.choice) if chosen else plan
-        plans[f"{name} (chosen)" if chosen else name] = plan, made.prediction
+        plans[f"{name} (chosen)" if chosen else name] = plan, draft.prediction
     work = workload_of(captured, call, request.profile)
     return Comparison(type(source.model).__name__, work, request.profile, plans, problems, request.memory_limit)
 

@@ -82,15 +82,16 @@ def call_factory(factory: Callable[..., Any], name: str, seed: int, **sizes: int
     """The model, the inputs and the loss function that a factory makes."""
     torch.manual_seed(seed)
     try:
-        made = factory(**sizes)
+        result = factory(**sizes)
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise RuntimeError(f"{name} failed: {type(error).__name__}: {error} ({at.filename}:{at.lineno})") from error
-    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-        model, inputs, loss_fn = (*made, None)[:3]
+    if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module):
+        model, inputs, loss_fn = (*result, None)[:3]
         if isinstance(inputs, (tuple, list, Mapping, torch.Tensor)) and (loss_fn is None or callable(loss_fn)):
             return model, inputs, loss_fn
-    said = f"a tuple of {', '.join(type(x).__name__ for x in made)}" if isinstance(made, tuple) else type(made).__name__
+    kinds = ", ".join(type(x).__name__ for x in result) if isinstance(result, tuple) else ""
+    said = f"a tuple of {kinds}" if kinds else type(result).__name__
     raise UsageError(
         f"{name} must return (model, example_inputs) or (model, example_inputs, loss_fn), it returned {said}"
     )

@@ -50,18 +50,20 @@ def compare(
     """How far every quantity of one run is from that of the other, in the order in which they appear."""
     rest = {(step, kind, name): value for step, kind, name, value in actual}
     for step, kind, name, value in expected:
-        mine = rest.pop((step, kind, name), None)
+        compared = rest.pop((step, kind, name), None)
         layout = layouts.get(name, ()) if kind not in ("buffer", "attribute") else ()
         limit = tolerances[step, kind, name] if tolerances is not None else None
-        if value is None and mine is None:
+        if value is None and compared is None:
             continue
-        if value is None or mine is None:
-            detail = f"{'a value' if mine is not None else 'None'}, expected {'None' if value is None else 'a value'}"
+        if value is None or compared is None:
+            detail = (
+                f"{'a value' if compared is not None else 'None'}, expected {'None' if value is None else 'a value'}"
+            )
             yield Difference(kind, name, math.inf, step, layout, detail)
         else:
-            mine = mine.to(value.dtype) if kind == "norm" else mine  # ours is summed in float32 at least
-            off = difference(mine, value, floor)
-            yield Difference(kind, name, off, step, layout, _describe(mine, value), _size(value), limit)
+            compared = compared.to(value.dtype) if kind == "norm" else compared  # ours is summed in float32 at least
+            off = difference(compared, value, floor)
+            yield Difference(kind, name, off, step, layout, _describe(compared, value), _size(value), limit)
     for (step, kind, name), value in rest.items():
         if value is not None:
             yield Difference(kind, name, math.inf, step, (), "the reference has nothing of this name")

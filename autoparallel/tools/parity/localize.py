@@ -5,6 +5,8 @@ Both are looked at in float64 and at the step that failed first, on the paramete
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autoparallel.tools.parity.localize_capture import capture_deviation
@@ -28,7 +30,7 @@ def localized(task: Task, report: VerifyReport) -> Deviation:
     task = task.copy(torch.float64)
     tolerance = TOLERANCES[torch.float64][bool(narrowing_casts(task))]
     draws = Draws(task.seed)
-    for _ in train(task.model, task.until(step - 1), lambda *_: 1.0, draws):
+    for _ in train(task.model, replace(task, steps=step - 1), lambda *_: 1.0, draws):
         pass
     task.before_step(task.model, step)
     random, batch = draws.state, task.batch(step)

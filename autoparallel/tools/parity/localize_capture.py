@@ -184,11 +184,11 @@ class _Search:
         """The first call on the way to an output that is off."""
         actual = dict(results)
         for name, expected in outputs:
-            mine = actual.get(name)
-            off = difference(mine.detach(), expected.detach()) if mine is not None else float("inf")
+            result = actual.get(name)
+            off = difference(result.detach(), expected.detach()) if result is not None else float("inf")
             if off <= self.tolerance:
-                if self.all_flow and mine is not None and mine.requires_grad != expected.requires_grad:
-                    return self._stopped(name, expected, mine)
+                if self.all_flow and result is not None and result.requires_grad != expected.requires_grad:
+                    return self._stopped(name, expected, result)
                 continue
             step = self.watch.find(expected)
             if step is None or step.name or self.nodes(step):
@@ -243,13 +243,13 @@ class _Search:
                 continue
             node = names.get(leaf.name)
             nodes = self.nodes(leaf) if node is None else [node]
-            mine = [self.recording.gradients.get(n) for n in nodes] or [None]
+            gradients = [self.recording.gradients.get(n) for n in nodes] or [None]
             gradient = leaf.gradient
-            if all(m is None for m in mine) and gradient is None or any(
-                m is not None and gradient is not None and difference(m, gradient) <= self.tolerance for m in mine
+            if all(m is None for m in gradients) and gradient is None or any(
+                m is not None and gradient is not None and difference(m, gradient) <= self.tolerance for m in gradients
             ):  # fmt: skip
                 continue
-            off = min(_distance(m, gradient) for m in mine)
+            off = min(_distance(m, gradient) for m in gradients)
             return self._last(leaf, off)
         return None
 
@@ -279,8 +279,8 @@ class _Search:
         """Whether some node that computes the tensor is reached by its gradient."""
         if step.tensor._version != step.version:  # changed in place since: its gradient is that of the new value
             return False
-        mine = [self.recording.gradients.get(n) for n in self.nodes(step)]
-        return any(_distance(m, step.gradient) <= self.tolerance for m in mine)
+        gradients = [self.recording.gradients.get(n) for n in self.nodes(step)]
+        return any(_distance(m, step.gradient) <= self.tolerance for m in gradients)
 
     # -- in words ---------------------------------------------------------------------------------------------------
 

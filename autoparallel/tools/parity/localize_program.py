@@ -72,9 +72,9 @@ class _Whole:
         """The tensor that a call, or the output, reads: in the layout in which the ranks read it."""
         if call.op == "output":
             return self._identity(self.results[position], env)
-        mine = self.local.get(call.meta["key"])
-        mine = mine.meta.get("scales", mine) if mine is not None else None
-        needs = mine.meta.get("needs") if mine is not None else None
+        reader = self.local.get(call.meta["key"])
+        reader = reader.meta.get("scales", reader) if reader is not None else None
+        needs = reader.meta.get("needs") if reader is not None else None
         if needs is None or position >= len(needs):
             return env[x]
         return self.version(x, needs[position], env)
@@ -211,15 +211,15 @@ class _Comparison:
         call = reader.meta.get("scales", reader)
         if call.target is redistribute:
             return len(node.users) == 1
-        mine = self.whole.whole[reader.meta["key"]]
-        if len(tensor_operands(call)) != len(tensor_operands(mine)):
+        plain = self.whole.whole[reader.meta["key"]]
+        if len(tensor_operands(call)) != len(tensor_operands(plain)):
             return False
         layout = dual_layout(node.meta["placements"])
         for position, x in enumerate(tensor_operands(call)):
             if x is not node:
                 continue
             parts = [r.uses.get((call, position)) for r in self.ranks]
-            if self._distance(self.whole.recording.uses.get((mine, position)), parts, layout) > self.tolerance:
+            if self._distance(self.whole.recording.uses.get((plain, position)), parts, layout) > self.tolerance:
                 return True
         return False
 

@@ -75,10 +75,6 @@ class Task:
         """A batch of a step; the first step is 1, and so is its first batch."""
         return self.batches[((step - 1) * self.accumulation + number - 1) % len(self.batches)]
 
-    def until(self, step: int) -> Task:
-        """The same training run with fewer steps."""
-        return replace(self, steps=step)
-
     def copy(self, dtype: torch.dtype | None = None) -> Task:
         """The same with a model and inputs of its own, cast where a dtype is given."""
         loss_fn = _copy_model(self.loss_fn, dtype) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
