@@ -21,6 +21,7 @@ from autoparallel.planner.request import Request
 from autoparallel.predict.cost import workload_of
 from autoparallel.report.comparison import Comparison, report
 from autoparallel.report.html import SEARCH
+from autoparallel.text import units
 
 VOID = ("meta", "rect", "line", "polyline", "input")
 
@@ -76,7 +77,7 @@ def test_a_report_of_a_plan() -> None:
     assert not page.asked and "http" not in text
     for said in ("<script>Net</script> & co", "does <i>not</i> fit", "evil::<script>alert(1)</script>", "per use",
                  "all_reduce", "dim 0 over dp+tp", "optimizer states", "aten.linear: ",
-                 "80.0 GB, what a device has, not to scale"):  # fmt: skip
+                 f"{units(H100.memory or 0.0)}, what a device has, not to scale"):  # fmt: skip
         assert said in page.text, said
 
     frame = Page(shown := plan._repr_html_())
