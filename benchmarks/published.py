@@ -1,8 +1,9 @@
 """Our predictions against published runs on GPUs, at the same model, batch and parallelism.
 
 The published figures are those of torchtitan's ``benchmarks/`` (H100 with HBM2e, 2.4 TB/s, 96 GB, limited to 500 W, 400
-Gb/s of network per GPU: December 2024, and June 2025 with and without asynchronous tensor parallelism; and H200), of
-its first ``docs/performance.md`` (64 A100), and of NeMo Automodel's ``docs/performance-summary.md`` (DGX H100).
+Gb/s of network per GPU: December 2024, with the memory that was reserved, and June 2025 with and without asynchronous
+tensor parallelism; and H200), of its first ``docs/performance.md`` (64 A100), and of NeMo Automodel's
+``docs/performance-summary.md`` (DGX H100).
 
 How they are described:
 
@@ -21,14 +22,16 @@ profiles are as they are shipped.  The other is how many times faster Float8 mak
 
 What is not alike: chunks of rows go over the whole group, where torchtitan passes pieces from rank to rank, and layers
 that are recomputed selectively are priced as if they had chunks; ring attention is not modelled, in whose place is an
-all-to-all around attention (Ulysses), with parameters sharded over the data axis alone; nor kernels that are fused by
-hand (NeMo's of TransformerEngine, which count as compiled).  A pipeline's number of microbatches is not published; it
-is torchtitan's default then, that of the pipeline's ranks.  Parameters at rest are float32, NeMo's are bfloat16.
+all-to-all around attention (Ulysses); nor kernels that are fused by hand (NeMo's of TransformerEngine, which count as
+compiled).  A pipeline's number of microbatches is not published; it is torchtitan's default then, that of the
+pipeline's ranks.  Parameters at rest, gradients and the optimizer's states are float32, NeMo's are bfloat16, as its
+recipes have them.  The model gives its loss alone: both let go of the logits before the backward.
 
 The memory that is predicted is that of the layout and the recomputation that ran; where activations were recomputed
 selectively, with all products kept, which is a little more; over a pipeline, with as many layers recomputed as the
-profile's limit asks for.  With ``--auto`` the table has also the plan that our search chooses within that limit: what
-saves memory, microbatches and, over a pipeline, its schedule and cuts are open.
+profile's limit asks for.  It is what tensors take; what was published is what the allocator had reserved, which is
+more, in kernels that are fused, which is less.  With ``--auto`` the table has also the plan that our search chooses
+within that limit: what saves memory, microbatches and, over a pipeline, its schedule and cuts are open.
 
     python benchmarks/published.py [--only 8B] [--fit] [--auto] [--keep rows.json]
 """
@@ -47,6 +50,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import brentq
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes
@@ -87,7 +91,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 EXPERTS = "Qwen3 30B-A3B"
 
-ASYNC = "async TP"
+ASYNC, NEMO = "async TP", "NeMo"
 EAGER, COMPILED, FLOAT8 = "eager", "compiled", "compiled, Float8"
 WHOLE, KEPT = "whole", "kept"
 PRODUCTS_AGAIN = 0.34
@@ -124,6 +128,7 @@ class Run:
         schedule: of the pipeline; empty where there is none.
         more: what else was used.
         microbatches: into how many a step is cut.
+        reserved: GiB that were reserved on the fullest GPU; 0 where that was not published.
     """
 
     size: str
@@ -137,6 +142,7 @@ class Run:
     sequence: int = 8192
     hardware: Profile = H100_500W
     microbatches: int = 1
+    reserved: float = 0.0
 
     @property
     def tokens(self) -> float:
@@ -148,6 +154,11 @@ class Run:
         """The preset that is the published layout."""
         names = [name for name, _ in self.mesh]
         return "tensor_parallel" if "tp" in names else "context_parallel" if "cp" in names else "fsdp"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters at rest."""
+        return torch.bfloat16 if self.more == NEMO else torch.float32
 
     @property
     def linear_chunks(self) -> int | None:
@@ -175,16 +186,16 @@ NODE, NODES = (("dp", 8),), (("dp", 128),)
 STAGED = ((PIPELINE_AXIS, 8), ("dp", 8), ("tp", 8))
 FEW, MANY = (("dp_shard", 8), ("tp", 8)), (("dp_shard", 32), ("tp", 8))
 RUNS = (
-    Run("8B", NODE, 16, 5762, EAGER, SELECTIVE),
-    Run("8B", NODE, 16, 6667, COMPILED, SELECTIVE),
-    Run("8B", NODE, 16, 8532, FLOAT8, SELECTIVE),
-    Run("8B", NODES, 256, 5605, EAGER, SELECTIVE),
-    Run("8B", NODES, 256, 6514, COMPILED, SELECTIVE),
-    Run("8B", NODES, 256, 8380, FLOAT8, SELECTIVE),
-    Run("8B", NODE, 8, 3890, FLOAT8, WHOLE, sequence=32768),
-    Run("8B", (("dp_shard", 4), ("cp", 2)), 4, 2540, FLOAT8, WHOLE, sequence=65536),
-    Run("8B", (("dp_shard", 2), ("cp", 4)), 2, 1071, FLOAT8, WHOLE, sequence=131072),
-    Run("8B", (("cp", 8),), 1, 548, FLOAT8, WHOLE, sequence=262144),
+    Run("8B", NODE, 16, 5762, EAGER, SELECTIVE, reserved=82.4),
+    Run("8B", NODE, 16, 6667, COMPILED, SELECTIVE, reserved=77.0),
+    Run("8B", NODE, 16, 8532, FLOAT8, SELECTIVE, reserved=76.8),
+    Run("8B", NODES, 256, 5605, EAGER, SELECTIVE, reserved=67.0),
+    Run("8B", NODES, 256, 6514, COMPILED, SELECTIVE, reserved=62.0),
+    Run("8B", NODES, 256, 8380, FLOAT8, SELECTIVE, reserved=61.8),
+    Run("8B", NODE, 8, 3890, FLOAT8, WHOLE, sequence=32768, reserved=83.9),
+    Run("8B", (("dp_shard", 4), ("cp", 2)), 4, 2540, FLOAT8, WHOLE, sequence=65536, reserved=84.2),
+    Run("8B", (("dp_shard", 2), ("cp", 4)), 2, 1071, FLOAT8, WHOLE, sequence=131072, reserved=84.0),
+    Run("8B", (("cp", 8),), 1, 548, FLOAT8, WHOLE, sequence=262144, reserved=84.5),
     Run("8B", FEW, 96, 4378, COMPILED, SELECTIVE),
     Run("8B", FEW, 96, 4809.4, COMPILED, SELECTIVE, "", ASYNC),
     Run("8B", FEW, 96, 5078.1, FLOAT8, SELECTIVE),
@@ -193,10 +204,10 @@ RUNS = (
     Run("70B", MANY, 512, 652.4, COMPILED, WHOLE, "", ASYNC),
     Run("70B", MANY, 512, 809.8, FLOAT8, WHOLE),
     Run("70B", MANY, 512, 942.4, FLOAT8, WHOLE, "", ASYNC),
-    Run("70B", MANY, 512, 829, FLOAT8, WHOLE),
-    Run("405B", STAGED, 256, 100, FLOAT8, WHOLE, "1f1b", ASYNC),
-    Run("405B", STAGED, 256, 128, FLOAT8, WHOLE, "interleaved_1f1b", ASYNC),
-    Run("405B", STAGED, 64, 76, FLOAT8, WHOLE, "1f1b", ASYNC, sequence=32768),
+    Run("70B", MANY, 512, 829, FLOAT8, WHOLE, reserved=71.9),
+    Run("405B", STAGED, 256, 100, FLOAT8, WHOLE, "1f1b", ASYNC, reserved=82.5),
+    Run("405B", STAGED, 256, 128, FLOAT8, WHOLE, "interleaved_1f1b", ASYNC, reserved=72.7),
+    Run("405B", STAGED, 64, 76, FLOAT8, WHOLE, "1f1b", ASYNC, sequence=32768, reserved=75.3),
     Run("8B", (("dp", 32),), 64, 10938, FLOAT8, SELECTIVE, hardware=H200),
     Run("8B", (("dp", 64),), 128, 10753, FLOAT8, SELECTIVE, hardware=H200),
     Run("8B", (("dp", 64),), 64, 2973, EAGER, SELECTIVE, hardware=A100),
@@ -204,8 +215,8 @@ RUNS = (
     Run("Llama 2 13B", (("dp", 64),), 128, 2162, EAGER, KEPT, sequence=4096, hardware=A100),
     Run("Llama 2 13B", (("dp", 64),), 128, 1904, EAGER, SELECTIVE, sequence=4096, hardware=A100),
     Run("Llama 2 70B", (("dp", 64),), 128, 353, EAGER, WHOLE, sequence=4096, hardware=A100),
-    Run("70B", (("dp_shard", 32), ("cp", 2)), 128, 866.77, COMPILED, WHOLE, "", "NeMo", 8192, H100, 4),
-    Run(EXPERTS, (("ep", 8),), 512, 12040, COMPILED, WHOLE, "", "NeMo", 4096, H100, 16),
+    Run("70B", (("dp_shard", 32), ("cp", 2)), 128, 866.77, COMPILED, WHOLE, "", NEMO, 8192, H100, 4),
+    Run(EXPERTS, (("ep", 8),), 512, 12040, COMPILED, WHOLE, "", NEMO, 4096, H100, 16),
 )
 FITTED = (RUNS[1], RUNS[2])
 
@@ -219,7 +230,19 @@ def _repeated(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling:
     return out.transpose(1, 2).contiguous(), None
 
 
-def _model(size: str) -> Any:
+class _Loss(nn.Module):
+    """A language model that gives its loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=input_ids, labels=labels).loss
+        return loss
+
+
+def _model(size: str, dtype: torch.dtype) -> nn.Module:
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     AttentionInterface.register("repeated", _repeated)
@@ -231,18 +254,18 @@ def _model(size: str) -> Any:
                 norm_topk_prob=True, max_position_embeddings=40960, use_cache=False, tie_word_embeddings=False,
                 experts_implementation="grouped_mm",
             )  # fmt: skip
-            return Qwen3MoeForCausalLM(experts).train()
+            return _Loss(Qwen3MoeForCausalLM(experts).train().to(dtype))
         options: dict[str, Any] = {"num_key_value_heads": 8, "vocab_size": 128256, **SHAPES[size]}
         config = LlamaConfig(
             **options, max_position_embeddings=131072, use_cache=False, tie_word_embeddings=False,
             attn_implementation="repeated",
         )  # fmt: skip
-        return LlamaForCausalLM(config).train()
+        return _Loss(LlamaForCausalLM(config).train().to(dtype))
 
 
 @cache
-def _captured(size: str, batch: int, sequence: int, axes: Any) -> tuple[Any, Call, Captured]:
-    model = _model(size)
+def _captured(size: str, batch: int, sequence: int, axes: Axes, dtype: torch.dtype) -> tuple[nn.Module, Call, Captured]:
+    model = _model(size, dtype)
     tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
     call = call_of((), {"input_ids": tokens, "labels": tokens})
     return model, call, Planner(model, _request(axes, H100, "auto")).capture(call)
@@ -266,6 +289,8 @@ def predict(run: Run, numbers: Numbers) -> tuple[float, float]:
         return _fusion(run, profile) * (found.seconds() + found.forward_seconds), within.total_memory
     asked = _evaluator(run, profile, run.plan)
     made = asked.best(proposals(asked)).require()
+    parameters = {n: replace(p, gather="per_use") if "S" in p.at_rest else p for n, p in made.parameters.items()}
+    made = replace(made, parameters=parameters)  # as FSDP2 lets go of what it has gathered, over "cp", too
     kept = asked.forecast(made)
     if run.again == KEPT:
         return kept.seconds, kept.memory
@@ -290,7 +315,7 @@ def predict_auto(run: Run, numbers: Numbers) -> float:
 
 
 def _evaluator(run: Run, profile: Profile, plan: str, limit: float | None = None) -> Evaluator:
-    _, call, captured = _captured(run.size, run.batch, run.sequence, run.mesh)
+    _, call, captured = _captured(run.size, run.batch, run.sequence, run.mesh, run.dtype)
     count = run.microbatches if run.microbatches > 1 and limit is None else None
     request = _request(run.mesh, profile, plan, limit, count)
     chunks = None if plan == "auto" else run.linear_chunks
@@ -300,12 +325,12 @@ def _evaluator(run: Run, profile: Profile, plan: str, limit: float | None = None
 def _drafted(run: Run, profile: Profile, plan: str, limit: float | None = None) -> Prediction:
     """What a pipeline is predicted to take."""
     axes, ranks = run.mesh[1:], run.mesh[0][1]
-    model, call, captured = _captured(run.size, run.batch, run.sequence, axes)
+    model, call, captured = _captured(run.size, run.batch, run.sequence, axes, run.dtype)
     per_rank = 2 if run.schedule == "interleaved_1f1b" else 1
     request = replace(
         _request(axes, profile, plan, limit),
         stages=ranks,
-        pins=Pins() if plan == "auto" else parse_pins({"model.layers.*.weight": "S0,*"}, None),
+        pins=Pins() if plan == "auto" else parse_pins({"*.layers.*.weight": "S0,*"}, None),
         pipeline=Pipeline() if plan == "auto" else Pipeline(run.schedule, microbatches=ranks, stages_per_rank=per_rank),
     )
     return draft_captured(Planner(model, request), captured.copy(), call).prediction
@@ -315,7 +340,7 @@ def _fusion(run: Run, profile: Profile) -> float:
     """The part that fusion, and what overlaps in chunks of rows, leave of a step without the pipeline, whose stages are
     priced operator by operator."""
     axes = run.mesh[1:]
-    _, call, captured = _captured(run.size, run.batch, run.sequence, axes)
+    _, call, captured = _captured(run.size, run.batch, run.sequence, axes, run.dtype)
     fused = Evaluator(replace(_request(axes, profile, run.plan), linear_chunks=run.linear_chunks), captured, call)
     plan = fused.best(proposals(fused)).require()
     eager = Evaluator(_request(axes, replace(profile, fuses=False), run.plan), captured, call)
@@ -361,7 +386,7 @@ def main() -> None:
         return
     kept: dict[str, Any] = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
     table = Table(title="Tokens per second and GPU")
-    for column in ("run", "published", "predicted", f"within {WANTED:.0%}", "memory GB", "auto"):
+    for column in ("run", "published", "predicted", f"within {WANTED:.0%}", "memory GB", "reserved GB", "auto"):
         table.add_column(column, justify="left" if column == "run" else "right")
     offs = []
     for run in RUNS:
@@ -380,7 +405,10 @@ def main() -> None:
         if "auto" in found:
             auto = f"{found['auto']:,.0f}" + ("" if found["auto"] >= 0.999 * found["rate"] else " (slower)")
         held = f"{found['memory'] / 1e9:.1f}" + (" (too much)" if found["memory"] > run.hardware.memory else "")
-        table.add_row(str(run), f"{run.rate:,.0f}", f"{found['rate']:,.0f}", f"{off:+.0%}{verdict}", held, auto)
+        published = f"{run.reserved * 2**30 / 1e9:.1f}" if run.reserved else ""
+        table.add_row(
+            str(run), f"{run.rate:,.0f}", f"{found['rate']:,.0f}", f"{off:+.0%}{verdict}", held, published, auto
+        )
     console = Console(width=170)
     console.print(table)
     within = [sum(off <= limit for off in offs) for limit in (0.08, WANTED)]

@@ -23,12 +23,14 @@ from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates import Candidate, Outcome, Proposals
+from autoparallel.planner.fits import differing, returns_loss_alone
 from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.programs import adapt, build
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
+from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.forecast import Forecast, Short, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
@@ -73,12 +75,18 @@ class Evaluator:
         cuts = settled.cuts if keys.issuperset(settled.cuts) else None
         return Pipeline(settled.schedule, settled.microbatches, settled.count // settled.ranks, cuts)
 
-    def may_chunk(self, plan: Plan) -> bool:
-        """Whether the loss of a plan that does not cut it could go through its rows in chunks, were logits given up."""
-        request = self.request
-        if plan.loss_chunks > 1 or request.outputs != "auto" or not self.call.trains:
-            return False
-        return bool(chunkable(self._adapted(loss_chunks=2).graph))
+    def closed_means(self, plan: Plan) -> list[str]:
+        """The options that would save memory beside what a plan does, were outputs beside the loss given up."""
+        request, captured = self.request, self.captured
+        if request.outputs != "auto" or not self.call.trains:
+            return []
+        means = []
+        if plan.loss_chunks == 1 and chunkable(self._adapted(loss_chunks=2).graph):
+            means.append(f"loss_chunks={THRESHOLDS.loss_chunks}")
+        may_cut = request.microbatches is None and not request.stages and not differing(captured, self.call, 2)
+        if plan.microbatches == 1 and may_cut and not returns_loss_alone(captured, request.outputs):
+            means.append("microbatches=2 (or more)")
+        return means
 
     def about(self, plan: str) -> Evaluator:
         """The evaluator of the same request for another preset; both share what they find out."""

@@ -16,7 +16,6 @@ from autoparallel.planner.options import Option
 from autoparallel.planner.problem import Problem
 from autoparallel.planner.solve.elimination import Infeasible
 from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.forecast import Forecast
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -39,16 +38,16 @@ def explain_limit(error: Infeasible, space: SearchSpace, problem: Problem, limit
     )
 
 
-def nothing_fits(least: Plan, limit: float, forecast: Forecast, *, may_chunk: bool) -> PlanError:
+def nothing_fits(least: Plan, limit: float, forecast: Forecast, closed: Sequence[str]) -> PlanError:
     """That nothing fits into a limit: what the plan that takes the least memory needs, what for, and what would help.
 
     Args:
         least: that plan, for which every means that saves memory was open.
         forecast: what its whole program takes.
-        may_chunk: whether the loss could be cut into chunks of rows, if the model's logits were given up.
+        closed: the options that would save more, but change what a call returns.
     """
     parts = sorted(forecast.parts.items(), key=lambda part: -part[1])
-    chunks = f"loss_chunks={THRESHOLDS.loss_chunks} (a training call then returns no logits), " if may_chunk else ""
+    chunks = f"{' and '.join(closed)} (a training call then returns its loss alone), " if closed else ""
     what = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= 0.01 * forecast.memory)
     return PlanError(
         f"no plan fits in {_size(limit)} per device on the mesh {mesh_text(least.mesh)}: with everything that saves "

@@ -114,8 +114,8 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         forecast = gauge.evaluator.forecast(least, exactly=True)
         if forecast.memory <= limit:  # short programs told too much
             return Outcome(candidates[0], plan=replace(least, lower_bound=min(unlimited, least.cost or 0.0)))
-        may_chunk = gauge.evaluator.may_chunk(least)
-        return Outcome(candidates[0], error=nothing_fits(least, limit, forecast, may_chunk=may_chunk))
+        closed = gauge.evaluator.closed_means(least)
+        return Outcome(candidates[0], error=nothing_fits(least, limit, forecast, closed))
     cost = best.plan.cost or 0.0
     if limit is not None and best.candidate.preset != candidates[0].preset:
         # A bound within a limit is about the room that is left there: that which the chosen plan needs.
