@@ -21,7 +21,7 @@ from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.adapt_captured import leave_only_loss
 from autoparallel.passes.bucket_collectives import Bucket, Buckets, bucket_collectives
-from autoparallel.passes.chunk_linears import chunk_linears, restored
+from autoparallel.passes.chunk_linears import chunk_linears
 from autoparallel.passes.chunk_loss import ChunkedLosses, ChunkError, chunk_loss, chunkable
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
 from autoparallel.passes.find_divisors import Divisors, find_divisors
@@ -34,7 +34,6 @@ from autoparallel.passes.set_device import set_device
 from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.passes.specification import Specification, specify_program
 from autoparallel.passes.split_weight_gradients import split_weight_gradients
-from autoparallel.passes.verify_halves import verify_halves
 from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.pipeline.schedules import SPLIT, Passing
 from autoparallel.placements import Invariant, Layout, parse_layout
@@ -242,8 +241,8 @@ def program_passes(
     ]
     splits = plan.pipeline is not None and plan.pipeline.schedule in SPLIT
     # A schedule that splits the backward says itself when the gradients of parameters are computed.
-    if plan.linear_chunks > 1 and not splits:
-        # Is verified by the one verifier of layouts, so all calls must stand in one graph still.
+    if not splits and (target.overlaps or plan.linear_chunks > 1):
+        # Layers that run again take these calls into their graphs, so they must be there before.
         passes.append(
             Pass(
                 partial(
@@ -281,6 +280,7 @@ def program_passes(
             Pass(
                 split_weight_gradients,
                 requires={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED},
+                verify=_verify,
                 reads=lambda findings: {"parameters": [x for c in findings[Chains].chains for x in c.placeholders]},
             )
         )
@@ -288,9 +288,9 @@ def program_passes(
         # Keeps both halves of a redistribution in one graph, so layers that run again must be graphs of their own.
         passes.append(
             Pass(
-                partial(overlap_collectives, axis_sizes=plan.axis_sizes),
+                overlap_collectives,
                 requires={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED},
-                verify=lambda module, findings: verify_halves(module, findings[Specification]),
+                verify=_verify,
                 reads=lambda findings: {"regions": findings[Regions].regions},
             )
         )
@@ -300,11 +300,10 @@ def program_passes(
 def _verify(module: fx.GraphModule, findings: Findings) -> None:
     chains, buckets = findings.get(Chains), findings.get(Buckets)
     verify_placements(
-        restored(module),
+        module,
         findings[Specification],
         chains.chains if chains is not None else None,
         buckets.buckets if buckets is not None else (),
-        {name: restored(region.program) for name, region in _regions(findings).items()},
     )
 
 

@@ -37,7 +37,8 @@ from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, hoist_parameter_chains
 from autoparallel.passes.settle_interleaving import settle_interleaving
-from autoparallel.passes.verify_placements import PlacementError, verify_placements
+from autoparallel.passes.specification import PlacementError
+from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Layout, chunk, dual_layout
 from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.plan import Plan

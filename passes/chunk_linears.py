@@ -1,9 +1,11 @@
-"""Cuts linear layers that read what is redistributed, or make it, into chunks of rows.
+"""Makes one call of linear layers and the redistribution of what they read, or make, maybe in chunks of rows.
 
-What one chunk exchanges runs while the others are computed, forward and backward (see ``operators.chunked``).  Layers
-that read the same stay together, so that their gradients are summed before one collective.  What stays as it is: a
-tensor of too few rows before the first dim that is redistributed, or that others read than linear layers; layers of
-which all but the products runs again, whose results would not be kept; losses that go through their rows in chunks.
+What one chunk exchanges runs while the others are computed, forward and backward, and what the backward of a layer
+exchanges while the gradients of its parameters are (see ``operators.chunked``): so layers are put together with what
+they read also where it stays in one chunk.  Layers that read the same stay together, so that their gradients are summed
+before one collective.  What stays as it is: a tensor that others read than linear layers; layers of which all but the
+products runs again, whose results would not be kept; losses that go through their rows in chunks.  In one chunk stays a
+tensor of too few rows before the first dim that is redistributed.
 
 Before (mesh axis "tp" of 2 ranks; the sequence, dim 1, is sharded around the pair that Megatron cuts):
     redistribute = collectives.redistribute(x, 'S1', 'R', 'mesh0/tp')                       all-gather
@@ -27,7 +29,6 @@ import torch
 from torch import fx
 
 from autoparallel.comm.collectives import redistribute
-from autoparallel.graph.captured import copy_graph
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.operators.chunked import dims_of_rows, linear_then_redistribute, redistribute_then_linear
@@ -49,7 +50,7 @@ def chunk_linears(
     """Rewrites ``module`` in place.
 
     Args:
-        chunks: into how many rows are cut.
+        chunks: into how many rows are cut; one leaves them together.
         axis_sizes: the mesh's.
         sizes: those of the call that is planned for.
         kept_layers: the module paths of layers that keep what their products make.
@@ -60,44 +61,47 @@ def chunk_linears(
     place = {node: i for i, node in enumerate(before)}
 
     def is_free(node: Any) -> bool:
-        """Whether a node is a linear layer that may be cut."""
+        """Whether a node is a linear layer that may be part of another call."""
         linear = isinstance(node, fx.Node) and node.target is LINEAR and node not in heads and not node.kwargs
         return linear and layer_of(node) not in kept_layers and node.meta["val"].is_floating_point()
 
-    for node in before if chunks > 1 else ():
-        if node.target is not redistribute or not _sends(node):
+    for node in before:
+        if node.target is not redistribute:
             continue
         x, src, dst, _ = node.args
+        forward, backward = _actions(node)
         dims = dims_of_rows(x.meta["val"].ndim, src, dst)
-        if math.prod(largest_piece(sizes.shape(x), x.meta["placements"], axis_sizes)[:dims]) < chunks:
-            continue
+        rows = math.prod(largest_piece(sizes.shape(x), x.meta["placements"], axis_sizes)[:dims])
+        # Chunks stay apart; what all ranks exchange with all has its rows elsewhere afterwards.
+        cut = chunks > 1 and rows >= chunks and "all_to_all" not in (forward, backward)
+        cut = cut and not {forward, backward}.isdisjoint(COLLECTIVES)
         readers = sorted(node.users, key=lambda user: place.get(user, -1))
-        makes = is_free(x) and len(x.users) == 1 and _forward(node) in COLLECTIVES
+        makes = is_free(x) and len(x.users) == 1 and forward in COLLECTIVES
         reads = all(is_free(user) and user.args.index(node) == 0 == user.args[1:].count(node) for user in readers)
         reads = reads and _stand_together(readers, place)
-        if makes and (src == "P" or not reads):
+        if cut and makes and (src == "P" or not reads):
             _merge_into_end(node, chunks)
-        elif reads:
-            _merge_into_begin(node, readers, before, chunks)
+        elif reads and (cut or backward in COLLECTIVES and any(map(_is_trained, readers))):
+            _merge_into_begin(node, readers, before[place[readers[0]] : place[readers[-1]]], chunks if cut else 1)
 
 
-def _forward(node: fx.Node) -> str:
+def _actions(node: fx.Node) -> tuple[str, str]:
+    """What a redistribution does forward, and backward."""
     step = node.meta["redistribution"].step
-    return action(step.src, step.dst)
-
-
-def _sends(node: fx.Node) -> bool:
-    """Whether a redistribution is a collective, forward or backward, of chunks that stay apart."""
-    returned = node.meta["redistribution"].step.transposed()
+    returned = step.transposed()
     returns = node.meta["differentiable"] and node.meta["backward"]
-    actions = {_forward(node), action(returned.src, returned.dst)} if returns else {_forward(node)}
-    return bool(actions & {*COLLECTIVES}) and "all_to_all" not in actions
+    return action(step.src, step.dst), action(returned.src, returned.dst) if returns else "nothing"
+
+
+def _is_trained(linear: fx.Node) -> bool:
+    """Whether a linear layer has a parameter that gets a gradient."""
+    return any(x.meta["differentiable"] for x in linear.args[1:] if isinstance(x, fx.Node))
 
 
 def _stand_together(linears: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> bool:
     """Whether linear layers, in their order, can be one call where the first of them stands."""
     read = [each for linear in linears for each in linear.args[1:] if isinstance(each, fx.Node)]
-    ready = all(place[each] < place[linears[0]] or "bucket" in each.meta for each in read)
+    ready = all(place.get(each, len(place)) < place[linears[0]] or "bucket" in each.meta for each in read)
     return ready and len({layer_of(linear) for linear in linears}) == 1
 
 
@@ -111,14 +115,14 @@ def _merge_into_end(node: fx.Node, chunks: int) -> None:
     linear.graph.erase_node(linear)
 
 
-def _merge_into_begin(node: fx.Node, linears: Sequence[fx.Node], before: Sequence[fx.Node], chunks: int) -> None:
+def _merge_into_begin(node: fx.Node, linears: Sequence[fx.Node], between: Sequence[fx.Node], chunks: int) -> None:
     """A redistribution and the linear layers that read it, in their order.
 
     Args:
-        before: the nodes of the graph as they stood.
+        between: the nodes from the first of the layers up to the last.
     """
     first, graph = linears[0], node.graph
-    for each in before[before.index(first) : before.index(linears[-1])]:
+    for each in between:
         if "bucket" in each.meta:  # all of them, as buckets are gathered in their order
             first.prepend(each)
     first.prepend(node)
@@ -134,30 +138,3 @@ def _merge_into_begin(node: fx.Node, linears: Sequence[fx.Node], before: Sequenc
         point.meta = linear.meta
         linear.replace_all_uses_with(point)
         graph.erase_node(linear)
-
-
-def restored(module: fx.GraphModule) -> fx.GraphModule:
-    """The program as it would be without chunks: what ``verify_placements`` can check, and what a program with chunks
-    must compute; the program itself where it has none."""
-    if not any(node.target in (linear_then_redistribute, redistribute_then_linear) for node in module.graph.nodes):
-        return module
-    graph = copy_graph(module.graph)
-    for node in list(graph.nodes):
-        if node.target is linear_then_redistribute:
-            x, *way, _, weight, bias = node.args
-            with graph.inserting_before(node):
-                linear = graph.call_function(LINEAR, _linear_arguments(x, weight, bias))
-            linear.meta = node.meta["linear"]
-            node.target, node.args = redistribute, (linear, *way)
-        elif node.target is redistribute_then_linear:
-            *spec, _, weights, biases = node.args
-            node.target, node.args = redistribute, tuple(spec)
-            for item in list(node.users):
-                if item.target is operator.getitem:
-                    number = item.args[1]
-                    item.target, item.args = LINEAR, _linear_arguments(node, weights[number], biases[number])
-    return fx.GraphModule(module, graph)
-
-
-def _linear_arguments(x: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
-    return (x, weight) if bias is None else (x, weight, bias)

@@ -23,6 +23,15 @@ from autoparallel.rules.calls import is_tensor, map_tensor_operands
 from autoparallel.rules.ways import local_call
 
 
+class PlacementError(AssertionError):
+    """A program that contradicts its specification: a bug of ours, found before anything runs."""
+
+
+def name_of(node: fx.Node) -> str:
+    """What messages call a node."""
+    return str(node.meta.get("key", node.name))
+
+
 @dataclass(frozen=True)
 class Operand:
     """What a call must read of a tensor of the global graph: the tensor in a layout, in any where that is None."""

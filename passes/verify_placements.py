@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -20,18 +19,14 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
-from autoparallel.operators.kept import Keeping
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.passes.insert_collectives import Redistribution
-from autoparallel.passes.specification import ExpectedCall, Operand, Specification
+from autoparallel.passes.restore_program import restore_program
+from autoparallel.passes.specification import ExpectedCall, Operand, PlacementError, Specification, name_of
 from autoparallel.placements import ACTIONS, Layout, dual_layout, format_layout, parse_placement, shards_of
 from autoparallel.placements.redistribution import Step
 from autoparallel.rules.calls import is_tensor
-
-
-class PlacementError(AssertionError):
-    """A program that contradicts the rules: a bug of ours, found before anything runs."""
 
 
 def verify_placements(
@@ -39,23 +34,20 @@ def verify_placements(
     specification: Specification,
     chains: Sequence[ParameterChain] | None = None,
     buckets: Sequence[Bucket] = (),
-    regions: Mapping[str, fx.GraphModule] = MappingProxyType({}),
 ) -> None:
     """Raises ``PlacementError`` at the first node that is not what it must be.
 
     Args:
-        module: the program.
+        module: the program; what says only when and how often calls run is undone first (see ``restore_program``).
         specification: what it must be.
         chains: the ways of its parameters, where ``hoist_parameter_chains`` has taken them out; None before.
         buckets: of these chains, where ``bucket_collectives`` has put calls of them into the program.
-        regions: the calls of the program that are graphs of their own, by name; they are followed as if their calls
-            stood in the program.
     """
-    verifier = _Verifier(specification, regions)
+    verifier = _Verifier(specification)
     for chain in chains or ():
         verifier.follow(chain)
     verifier.collect(chains, buckets)
-    for node in module.graph.nodes:
+    for node in restore_program(module).nodes:
         verifier.visit(node)
 
 
@@ -68,20 +60,16 @@ class _Verifier:
         completions: what must stand between a call and all that read it.
         uses: the placeholders of hoisted parameters: which parameter each is, and how it is used.
         gathered: for each call of a bucket the placeholders that its results stand for.
-        results: for each call of a region what its graph returns.
-        outside: for each placeholder of a region what it stands for.
     """
 
-    def __init__(self, specification: Specification, regions: Mapping[str, fx.GraphModule]) -> None:
-        self.specification, self.regions = specification, regions
+    def __init__(self, specification: Specification) -> None:
+        self.specification = specification
         self.layouts: dict[fx.Node, Layout] = {}
         self.origins: dict[fx.Node, fx.Node] = {}
         self.completions: dict[fx.Node, tuple[Any, int]] = {}
         self.uses: dict[str, tuple[fx.Node, Layout]] = {}
         self.hoisted = False
         self.gathered: dict[str, list[str]] = {}
-        self.results: dict[fx.Node, Sequence[fx.Node]] = {}
-        self.outside: dict[fx.Node, fx.Node] = {}
         self.global_nodes = {*specification.calls.values(), *specification.inputs.values()}
 
     # ------------------------------------------------------------------------------------------ ways of parameters
@@ -132,10 +120,6 @@ class _Verifier:
 
     def visit(self, node: fx.Node) -> None:
         """Checks one node, those before it being right."""
-        if node.op == "call_module" and node.target in self.regions:
-            self._follow_region(node, self.regions[str(node.target)].graph)
-            return
-        target = node.target.target if isinstance(node.target, Keeping) else node.target
         unfinished = [x for x in node.all_input_nodes if x in self.completions]
         if unfinished:
             self._complete(node, unfinished[0])
@@ -146,34 +130,12 @@ class _Verifier:
         elif node.op == "call_module":
             if node.target not in self.gathered:
                 raise PlacementError(f"{node.target} is no bucket that is gathered in the program")
-        elif target is operator.getitem and node.args[0] in self.results:
-            call, index = node.args
-            self._stand_for(node, self.results[call][index])  # type: ignore[index]
-        elif target is operator.getitem and node.args[0].op == "call_module":  # type: ignore[union-attr]
+        elif node.target is operator.getitem and node.args[0].op == "call_module":  # type: ignore[union-attr]
             self._take(node)
-        elif target is redistribute:
+        elif node.target is redistribute:
             self._redistribute(node)
         elif node.op == "call_function":
-            self._call(node, target)
-
-    def _follow_region(self, call: fx.Node, graph: fx.Graph) -> None:
-        """Checks the graph that a call runs, of which the placeholders stand for what the call is given."""
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        for inside, outside in zip(placeholders, call.args, strict=True):
-            assert isinstance(outside, fx.Node)
-            self.outside[inside] = outside
-            self._stand_for(inside, outside)
-        for node in graph.nodes:
-            if node.op not in ("placeholder", "output"):
-                self.visit(node)
-        self.results[call] = graph.output_node().args[0]  # type: ignore[assignment]
-
-    def _stand_for(self, node: fx.Node, other: fx.Node) -> None:
-        """Takes a node for another, on the other side of a region's boundary."""
-        if other in self.origins:
-            self._settle(node, self.origins[other], self.layouts.get(other), "is taken for what lies as")
-        if other in self.completions:
-            self.completions[node] = self.completions[other]
+            self._call(node)
 
     def _enter(self, node: fx.Node) -> None:
         if node.name in self.uses:
@@ -206,10 +168,10 @@ class _Verifier:
         assert isinstance(source, fx.Node)
         if source not in self.layouts:
             raise PlacementError(f"{name_of(node)} redistributes what has no layout")
-        after = check_redistribution(node, self.layouts[source], self.specification)
+        after = _check_redistribution(node, self.layouts[source], self.specification)
         self._settle(node, self.origins[source], after, "becomes")
 
-    def _call(self, node: fx.Node, target: Any) -> None:
+    def _call(self, node: fx.Node) -> None:
         origin = self.specification.calls.get(node.meta.get("key", ""))
         if origin is None:
             # A size that one call is given: it is checked where it is read.
@@ -217,8 +179,8 @@ class _Verifier:
                 raise PlacementError(f"{name_of(node)} is no call of the model")
             return
         expected = self.specification.expected(origin)
-        if target is not expected.target:
-            raise PlacementError(f"{name_of(node)} must be {expected.target} on a rank; it is {target}")
+        if node.target is not expected.target:
+            raise PlacementError(f"{name_of(node)} must be {expected.target} on a rank; it is {node.target}")
         if "modes" in node.meta and tuple(node.meta["modes"]) != tuple(self._modes(origin)):
             raise PlacementError(
                 f"{name_of(node)} runs as {_ways(self._modes(origin))}, not as {_ways(node.meta['modes'])}"
@@ -243,7 +205,6 @@ class _Verifier:
         elif isinstance(expected, fx.Node) and expected in self.global_nodes:
             right = isinstance(actual, fx.Node) and self.origins.get(actual) is expected
         elif isinstance(expected, fx.Node):  # what the rule inserts before the call
-            actual = self.outside.get(actual, actual)
             right = isinstance(actual, fx.Node) and actual.target is expected.target
             if right:
                 self._match(node, actual.args, expected.args, call)
@@ -299,8 +260,8 @@ class _Verifier:
         return f"runs as {_ways(modes)} and" if modes else "reads whole tensors and"
 
 
-def check_redistribution(node: fx.Node, before: Layout, specification: Specification) -> Layout:
-    """The layout that a redistribution, or a half of one, makes.
+def _check_redistribution(node: fx.Node, before: Layout, specification: Specification) -> Layout:
+    """The layout that a redistribution makes.
 
     Args:
         before: how its operand lies.
@@ -353,11 +314,6 @@ def _position(call: ExpectedCall, operand: Operand) -> int:
 
 def _text(layout: Layout | None) -> str:
     return format_layout(layout) if layout is not None else "no tensor"
-
-
-def name_of(node: fx.Node) -> str:
-    """What messages call a node."""
-    return str(node.meta.get("key", node.name))
 
 
 def _ways(modes: Sequence[Any]) -> str:

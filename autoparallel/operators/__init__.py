@@ -17,7 +17,6 @@ when the operator runs, so that the program is the same text on every rank.  May
 - ``complexes``: complex numbers of pairs with any strides.
 - ``experts``: linear layers of which every row picks its own.
 - ``chunked``: linear layers in chunks of rows, of which what one exchanges runs while the others are computed.
-- ``late``: linear layers whose parameters' gradients wait until a collective has been started.
 """
 
 from autoparallel.operators.complexes import pairs_as_complex

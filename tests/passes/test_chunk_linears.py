@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from autoparallel.comm.simulate import simulate
 from autoparallel.graph.sizes import Sizes
 from autoparallel.operators.chunked import linear_then_redistribute, redistribute_then_linear
-from autoparallel.passes.chunk_linears import chunk_linears, restored
-from autoparallel.passes.specification import Specification
-from autoparallel.passes.verify_placements import PlacementError, verify_placements
+from autoparallel.passes.chunk_linears import chunk_linears
+from autoparallel.passes.specification import PlacementError, Specification
+from autoparallel.passes.verify_placements import verify_placements
 from tests.passes.support import captured, placed, show
 from tests.passes.test_overlap_collectives import Order
 
@@ -47,19 +47,20 @@ PARAMETERS = {"gate.weight": "S0", "gate.bias": "S0", "up.weight": "S0", "down.w
 LAYOUTS = {"x": "S1", "pre.weight": "R", **PARAMETERS}
 
 
-def program(chunks: int, rows: int = 4, **options: Any) -> tuple[fx.GraphModule, Specification]:
-    """A rank's program with chunks, and what it must be."""
+def program(chunks: int | None, rows: int = 4, **options: Any) -> tuple[fx.GraphModule, Specification]:
+    """A rank's program with chunks, or with plain layers, and what it must be."""
     graph = captured(Gated(), torch.rand(rows, 6, 4))
     sizes = Sizes(graph.actual)
     module, specification = placed(graph, MODES, PARAMETERS, outputs=["S1"])
-    chunk_linears(module, chunks=chunks, axis_sizes=(2,), sizes=sizes, **options)
+    if chunks is not None:
+        chunk_linears(module, chunks=chunks, axis_sizes=(2,), sizes=sizes, **options)
     module.graph.lint()
     module.recompile()
     return module, specification
 
 
 def test_before_and_after() -> None:
-    assert show(program(1)[0])[8:] == [
+    assert show(program(None)[0])[8:] == [
         "redistribute_1 = collectives.redistribute(p_model_pre_weight, 'I', 'R', 'mesh0/tp')  R",
         "linear = aten.linear(redistribute, redistribute_1)  S1",
         "redistribute_2 = collectives.redistribute(linear, 'S1', 'R', 'mesh0/tp')  R",
@@ -86,6 +87,23 @@ def test_before_and_after() -> None:
         "redistribute_3)  S1",
         "return [redistribute_4]",
     ]
+
+
+def test_what_the_backward_exchanges_is_put_together_in_one_chunk() -> None:
+    before, after = (show(program(chunks)[0]) for chunks in (None, 1))
+    merged = "chunked.redistribute_then_linear(linear, 'S1', 'R', 'mesh0/tp', 1, [p_model_gate_weight, "
+    assert sum(merged in line for line in after) == 1
+    assert before[-2] == after[-2] == "redistribute_4 = collectives.redistribute(linear_3, 'P', 'S1', 'mesh0/tp')  S1"
+
+
+def test_frozen_layers_have_no_gradient_that_runs_beside_anything() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False)).requires_grad_(False)
+    model[0].requires_grad_(True)
+    graph = captured(model, torch.rand(8, 4))
+    sizes = Sizes(graph.actual)
+    module, _ = placed(graph, {"1/aten.linear#0": ["shard:n"]}, {"1.weight": "S0"})
+    chunk_linears(module, chunks=1, axis_sizes=(2,), sizes=sizes)
+    assert "chunked" not in str(show(module))
 
 
 def test_rows_that_are_too_few_stay_together() -> None:
@@ -129,7 +147,7 @@ def test_it_computes_what_one_process_does() -> None:
     model.load_state_dict({name: x for name, x in values.items() if name != "x"})
     expected = model(values["x"])
     grads = torch.autograd.grad(expected.square().sum(), [model.get_parameter(n) for n in values if n != "x"])
-    for chunks in (1, 2, 3, 4):
+    for chunks in (None, 1, 2, 3, 4):
         results = simulate(partial(_run, program(chunks)[0], values), (2,), ("tp",))
         for i, (result, *found) in enumerate(results):
             torch.testing.assert_close(result, expected.chunk(2, 1)[i], rtol=0, atol=1e-14)
@@ -141,7 +159,7 @@ def test_it_computes_what_one_process_does() -> None:
 
 def test_a_smaller_batch_than_chunks_computes_the_same() -> None:
     values = _values(rows=2)
-    one, other = (simulate(partial(_run, program(c)[0], values), (2,), ("tp",)) for c in (1, 4))
+    one, other = (simulate(partial(_run, program(c)[0], values), (2,), ("tp",)) for c in (None, 4))
     for a, b in zip(one[1], other[1], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
 
@@ -153,7 +171,7 @@ def test_what_is_cut_along_a_sequence_is_gathered_in_the_backward_alone() -> Non
     sizes = Sizes(graph.actual)
     module, specification = placed(graph, modes)
     chunk_linears(module, chunks=2, axis_sizes=(2,), sizes=sizes)
-    verify_placements(restored(module), specification)
+    verify_placements(module, specification)
     module.recompile()
     assert any("redistribute_then_linear(linear, 'I', 'S1'" in line for line in show(module))
     x = torch.rand(4, 6, 4, dtype=torch.float64)
@@ -233,7 +251,7 @@ FAULTS: dict[Callable[[fx.Node, fx.Node], None], str] = {
 def test_a_right_program_is_verified_and_stays_as_it_is() -> None:
     module, specification = program(2)
     before = str(module.graph)
-    verify_placements(restored(module), specification)
+    verify_placements(module, specification)
     assert str(module.graph) == before
 
 
@@ -246,4 +264,4 @@ def test_a_fault_is_refused(corrupt: Callable[[fx.Node, fx.Node], None]) -> None
     )
     corrupt(begin, end)
     with pytest.raises(PlacementError, match=FAULTS[corrupt]):
-        verify_placements(restored(module), specification)
+        verify_placements(module, specification)

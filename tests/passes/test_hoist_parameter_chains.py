@@ -16,7 +16,8 @@ from autoparallel.passes.hoist_parameter_chains import (
     hoist_parameter_chains,
     require_complete,
 )
-from autoparallel.passes.verify_placements import PlacementError, verify_placements
+from autoparallel.passes.specification import PlacementError
+from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Replicate, format_layout, parse_layout
 from autoparallel.placements.redistribution import Step
 from tests.passes.support import captured, localized, placed, redistributor, show

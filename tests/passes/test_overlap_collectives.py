@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.comm import collectives
 from autoparallel.comm.simulate import simulate
-from autoparallel.operators.late import late_linear, late_parameters
+from autoparallel.graph.sizes import Sizes
+from autoparallel.passes.chunk_linears import chunk_linears
 from autoparallel.passes.overlap_collectives import overlap_collectives
-from autoparallel.passes.verify_halves import verify_halves
-from tests.passes.support import MLP, PAIR_MODES, PAIR_PARAMETERS, captured, placed, show
+from autoparallel.passes.verify_placements import verify_placements
+from tests.passes.support import captured, placed, show
 
 MODES = {"w0/aten.linear#0": ["shard:n"], "w1/aten.linear#0": ["shard:n"]}
 PARAMETERS = {"w0.weight": "S0", "w1.weight": "S0"}
@@ -34,8 +34,11 @@ class Branches(nn.Module):
 def _programs() -> tuple[fx.GraphModule, fx.GraphModule]:
     """The program of a rank as it waits at once, and as it does not."""
     plain, _ = placed(captured(Branches(), torch.rand(8, 4)), MODES, PARAMETERS)
-    program, _ = placed(captured(Branches(), torch.rand(8, 4)), MODES, PARAMETERS)
-    overlap_collectives(program, regions={}, axis_sizes=(2,))
+    graph = captured(Branches(), torch.rand(8, 4))
+    sizes = Sizes(graph.actual)
+    program, _ = placed(graph, MODES, PARAMETERS)
+    chunk_linears(program, chunks=1, axis_sizes=(2,), sizes=sizes)
+    overlap_collectives(program, regions={})
     program.graph.lint()
     program.recompile()
     return plain, program
@@ -59,11 +62,10 @@ def test_before_and_after() -> None:
         "tanh = aten.tanh(args_0)  I",
         "redistribute = in_flight.finish_redistribution(start_redistribution, 'S1', 'I', 'mesh0/tp')  I",
         "mul = aten.mul.Tensor(redistribute, tanh)  I",
-        "start_redistribution_1 = in_flight.start_redistribution(mul, 'I', 'R', 'mesh0/tp')  I",
-        "late_parameters = late.late_parameters(start_redistribution_1, p_model_w1_weight, None, 0, 1)",
-        "redistribute_1 = in_flight.finish_redistribution(start_redistribution_1, 'I', 'R', 'mesh0/tp')  R",
-        "linear_1 = late.late_linear(redistribute_1, p_model_w1_weight, None, late_parameters)  S1",
-        "redistribute_2 = collectives.redistribute(linear_1, 'S1', 'I', 'mesh0/tp')  I",
+        "redistribute_1 = chunked.redistribute_then_linear(mul, 'I', 'R', 'mesh0/tp', 1, [p_model_w1_weight], "
+        "[None])  R",
+        "getitem = _operator.getitem(redistribute_1, 0)  S1",
+        "redistribute_2 = collectives.redistribute(getitem, 'S1', 'I', 'mesh0/tp')  I",
         "return [redistribute_2]",
     ]
 
@@ -148,15 +150,14 @@ class Cut(nn.Module):
 @pytest.mark.parametrize(
     ("mode", "at_rest", "src"), [("I", "I", "I"), ("shard:n", "S0", "S1")], ids=["sliced", "moved"]
 )
-def test_a_layer_that_reads_a_part_that_was_cut_keeps_its_gradients(mode: str, at_rest: str, src: str) -> None:
+def test_rows_that_were_cut_are_right(mode: str, at_rest: str, src: str) -> None:
     modes = {"w0/aten.linear#0": [mode], "w1/aten.linear#0": ["shard:...0"]}
     plain, _ = placed(captured(Cut(), torch.rand(8, 4)), modes, {"w0.weight": at_rest})
     program, specification = placed(captured(Cut(), torch.rand(8, 4)), modes, {"w0.weight": at_rest})
-    overlap_collectives(program, regions={}, axis_sizes=(2,))
-    verify_halves(program, specification)
+    overlap_collectives(program, regions={})
+    verify_placements(program, specification)
     program.recompile()
-    text = "\n".join(show(program))
-    assert f"finish_redistribution(start_redistribution, '{src}', 'S0', 'mesh0/tp')" in text and "late" not in text
+    assert f"finish_redistribution(start_redistribution, '{src}', 'S0', 'mesh0/tp')" in "\n".join(show(program))
     w0 = torch.rand(4, 4, dtype=torch.float64)
     x, w1 = torch.rand(8, 4, dtype=torch.float64), torch.rand(4, 4, dtype=torch.float64)
 
@@ -177,27 +178,5 @@ def test_where_nothing_else_computes_it_stays_one_call() -> None:
     modes = {"0/aten.linear#0": ["shard:n"], "1/aten.linear#0": ["shard:k"]}
     program, _ = placed(captured(model, torch.rand(8, 4)), modes, {"0.weight": "S0", "1.weight": "S1"})
     before = show(program)
-    overlap_collectives(program, regions={}, axis_sizes=(2,))
+    overlap_collectives(program, regions={})
     assert show(program) == before
-
-
-def test_a_frozen_weight_has_no_gradient_that_could_be_late() -> None:
-    model = MLP()
-    model.w1.requires_grad_(False)
-    program, _ = placed(captured(model, torch.rand(8, 4)), PAIR_MODES, PAIR_PARAMETERS)
-    overlap_collectives(program, regions={}, axis_sizes=(2,))
-    assert not [n for n in program.graph.nodes if n.target is late_linear]
-
-
-@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_late_linear_is_a_linear(shape: tuple[int, ...], bias: bool) -> None:
-    x = torch.rand(shape, dtype=torch.float64, requires_grad=True)
-    w = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)
-    b = torch.rand(5, dtype=torch.float64, requires_grad=True) if bias else None
-    inputs = [t for t in (x, w, b) if t is not None]
-    found = late_linear(x, w, b, late_parameters((x.new_empty(0), x), w, b, 0, 1))
-    expected = F.linear(x, w, b)
-    assert torch.equal(found, expected)
-    for one, other in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in (found, expected)), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)

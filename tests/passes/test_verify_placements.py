@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from autoparallel.comm.collectives import redistribute
-from autoparallel.passes.specification import Specification
-from autoparallel.passes.verify_placements import PlacementError, verify_placements
+from autoparallel.passes.specification import PlacementError, Specification
+from autoparallel.passes.verify_placements import verify_placements
 from autoparallel.placements import Invariant, Replicate, Shard
 from autoparallel.placements.modes import parse_mode
 from benchmarks.mutants import Mutant

@@ -13,8 +13,8 @@ from autoparallel.comm.collectives import redistribute
 from autoparallel.operators.kept import Keeping
 from autoparallel.passes.chunk_loss import chunk_loss, chunkable
 from autoparallel.passes.recompute_layers import recompute_layers
-from autoparallel.passes.specification import Specification
-from autoparallel.passes.verify_placements import PlacementError, verify_placements
+from autoparallel.passes.specification import PlacementError, Specification
+from autoparallel.passes.verify_placements import verify_placements
 from tests.passes.support import captured, placed
 
 
@@ -67,7 +67,7 @@ def test_right_programs_pass() -> None:
     module, specification, regions = program(BOTH)
     assert [*regions] == ["recompute_0", "recompute_1", "chunked_loss_0"]
     assert any(isinstance(n.target, Keeping) for n in regions["recompute_1"].graph.nodes)
-    verify_placements(module, specification, regions=regions)
+    verify_placements(module, specification)
 
 
 def _drop_a_collective(graph: fx.Graph) -> None:
@@ -107,12 +107,12 @@ def test_what_is_wrong_in_a_region_is_refused(change: Callable[[fx.Graph], None]
     module, specification, regions = program(BOTH)
     change(regions[name].graph)
     with pytest.raises(PlacementError):
-        verify_placements(module, specification, regions=regions)
+        verify_placements(module, specification)
 
 
 def test_a_region_that_is_given_another_tensor_is_refused() -> None:
-    module, specification, regions = program(BOTH)
+    module, specification, _ = program(BOTH)
     call = next(node for node in module.graph.nodes if node.target == "recompute_1")
     call.args = (*call.args[:-1], call.args[0])
     with pytest.raises(PlacementError):
-        verify_placements(module, specification, regions=regions)
+        verify_placements(module, specification)

@@ -179,7 +179,8 @@ def test_products_attention_and_collectives_that_do_not_gather_are_not_repeated_
     for nothing, selective, full in run_on_ranks(_three_ways, world_size=2):
         for ours in (selective, full):
             assert off(ours["loss"], nothing["loss"]) == 0
-            assert all(off(a, b) == 0 for a, b in zip(ours["gradients"], nothing["gradients"], strict=True))
+            # Where products are kept, the gradients of what several layers read are added up one by one.
+            assert all(off(a, b) < 1e-14 for a, b in zip(ours["gradients"], nothing["gradients"], strict=True))
         for what in ("kept", "peak"):
             assert full[what] < selective[what] < 0.95 * nothing[what], what
         for what in ("flops", "sent"):
