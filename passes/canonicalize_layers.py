@@ -56,53 +56,6 @@ def _part_of_rows(emit: Emitter, rows: fx.Node, shapes: list[tuple[Any, ...]], i
     return part if first and not index else emit(aten.transpose.int, part, 0, 1)
 
 
-def _split_lstm_cell(emit: Emitter, node: fx.Node) -> Parts:
-    """One step of an LSTM (Hochreiter and Schmidhuber 1997)."""
-    x, (h, c), weights = _cell(node)
-    gates = emit(aten.add.Tensor, *_products(emit, x, h, weights))
-    i, f, g, o = _cut(emit, gates, 4)
-    remembered = emit(aten.mul.Tensor, emit(aten.sigmoid.default, f), c)
-    added = emit(aten.mul.Tensor, emit(aten.sigmoid.default, i), emit(aten.tanh.default, g))
-    after = emit(aten.add.Tensor, remembered, added)
-    out = emit(aten.mul.Tensor, emit(aten.sigmoid.default, o), emit(aten.tanh.default, after))
-    return lambda index: after if index else out
-
-
-def _gru_cell(emit: Emitter, node: fx.Node) -> fx.Node:
-    """One step of a GRU (Cho et al. 2014), with the reset gate behind the product, as torch has it."""
-    x, h, weights = _cell(node)
-    given, before = (_cut(emit, product, 3) for product in _products(emit, x, h, weights))
-    reset, update = (
-        emit(aten.sigmoid.default, emit(aten.add.Tensor, a, b)) for a, b in zip(given[:2], before[:2], strict=True)
-    )
-    new = emit(aten.tanh.default, emit(aten.add.Tensor, given[2], emit(aten.mul.Tensor, reset, before[2])))
-    return emit(aten.add.Tensor, emit(aten.mul.Tensor, emit(aten.sub.Tensor, h, new), update), new)
-
-
-def _rnn_cell(emit: Emitter, node: fx.Node) -> fx.Node:
-    """One step of an Elman network."""
-    x, h, weights = _cell(node)
-    act = aten.tanh.default if node.target is aten.rnn_tanh_cell.default else aten.relu.default
-    return emit(act, emit(aten.add.Tensor, *_products(emit, x, h, weights)))
-
-
-def _cell(node: fx.Node) -> tuple[Any, Any, list[Any]]:
-    """The input of a cell, its state, and its weights and biases."""
-    v = arguments(node)
-    return v["input"], v["hx"], [v["w_ih"], v["w_hh"], v["b_ih"], v["b_hh"]]
-
-
-def _products(emit: Emitter, x: Any, h: Any, weights: list[Any]) -> tuple[fx.Node, fx.Node]:
-    """The products of a cell's input and of its state with their weights."""
-    w_x, w_h, b_x, b_h = weights
-    return emit(aten.linear.default, x, w_x, b_x), emit(aten.linear.default, h, w_h, b_h)
-
-
-def _cut(emit: Emitter, x: fx.Node, count: int) -> list[fx.Node]:
-    width = shape_of(x)[-1] // count
-    return [emit(aten.slice.Tensor, x, len(shape_of(x)) - 1, i * width, (i + 1) * width) for i in range(count)]
-
-
 def _split_bag(emit: Emitter, node: fx.Node) -> Parts | None:
     """Bags of one length, which are the rows of a matrix: a look-up, and a reduction of each row."""
     v = arguments(node)
@@ -189,7 +142,6 @@ LAYER_REWRITES: dict[Any, Rewrite] = {
     aten.gru.input: _split_recurrent,
     aten.rnn_tanh.input: _split_recurrent,
     aten.rnn_relu.input: _split_recurrent,
-    aten.lstm_cell.default: _split_lstm_cell,
     aten.embedding_bag.padding_idx: _split_bag,
     aten.cummax.default: _split_found,
     aten.cummin.default: _split_found,
@@ -202,12 +154,8 @@ LAYER_REWRITES: dict[Any, Rewrite] = {
     aten.sort.default: _split_found,
     aten.sort.stable: _split_found,
     aten.topk.default: _split_found,
-    aten.adaptive_max_pool1d.default: _split_pool,
     aten.adaptive_max_pool2d.default: _split_pool,
     aten.adaptive_max_pool3d.default: _split_pool,
     aten.max_pool2d_with_indices.default: _split_pool,
     aten.aminmax.default: _split_extrema,
-    aten.gru_cell.default: _gru_cell,
-    aten.rnn_tanh_cell.default: _rnn_cell,
-    aten.rnn_relu_cell.default: _rnn_cell,
 }

@@ -232,42 +232,11 @@ def _frozen_batch_norm(emit: Emitter, node: fx.Node) -> Any:
     return lambda i: y
 
 
-def _batch_norm(emit: Emitter, node: fx.Node) -> Any:
-    v = arguments(node)
-    x, weight, bias, eps = v["input"], v["weight"], v["bias"], v["eps"]
-    if not v["training"]:
-        return _frozen_norm(emit, x, weight, bias, v["running_mean"], v["running_var"], eps)
-    return _batch_statistics_norm(emit, x, weight, bias, eps)[0] if v["running_mean"] is None else None
-
-
 def _full_slice(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     size = shape_of(v["self"])[v["dim"]]
     whole = v["end"] is None or (isinstance(v["end"], int) and v["end"] >= (size if isinstance(size, int) else 2**62))
     return v["self"] if v["start"] in (None, 0) and v["step"] == 1 and whole else None
-
-
-def _broadcast(emit: Emitter, node: fx.Node) -> Any:
-    tensors = cast(list[fx.Node], node.args[0])
-
-    def part(i: int) -> Any:
-        x, shape = tensors[i], node.meta["val"][i].shape
-        return x if tuple(shape) == shape_of(x) else emit(aten.expand.default, x, _sizes_like(emit, shape, tensors))
-
-    return part
-
-
-def _sizes_like(emit: Emitter, shape: Sequence[Any], tensors: Sequence[fx.Node]) -> list[Any]:
-    """The sizes as arguments of a call; a symbolic one is asked of a tensor that has it."""
-    sizes: list[Any] = []
-    for at, size in enumerate(shape):
-        argument = size if isinstance(size, int) else None
-        for x in tensors:
-            dim = at - len(shape) + len(shape_of(x))
-            if argument is None and dim >= 0 and shape_of(x)[dim] == size:
-                argument = emit.size(x, dim)
-        sizes.append(argument)
-    return sizes
 
 
 def _complex_scatter(emit: Emitter, node: fx.Node) -> Any:
@@ -280,8 +249,9 @@ def _complex_scatter(emit: Emitter, node: fx.Node) -> Any:
     return emit(aten.view_as_complex.default, pairs)
 
 
-def _repeated(emit: Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) -> fx.Node:
-    """``x`` with its dims repeated, as a view: as a whole (torch's ``repeat``), or element by element."""
+def _repeat(emit: Emitter, node: fx.Node) -> fx.Node:
+    """A tensor with its dims repeated as a whole, as a view."""
+    x, repeats = cast(tuple[fx.Node, Sequence[Any]], node.args)
     shape = (1,) * (len(repeats) - len(shape_of(x))) + shape_of(x)
     sizes: list[Any] = [emit.size(x, d) for d in range(len(shape_of(x)))]
     sizes = [1] * (len(shape) - len(sizes)) + sizes
@@ -292,7 +262,7 @@ def _repeated(emit: Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) ->
         elif isinstance(length, int) and length == 1:
             parts = [1], [count]
         else:
-            parts = ([size, 1], [size, count]) if inner else ([1, size], [count, size])
+            parts = [1, size], [count, size]
         split += parts[0]
         wide += parts[1]
         result.append(parts[1][0] if len(parts[1]) == 1 else _times(emit, size, count))
@@ -303,15 +273,6 @@ def _repeated(emit: Emitter, x: fx.Node, repeats: Sequence[Any], inner: bool) ->
 
 def _times(emit: Emitter, a: Any, b: Any) -> Any:
     return a * b if isinstance(a, int) and isinstance(b, int) else emit(operator.mul, a, b)
-
-
-def _repeat_interleave(emit: Emitter, node: fx.Node) -> Any:
-    v = arguments(node)
-    rank = len(shape_of(v["self"]))
-    if v["dim"] is None or not rank:
-        return None
-    repeats = [v["repeats"] if d == v["dim"] % rank else 1 for d in range(rank)]
-    return _repeated(emit, v["self"], repeats, inner=True)
 
 
 _FILLS: dict[Any, float | None] = {
@@ -338,13 +299,12 @@ def _variance_and_mean(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     dims, keepdim = v["dim"], v["keepdim"]
     dims = dims or list(range(len(shape_of(v["self"]))))
-    correction = v["correction"] if "correction" in v else int(v["unbiased"])
-    correction = 1 if correction is None else correction
+    correction = 1 if v["correction"] is None else v["correction"]
 
     def part(i: int) -> fx.Node:
         if i == 1:
             return emit(aten.mean.dim, v["self"], dims, keepdim)
-        spread = aten.std.correction if "std" in str(node.target) else aten.var.correction
+        spread = aten.std.correction if node.target is aten.std_mean.correction else aten.var.correction
         return emit(spread, v["self"], dims, correction=correction, keepdim=keepdim)
 
     return part
@@ -370,30 +330,22 @@ _REWRITES: dict[Any, Rewrite] = {
         (aten._unsafe_view.default, aten.view.default), lambda emit, node: emit(aten.reshape.default, *node.args)
     ),
     **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default), _complex_scatter),
+    **dict.fromkeys((aten.std_mean.correction, aten.var_mean.correction), _variance_and_mean),
     **dict.fromkeys(
-        (aten.std_mean.correction, aten.std_mean.dim, aten.var_mean.correction, aten.var_mean.dim), _variance_and_mean
-    ),
-    **dict.fromkeys(
-        (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int),
-        _split,
+        (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.unsafe_split.Tensor), _split
     ),
     aten._native_batch_norm_legit.no_stats: _batch_norm_without_statistics,
     aten._native_batch_norm_legit_functional.default: _functional_batch_norm,
     aten._native_batch_norm_legit_no_training.default: _frozen_batch_norm,
-    aten.batch_norm.default: _batch_norm,
-    aten.broadcast_tensors.default: _broadcast,
     aten.cross_entropy_loss.default: _cross_entropy,
     # Dropout that drops nothing; what drops something was replaced before.
-    aten.dropout.default: lambda emit, node: node.args[0],
     aten.native_dropout.default: lambda emit, node: lambda i: node.args[0],
     aten.embedding.default: _sparse_embedding,
     aten.empty_like.default: lambda emit, node: emit(
         aten.zeros_like.default, node.args[0], dtype=node.meta["val"].dtype
     ),
     aten.nll_loss_nd.default: _nll_loss,
-    aten.repeat.default: lambda emit, node: _repeated(emit, node.args[0], node.args[1], inner=False),  # type: ignore[arg-type]
-    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.repeat.default: _repeat,
     aten.slice.Tensor: _full_slice,
-    aten.type_as.default: lambda emit, node: emit(aten._to_copy.default, node.args[0], dtype=node.meta["val"].dtype),
     traced_dropout: lambda emit, node: emit(operators.dropout, *node.args),
 }

@@ -154,6 +154,12 @@ class TestSeveralResults:
         assert [node.target for node in made] == [torch.ops.aten.max_pool2d.default]
         assert graph.output_node().args[0] == (made[0],) * 3
 
+    def test_the_gates_that_torch_splits_in_a_cell_are_slices(self) -> None:
+        graph = self.canonical(torch.ops.aten.unsafe_split.Tensor, [0, 3], (2, 8), rest=(2, 1))
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        assert [node.target for node in calls] == [torch.ops.aten.slice.Tensor] * 2
+        assert [tuple(node.args[1:]) for node in calls] == [(1, 0, 2), (1, 6, 8)]
+
     def test_running_statistics_that_are_not_trained_stay_what_they_are(self) -> None:
         norm = torch.ops.aten._native_batch_norm_legit_functional.default
         shapes = ((6, 3), (3,), (3,), (3,), (3,))
