@@ -22,13 +22,13 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.adapt_captured import leave_only_loss
 from autoparallel.passes.bucket_collectives import Bucket, Buckets, bucket_collectives
 from autoparallel.passes.chunk_linears import chunk_linears
-from autoparallel.passes.chunk_loss import ChunkedLosses, ChunkError, chunk_loss, chunkable
+from autoparallel.passes.chunk_loss import ChunkError, chunk_loss, chunkable
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
 from autoparallel.passes.find_divisors import Divisors, find_divisors
 from autoparallel.passes.hoist_parameter_chains import Chains, ParameterChain, hoist_parameter_chains
 from autoparallel.passes.insert_collectives import insert_collectives
 from autoparallel.passes.overlap_collectives import overlap_collectives
-from autoparallel.passes.recompute_layers import Region, Regions, recompute_layers
+from autoparallel.passes.recompute_layers import Region, recompute_layers, regions_of
 from autoparallel.passes.runner import CAPTURED, Fact, Findings, Pass, PassList, Watch, ignore, run_passes
 from autoparallel.passes.set_device import set_device
 from autoparallel.passes.settle_interleaving import settle_interleaving
@@ -291,7 +291,6 @@ def program_passes(
                 overlap_collectives,
                 requires={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED},
                 verify=_verify,
-                reads=lambda findings: {"regions": findings[Regions].regions},
             )
         )
     return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED})
@@ -309,14 +308,8 @@ def _verify(module: fx.GraphModule, findings: Findings) -> None:
 
 def _verify_regions(module: fx.GraphModule, findings: Findings) -> None:
     """Verifies a program whose last pass rewrites nothing where it finds nothing to make a graph of its own."""
-    if _regions(findings):
+    if regions_of(module):
         _verify(module, findings)
-
-
-def _regions(findings: Findings) -> dict[str, Region]:
-    """The calls of a program that are graphs of their own, by name."""
-    layers, losses = findings.get(Regions), findings.get(ChunkedLosses)
-    return {**(layers.regions if layers is not None else {}), **(losses.regions if losses is not None else {})}
 
 
 # ------------------------------------------------------------------------------------------------------ running them
@@ -353,7 +346,7 @@ def build_program(
         raise PlanError(str(error)) from error
     layouts = [node.meta["placements"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
     buckets = list(findings[Buckets].buckets)
-    return LocalProgram(captured, module, buckets, layouts, list(findings[Divisors].pairs), _regions(findings))
+    return LocalProgram(captured, module, buckets, layouts, list(findings[Divisors].pairs), regions_of(module))
 
 
 @dataclass(frozen=True)

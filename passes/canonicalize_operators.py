@@ -26,7 +26,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.operators.draws import traced_dropout
 from autoparallel.passes.canonicalize_layers import LAYER_REWRITES
-from autoparallel.passes.emitter import Emitter, Rewrite, fake_mode_of
+from autoparallel.passes.emitter import Emitter, Rewrite
 from autoparallel.passes.settle_memory import MEMORY_REWRITES
 from autoparallel.passes.ungroup_experts import ungroup_experts
 from autoparallel.rules.calls import arguments, shape_of
@@ -38,12 +38,9 @@ aten = torch.ops.aten
 def canonicalize_operators(module: fx.GraphModule) -> None:
     """Rewrites the graph of ``module`` in place."""
     graph = module.graph
-    mode = fake_mode_of(graph)
     for node in list(graph.nodes):
-        if node.op == "call_function" and not node._erased:
-            node.meta["mode"] = mode
-            if node.target in _REWRITES:
-                _rewrite(node)
+        if node.op == "call_function" and not node._erased and node.target in _REWRITES:
+            _rewrite(node)
     _drop_dead(graph)
     if ungroup_experts(module):
         _drop_dead(graph)
@@ -54,7 +51,7 @@ def _rewrite(node: fx.Node) -> None:
     single = not isinstance(node.meta.get("val"), tuple | list)
     if not single and any(user.target is not operator.getitem for user in node.users):
         return
-    made = _REWRITES[node.target](Emitter(node.graph, node), node)
+    made = _REWRITES[node.target](Emitter(node), node)
     if made is None:
         return
     if single:

@@ -14,7 +14,6 @@ After, with the two calls as the program of the submodule "chunked_loss_0":
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,19 +104,12 @@ def _itself(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@dataclass(frozen=True)
-class ChunkedLosses:
-    """The submodules that sum a loss in chunks, in the order of their calls, by name."""
-
-    regions: dict[str, Region]
-
-
 def chunkable(graph: fx.Graph) -> list[str]:
     """The keys of the losses of a captured graph that can be computed in chunks of rows."""
     return [head.loss.meta["key"] for head in find_heads(graph) if not head.views]
 
 
-def chunk_loss(module: fx.GraphModule, losses: Collection[str], chunks: int) -> ChunkedLosses:
+def chunk_loss(module: fx.GraphModule, losses: Collection[str], chunks: int) -> None:
     """Rewrites ``module`` in place.
 
     Args:
@@ -127,7 +119,6 @@ def chunk_loss(module: fx.GraphModule, losses: Collection[str], chunks: int) -> 
     Raises:
         ChunkError: where the logits of a loss are redistributed along their rows, so that they must be there whole.
     """
-    regions: dict[str, Region] = {}
     heads = {head.loss.meta["key"]: head for head in find_heads(module.graph)}
     for number, key in enumerate(losses):
         if key not in heads:
@@ -140,6 +131,5 @@ def chunk_loss(module: fx.GraphModule, losses: Collection[str], chunks: int) -> 
         name = f"chunked_loss_{number}"
         entering = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in nodes))
         rows = [entering.index(x) for x in (head.rows, arguments(head.loss)["target"])]
-        regions[name] = ChunkedLoss(layer_of(head.loss) or "", outline(module, nodes, name), rows, chunks)
-        module.add_submodule(name, regions[name])
-    return ChunkedLosses(regions)
+        program = outline(module, nodes, name)
+        module.add_submodule(name, ChunkedLoss(layer_of(head.loss) or "", program, rows, chunks))

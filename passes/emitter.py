@@ -7,23 +7,24 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
+from autoparallel.graph.lines import marks_of
 from autoparallel.rules.calls import shape_of
 
 
 class Emitter:
     """Inserts calls before a node and computes their fake values; the new nodes inherit its module and line."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self.graph, self.node = graph, node
+    def __init__(self, node: fx.Node) -> None:
+        self.graph, self.node = node.graph, node
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
-        new.meta = {k: v for k, v in self.node.meta.items() if k in ("module", "nn_module_stack", "stack_trace")}
+        new.meta = marks_of(self.node)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = next((v.fake_mode for v in fake_tensors((values, named))), None) or self.node.meta["mode"]
-        with mode, torch.no_grad():
+        with _mode_in((values, named, self.node.meta.get("val"))) or _mode_of(self.graph), torch.no_grad():
             new.meta["val"] = target(*values, **named)
         return new
 
@@ -38,12 +39,11 @@ Rewrite = Callable[[Emitter, fx.Node], Any]
 index to its node; None where the call may stay."""
 
 
-def fake_tensors(values: Any) -> list[Any]:
-    """The fake tensors among some values."""
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return [v for v in leaves if isinstance(v, torch.Tensor) and hasattr(v, "fake_mode")]
+def _mode_in(values: Any) -> Any:
+    """The fake mode of the first fake tensor among some values."""
+    return next((mode for x in pytree.tree_leaves(values) if (mode := getattr(x, "fake_mode", None)) is not None), None)
 
 
-def fake_mode_of(graph: fx.Graph) -> Any:
-    """The mode in which a graph was traced; None for one without tensors."""
-    return next((v.fake_mode for node in graph.nodes for v in fake_tensors(node.meta.get("val"))), None)
+def _mode_of(graph: fx.Graph) -> Any:
+    """The mode in which a graph was traced."""
+    return next(mode for node in graph.nodes if (mode := _mode_in(node.meta.get("val"))) is not None)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.passes.emitter import Emitter, fake_tensors
+from autoparallel.passes.emitter import Emitter
 from autoparallel.rules.calls import arguments, shape_of
 
 aten = torch.ops.aten
@@ -33,8 +33,7 @@ def expand_row_losses(module: fx.GraphModule) -> None:
         values = arguments(node)
         if values["reduction"] or values["target"].meta["val"].is_floating_point() or not shape_of(values["target"]):
             continue
-        node.meta["mode"] = next(x.fake_mode for x in fake_tensors(node.meta["val"]))
-        node.replace_all_uses_with(_loss_of_rows(Emitter(module.graph, node), values))
+        node.replace_all_uses_with(_loss_of_rows(Emitter(node), values))
         module.graph.erase_node(node)
 
 

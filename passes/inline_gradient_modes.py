@@ -25,6 +25,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch import wrap_with_set_grad_enabled
+from autoparallel.graph.lines import marks_of
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.passes.refusal import Refusal
 
@@ -162,8 +163,7 @@ class _Walk:
             if (x, region) not in self.detached:
                 with self.graph.inserting_before(node):
                     new = self.graph.call_function(torch.ops.aten.detach.default, (x,))
-                marks = ("nn_module_stack", "stack_trace", "torch_fn")
-                new.meta = {"val": x.meta["val"], **{k: node.meta[k] for k in marks if k in node.meta}}
+                new.meta = {"val": x.meta["val"], **marks_of(node)}
                 self.detached[x, region] = new
                 self.roots[new], self.carries[new] = self.roots[x], False
                 self.severed.add(new)

@@ -255,7 +255,7 @@ def _bounds(pieces: Collection[_Piece], total: int) -> list[int]:
 def _rewrite(
     product: _Product, pieces: list[_Piece], carried: dict[fx.Node, int], bounds: list[int], blocks: int
 ) -> None:
-    emit = Emitter(product.node.graph, product.node)
+    emit = Emitter(product.node)
     for operand, dim in ((product.weight, product.weight_dim), (product.bias, 0)):
         if operand is not None:
             product.node.replace_input_with(operand, emit(operators.interleave, operand, dim, bounds, blocks))
@@ -263,13 +263,12 @@ def _rewrite(
         node.meta["interleaved"] = dim
     cut: dict[fx.Node, list[fx.Node]] = {}
     for piece in pieces:
-        emit = Emitter(product.node.graph, piece.reader)
-        emit.node.meta.setdefault("mode", piece.source.meta["val"].fake_mode)
+        emit = Emitter(piece.reader)
         made = emit(operators.piece, piece.source, piece.dim, piece.start, piece.end, blocks)
         cut.setdefault(piece.reader, []).append(_along(emit, piece, made) if piece.path else made)
     for reader, parts in cut.items():
         if reader.target is aten.glu.default:
-            emit = Emitter(product.node.graph, reader)
+            emit = Emitter(reader)
             parts = [emit(aten.mul.Tensor, parts[0], emit(aten.sigmoid.default, parts[1]))]
         reader.replace_all_uses_with(parts[0])
         product.node.graph.erase_node(reader)

@@ -28,21 +28,18 @@ from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.in_flight import finish_redistribution, start_redistribution
 from autoparallel.graph.layers import layer_of
 from autoparallel.operators.chunked import redistribute_then_linear
+from autoparallel.passes.chunk_loss import ChunkedLoss
 from autoparallel.passes.insert_collectives import Redistribution
-from autoparallel.passes.recompute_layers import Region
+from autoparallel.passes.recompute_layers import regions_of
 from autoparallel.placements import COLLECTIVES, action
 from autoparallel.rules.calls import is_tensor
 
 
-def overlap_collectives(module: fx.GraphModule, *, regions: Mapping[str, Region]) -> None:
-    """Rewrites ``module`` in place.
-
-    Args:
-        regions: the layers that run again, each of which starts and finishes what it redistributes itself.
-    """
+def overlap_collectives(module: fx.GraphModule) -> None:
+    """Rewrites ``module`` in place; layers that run again start and finish what they redistribute themselves."""
     _overlap_all(module.graph)
-    for region in regions.values():
-        if _overlap_all(region.program.graph):
+    for region in regions_of(module).values():
+        if not isinstance(region, ChunkedLoss) and _overlap_all(region.program.graph):
             region.program.recompile()
             region.function = region.program.forward
 

@@ -125,15 +125,15 @@ class _Padding:
         """Lets the look-ups and the layers read a padded parameter."""
         readers = {*tables, *heads}
         first = next(n for n in self.graph.nodes if n in readers)
-        whole = Emitter(self.graph, first)(operators.pad_rows, weight, self.padded)
+        whole = Emitter(first)(operators.pad_rows, weight, self.padded)
         for node in tables:
             values = arguments(node)
-            emit = Emitter(self.graph, node)
+            emit = Emitter(node)
             self._replace(
                 node, emit(operators.padded_embedding, whole, values["indices"], values["padding_idx"], self.rows)
             )
         for node in heads:
-            emit = Emitter(self.graph, node)
+            emit = Emitter(node)
             bias = node.args[2] if len(node.args) > 2 else None
             if bias is not None:
                 bias = emit(operators.pad_rows, bias, self.padded)
@@ -142,7 +142,7 @@ class _Padding:
     def _carry(self, old: fx.Node, new: fx.Node) -> None:
         """Lets the readers of logits read padded ones, or, where they would see the padding, the ones without it."""
         for user in list(old.users):
-            emit = Emitter(self.graph, user)
+            emit = Emitter(user)
             if _is_loss(user):
                 target, ignored = (arguments(user)[name] for name in ("target", "ignore_index"))
                 self._replace(user, emit(operators.cross_entropy_sum, new, target, None, ignored, 0.0, self.rows))

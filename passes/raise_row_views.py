@@ -22,6 +22,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.comm.collectives import redistribute
+from autoparallel.graph.lines import marks_of
 from autoparallel.passes.emitter import Emitter
 from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands
 
@@ -133,12 +134,12 @@ def raise_row_views(module: fx.GraphModule) -> None:
     """Rewrites the graph of ``module`` in place."""
     for head in list(find_heads(module.graph)):
         if head.views:
-            _raise(module.graph, head)
+            _raise(head)
     module.graph.eliminate_dead_code()
 
 
-def _raise(graph: fx.Graph, head: Head) -> None:
-    emit = Emitter(graph, head.loss)
+def _raise(head: Head) -> None:
+    emit = Emitter(head.loss)
     rows, width = head.rows, shape_of(head.rows)[-1]
     for view in head.views:
         others = list(view.args[1:])
@@ -156,5 +157,5 @@ def _raise(graph: fx.Graph, head: Head) -> None:
 def _again(emit: Emitter, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
     """The call once more, on other arguments; it stays that of its own module."""
     new = emit(node.target, *args, **node.kwargs)
-    new.meta.update({k: v for k, v in node.meta.items() if k in ("module", "nn_module_stack", "stack_trace")})
+    new.meta.update(marks_of(node))
     return new

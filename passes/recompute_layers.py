@@ -21,7 +21,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,11 +101,9 @@ class _EachTime(AbstractContextManager[None]):
         return self._entered.pop().__exit__(*error)
 
 
-@dataclass(frozen=True)
-class Regions:
-    """The regions of a program in its order, by the names of their submodules."""
-
-    regions: dict[str, Region]
+def regions_of(module: fx.GraphModule) -> dict[str, Region]:
+    """The regions of a program, by the names of their submodules: layers in its order, then losses in chunks."""
+    return {name: part for name, part in module.named_children() if isinstance(part, Region)}
 
 
 def find_layers(graph: fx.Graph) -> list[str]:
@@ -166,15 +163,14 @@ def kept_in_layers(graph: fx.Graph, layers: Collection[str]) -> dict[fx.Node, bo
     return {node: wanted for nodes in calls.values() for node, wanted in kept_calls(nodes).items()}
 
 
-def recompute_layers(module: fx.GraphModule, layers: Mapping[str, bool]) -> Regions:
-    """Rewrites ``module`` in place and returns the regions.
+def recompute_layers(module: fx.GraphModule, layers: Mapping[str, bool]) -> None:
+    """Rewrites ``module`` in place.
 
     Args:
         layers: by module path, whether all but the products runs again; else the whole layer does.
     """
     graph = module.graph
     order = dict.fromkeys(layer for node in graph.nodes if (layer := layer_of(node)) in layers)
-    regions = {}
     for layer in layers:
         if layer not in order:
             raise ValueError(f"there is no layer {layer!r} to recompute")
@@ -187,9 +183,7 @@ def recompute_layers(module: fx.GraphModule, layers: Mapping[str, bool]) -> Regi
             for node, wanted in kept_calls(nodes).items():
                 node.target = Keeping(node.target, wanted)
             program.recompile()
-        regions[name] = Region(layer, program)
-        module.add_submodule(name, regions[name])
-    return Regions(regions)
+        module.add_submodule(name, Region(layer, program))
 
 
 def _stretch(graph: fx.Graph, layer: str) -> list[fx.Node]:

@@ -24,7 +24,7 @@ from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.composite_random import COMPOSITES
 from autoparallel.operators.torch_random import BASIC, Draw, silent
-from autoparallel.passes.emitter import Emitter, fake_mode_of
+from autoparallel.passes.emitter import Emitter
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import arguments
 
@@ -47,14 +47,13 @@ def replace_random_operators(module: fx.GraphModule) -> Draws:
     Raises:
         CaptureError: naming the line, where numbers are drawn in a way that has no counterpart.
     """
-    numbering = _Numbering(fake_mode_of(module.graph))
+    numbering = _Numbering()
     numbering.rewrite(module)
     return Draws(numbering.count)
 
 
 class _Numbering:
-    def __init__(self, mode: Any) -> None:
-        self.mode = mode
+    def __init__(self) -> None:
         self.count = 0
 
     def take(self) -> int:
@@ -101,12 +100,10 @@ class _Numbering:
                 f"plan, at {line_of(node)}\nWhat to change: draw with one of the operators that docs/randomness.md "
                 "lists, or draw the numbers outside of the model and pass them in."
             )
-        node.meta.setdefault("mode", self.mode)
-        emit = _GraphEmit(node.graph, node)
+        emit = _GraphEmit(node)
         value = node.meta.get("val")
         like = value if isinstance(value, torch.Tensor) else None
         result = make(Draw(emit, target, given, self.take, like))
-        node.meta.pop("mode", None)
         if isinstance(result, tuple):
             for user in list(node.users):
                 _become(user, result[cast(int, user.args[1])], emit)
@@ -155,8 +152,8 @@ def _become(node: fx.Node, value: fx.Node, emit: _GraphEmit) -> None:
 class _GraphEmit(Emitter):
     """Inserts calls before a random one."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        super().__init__(graph, node)
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(node)
         self.made: set[fx.Node] = set()
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

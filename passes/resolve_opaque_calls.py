@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel.graph.lines import marks_of
 from autoparallel.operators.opaque import (
     CALL,
     HOOK,
@@ -29,8 +30,6 @@ from autoparallel.operators.opaque import (
     hooked_operator,
 )
 from autoparallel.passes.refusal import Refusal
-
-_MARKS = ("nn_module_stack", "stack_trace", "torch_fn")
 
 
 def resolve_opaque_calls(module: fx.GraphModule, calls: Mapping[str, Any], hooks: Mapping[str, Any]) -> None:
@@ -54,10 +53,6 @@ def resolve_opaque_calls(module: fx.GraphModule, calls: Mapping[str, Any], hooks
         _insert_hooks(graph, node, marks, hooks)
 
 
-def _marks(node: fx.Node) -> dict[str, Any]:
-    return {name: node.meta[name] for name in _MARKS if name in node.meta}
-
-
 def _parts(node: fx.Node) -> dict[int, list[fx.Node]]:
     """The readers of each result."""
     readers: dict[int, list[fx.Node]] = {}
@@ -78,7 +73,7 @@ def _insert_function(graph: fx.Graph, node: fx.Node, call: Any) -> None:
         args, kwargs = fill_template(call.template, lambda slot: values[slot.kind][slot.index], size_of)  # type: ignore[index]
         new = graph.call_function(function_operator(call.cls), args, kwargs)
     vals = node.meta["val"]
-    new.meta = _marks(node)
+    new.meta = marks_of(node)
     if call.single:
         new.meta["val"] = vals[0]
     else:
@@ -111,7 +106,7 @@ def _insert_boundary(graph: fx.Graph, node: fx.Node, call: Any) -> None:
     vals: list[Any] = [None] * (call.count + entering)
     for place, value in zip(call.tensors, node.meta["val"], strict=False):
         vals[place] = value
-    new.meta = {**_marks(node), "val": tuple(vals)}
+    new.meta = {**marks_of(node), "val": tuple(vals)}
     for index, users in _parts(node).items():
         for user in users:
             user.args = (new, call.tensors[index] if index < len(call.tensors) else call.count)
@@ -130,7 +125,7 @@ def _insert_hooks(graph: fx.Graph, node: fx.Node, marks: list[fx.Node], hooks: M
     reads = [tuple(copies.get(x, x) for x in read) for read in reads]
     with graph.inserting_after(point):
         new = graph.call_function(hooked_operator([hooks[str(read[0])] for read in reads]), (node, *reads))
-    new.meta = {**_marks(marks[0]), "val": node.meta["val"]}
+    new.meta = {**marks_of(marks[0]), "val": node.meta["val"]}
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user in users)
 
 

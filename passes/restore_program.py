@@ -28,7 +28,7 @@ from autoparallel.graph.captured import copy_graph
 from autoparallel.operators.chunked import linear_then_redistribute, redistribute_then_linear
 from autoparallel.operators.kept import Keeping
 from autoparallel.passes.chunk_linears import LINEAR
-from autoparallel.passes.recompute_layers import Region
+from autoparallel.passes.recompute_layers import regions_of
 from autoparallel.passes.specification import PlacementError, name_of
 from autoparallel.passes.split_weight_gradients import Deferring
 
@@ -40,7 +40,7 @@ def restore_program(module: fx.GraphModule) -> fx.Graph:
         PlacementError: where halves do not belong together, or a region's graph is noted to be given, or to return,
             what it is not.
     """
-    regions = {name: part for name, part in module.named_children() if isinstance(part, Region)}
+    regions = regions_of(module)
     if not regions and not any(_is_rewritten(node) for node in module.graph.nodes):
         return module.graph
     graph = copy_graph(module.graph)

@@ -26,7 +26,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.operators.experts import grouped_linear
-from autoparallel.passes.emitter import Emitter, fake_tensors
+from autoparallel.passes.emitter import Emitter
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import arguments, is_tensor, map_tensor_operands, shape_of, tensor_operands
 
@@ -65,12 +65,6 @@ def ungroup_experts(module: fx.GraphModule) -> bool:
     return changed
 
 
-def _emitter(node: fx.Node) -> Emitter:
-    fakes = fake_tensors(node.meta["val"])
-    node.meta.setdefault("mode", fakes[0].fake_mode if fakes else None)
-    return Emitter(node.graph, node)
-
-
 def _is_position(node: Any) -> bool:
     """Whether integers are surely not negative: they come out of a choice among experts."""
     while isinstance(node, fx.Node) and node.target in (*_MOVES, *_LOOK_UPS):
@@ -85,7 +79,7 @@ def _is_position(node: Any) -> bool:
 
 def _ungather(node: fx.Node) -> bool:
     """``bmm(weight[experts], x.unsqueeze(-1))`` and ``bmm(x.unsqueeze(1), weight[experts])``."""
-    emit = _emitter(node)
+    emit = Emitter(node)
     left, right = node.args
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     if (experts := _gathered_by(left)) is not None and shape_of(right)[2] == 1:
@@ -132,7 +126,7 @@ class _Unsort:
         after = False
         for node in list(graph.nodes):
             if after and node.op == "call_function" and is_tensor(node):
-                self._visit(node, _emitter(node))
+                self._visit(node, Emitter(node))
             after = after or node is order
 
     def _visit(self, node: fx.Node, emit: Emitter) -> None:

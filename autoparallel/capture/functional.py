@@ -11,7 +11,7 @@ tracing the model.  Where nothing writes, all it does is to take apart what is c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.capture.composites import compositions
+from autoparallel.graph.lines import marks_of
 
 _DROPOUT = torch.ops.aten.dropout.default  # one that draws has become an operator of ours: this gives what it is given
 _SIZE = torch.ops.aten.sym_size.int
-_MARKS = ("nn_module_stack", "stack_trace", "torch_fn")
 _OWN = ("aten", "autoparallel")
 _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain functions; those of torch.func are elsewhere
 
@@ -93,9 +93,8 @@ def _take_apart(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
             becomes[stands_for[old]] = new
 
     for call, results in zip(calls, traced.output_node().args[0], strict=True):  # type: ignore[arg-type]
-        marks = {name: call.meta[name] for name in _MARKS if name in call.meta}
 
-        def put(node: fx.Node, marks: dict[str, Any] = marks) -> fx.Node:
+        def put(node: fx.Node, marks: Mapping[str, Any] = marks_of(call)) -> fx.Node:
             if node not in becomes:
                 becomes[node] = copied = graph.node_copy(node, put)
                 copied.meta = {"val": node.meta.get("val"), **marks}

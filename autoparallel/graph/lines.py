@@ -23,6 +23,14 @@ def line_of(node: fx.Node) -> str:
     return noted_line(node) or (f"forward of {modules[-1]}" if modules else "an unknown line")
 
 
+def marks_of(node: fx.Node) -> dict[str, Any]:
+    """What a node's ``meta`` says of where in the model it stands: those that a rewrite puts there stand there, too."""
+    return {name: node.meta[name] for name in _MARKS if name in node.meta}
+
+
+_MARKS = ("module", "nn_module_stack", "stack_trace", "torch_fn")
+
+
 def noted_line(node: fx.Node) -> str:
     """The same; empty where the trace noted none."""
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoparallel.passes.chunk_loss import chunk_loss, chunkable
+from autoparallel.passes.recompute_layers import regions_of
 from tests.passes.support import captured, show
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -50,7 +51,8 @@ def _inputs(*rows: int) -> tuple[Tensor, Tensor]:
 
 def test_before_and_after() -> None:
     module = captured(Head(LOSSES["sum"]).double(), *_inputs(23)).module
-    regions = chunk_loss(module, chunkable(module.graph), 4).regions
+    chunk_loss(module, chunkable(module.graph), 4)
+    regions = regions_of(module)
     assert show(module)[4:] == [
         "chunked_loss_0 = chunked_loss_0(args_0, p_model_head_weight, p_model_head_bias, args_1)",
         "getitem = _operator.getitem(chunked_loss_0, 0)",
@@ -70,7 +72,8 @@ def test_it_computes_the_same_and_holds_no_logits(loss: str, rows: int) -> None:
     plain = Head(LOSSES[loss]).double()
     more = [5] if loss in SEQUENCES else []
     graph = captured(plain, *_inputs(24, *more))
-    for region in chunk_loss(graph.module, chunkable(graph.graph), 4).regions.values():
+    chunk_loss(graph.module, chunkable(graph.graph), 4)
+    for region in regions_of(graph.module).values():
         region.program.recompile()
     graph.module.recompile()
     x, y = _inputs(rows, *more)

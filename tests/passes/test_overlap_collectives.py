@@ -38,7 +38,7 @@ def _programs() -> tuple[fx.GraphModule, fx.GraphModule]:
     sizes = Sizes(graph.actual)
     program, _ = placed(graph, MODES, PARAMETERS)
     chunk_linears(program, chunks=1, axis_sizes=(2,), sizes=sizes)
-    overlap_collectives(program, regions={})
+    overlap_collectives(program)
     program.graph.lint()
     program.recompile()
     return plain, program
@@ -154,7 +154,7 @@ def test_rows_that_were_cut_are_right(mode: str, at_rest: str, src: str) -> None
     modes = {"w0/aten.linear#0": [mode], "w1/aten.linear#0": ["shard:...0"]}
     plain, _ = placed(captured(Cut(), torch.rand(8, 4)), modes, {"w0.weight": at_rest})
     program, specification = placed(captured(Cut(), torch.rand(8, 4)), modes, {"w0.weight": at_rest})
-    overlap_collectives(program, regions={})
+    overlap_collectives(program)
     verify_placements(program, specification)
     program.recompile()
     assert f"finish_redistribution(start_redistribution, '{src}', 'S0', 'mesh0/tp')" in "\n".join(show(program))
@@ -178,5 +178,5 @@ def test_where_nothing_else_computes_it_stays_one_call() -> None:
     modes = {"0/aten.linear#0": ["shard:n"], "1/aten.linear#0": ["shard:k"]}
     program, _ = placed(captured(model, torch.rand(8, 4)), modes, {"0.weight": "S0", "1.weight": "S1"})
     before = show(program)
-    overlap_collectives(program, regions={})
+    overlap_collectives(program)
     assert show(program) == before

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoparallel.comm.collectives import redistribute
 from autoparallel.passes.insert_collectives import Redistribution
 from autoparallel.passes.name_nodes import name_nodes
-from autoparallel.passes.recompute_layers import find_layers, kept_calls, recompute_layers
+from autoparallel.passes.recompute_layers import find_layers, kept_calls, recompute_layers, regions_of
 from autoparallel.placements import Invariant, Partial, Replicate, Shard
 from autoparallel.placements.redistribution import Step
 
@@ -45,7 +45,8 @@ def _lines(graph: fx.GraphModule) -> list[str]:
 
 def test_before_and_after() -> None:
     module = _module()
-    regions = recompute_layers(module, {"layers.0": False}).regions
+    recompute_layers(module, {"layers.0": False})
+    regions = regions_of(module)
     module.recompile()  # as the runner of passes does
     assert [line.partition(";")[0] for line in _lines(module)] == [
         "recompute_0 = self.recompute_0(x, w0)",
@@ -65,7 +66,8 @@ def test_before_and_after() -> None:
 
 def test_all_but_the_products_before_and_after() -> None:
     module = _module()
-    regions = recompute_layers(module, {"layers.0": True}).regions
+    recompute_layers(module, {"layers.0": True})
+    regions = regions_of(module)
     assert [line.partition(";")[0] for line in _lines(regions["recompute_0"].program)] == [
         "mm_default = autoparallel_operators_kept_keeping_mm_default(x, w0)",
         "tanh_default = torch.ops.aten.tanh.default(mm_default)",
@@ -118,7 +120,8 @@ class _Calls(TorchDispatchMode):
 @pytest.mark.parametrize("layers", [["layers.0"], ["layers.1"], ["layers.0", "layers.1"]], ids=",".join)
 def test_it_computes_the_same_and_keeps_less(layers: list[str], much: bool) -> None:
     plain, module = _module(), _module()
-    regions = recompute_layers(module, dict.fromkeys(layers, much)).regions
+    recompute_layers(module, dict.fromkeys(layers, much))
+    regions = regions_of(module)
     module.recompile()
     for region in regions.values():
         region.program.recompile()

@@ -43,7 +43,7 @@ def program() -> tuple[fx.GraphModule, Specification]:
         captured(Crossing(), torch.rand(8, 4)), MODES, PARAMETERS, axes=(("tp", 2), ("dp", 2))
     )
     verify_placements(module, specification)
-    overlap_collectives(module, regions={})
+    overlap_collectives(module)
     return module, specification
 
 

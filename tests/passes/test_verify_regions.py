@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from autoparallel.comm.collectives import redistribute
 from autoparallel.operators.kept import Keeping
 from autoparallel.passes.chunk_loss import chunk_loss, chunkable
-from autoparallel.passes.recompute_layers import recompute_layers
+from autoparallel.passes.recompute_layers import recompute_layers, regions_of
 from autoparallel.passes.specification import PlacementError, Specification
 from autoparallel.passes.verify_placements import verify_placements
 from tests.passes.support import captured, placed
@@ -55,9 +55,9 @@ def program(recompute: Mapping[str, bool]) -> tuple[fx.GraphModule, Specificatio
         modes[f"layers.{i}/aten.gelu#0"] = ["shard:...1", "I"]
     module, specification = placed(graph, modes, parameters, axes=(("tp", 2), ("dp", 2)))
     verify_placements(module, specification)
-    regions = dict(recompute_layers(module, recompute).regions)
-    regions |= chunk_loss(module, losses, 2).regions
-    return module, specification, {name: region.program for name, region in regions.items()}
+    recompute_layers(module, recompute)
+    chunk_loss(module, losses, 2)
+    return module, specification, {name: region.program for name, region in regions_of(module).items()}
 
 
 BOTH = {"layers.0": False, "layers.1": True}
