@@ -171,7 +171,7 @@ class Evaluator:
             },
             microbatches=count,
             loss_chunks=self._loss_chunks(candidate, space.captured.graph),
-            linear_chunks=request.linear_chunks or 1,
+            linear_chunks=request.linear_chunks or plan.linear_chunks,
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
         plan = of_a_step(plan, count)

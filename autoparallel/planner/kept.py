@@ -7,7 +7,7 @@ result (a mask, a softmax inside of a loss) counts with the largest of these, an
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,21 @@ class Saved:
     largest: int | None
 
 
-def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> dict[fx.Node, float]:
-    """Bytes that the backward finds of each node, for each byte of its result; without those of which it finds none.
+@dataclass(frozen=True)
+class Kept:
+    """What the backward finds of the nodes of a graph.
+
+    Attributes:
+        parts: bytes of each node, for each byte of its result; without those of which it finds none.
+        read: the nodes that a reader saves, as it reads them; and whether nobody else keeps them as they are made.
+    """
+
+    parts: Mapping[fx.Node, float]
+    read: Mapping[fx.Node, bool]
+
+
+def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> Kept:
+    """What the backward finds of each node.
 
     Args:
         loss_chunks: into how many chunks of rows the loss is cut; what is made in chunks never exists whole.
@@ -50,6 +63,7 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> dict[
     saved_by_kind: dict[Hashable, Saved] = {}
     owners: dict[fx.Node, fx.Node] = {}
     saved_nodes: set[fx.Node] = set()
+    read: dict[fx.Node, set[fx.Node | None]] = {}  # of each that is saved: as what; None is what makes it itself
     beside: dict[fx.Node, float] = {}
     for node in graph.nodes:
         if node.op != "call_function":
@@ -63,15 +77,19 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> dict[
             saved_by_kind[key] = _run(node, operands, size)
         saved = saved_by_kind[key]
         owners[node] = node if saved.seen is None else owners.get(operands[saved.seen], operands[saved.seen])
-        for x in [*(operands[i] for i in saved.operands), *([node] if saved.result else [])]:
-            saved_nodes.add(owners.get(x, x))
+        for x, by in [*((operands[i], operands[i]) for i in saved.operands), *([(node, None)] if saved.result else [])]:
+            owner = owners.get(x, x)
+            saved_nodes.add(owner)
+            read.setdefault(owner, set()).add(by)
         if saved.beside:
             largest = node if saved.largest is None else operands[saved.largest]
             beside[largest] = beside.get(largest, 0.0) + saved.beside
     heads = find_heads(graph) if loss_chunks > 1 else ()
     chunked = {node for head in heads for node in (head.product, *head.between)}
     left = (saved_nodes | beside.keys()) - chunked
-    return {node: float(node in saved_nodes) + beside.get(node, 0.0) for node in graph.nodes if node in left}
+    parts = {node: float(node in saved_nodes) + beside.get(node, 0.0) for node in graph.nodes if node in left}
+    alone = {x: ways == {x} for owner, ways in read.items() if owner in left for x in ways if x is not None}
+    return Kept(parts, alone)
 
 
 def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from autoparallel.decisions.decisions import RECOMPUTED, Estimate
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.fingerprint import fingerprint
@@ -54,7 +56,7 @@ def cheapest(
         problem = space.problem
     except NoOption as error:
         raise PlanError(explain_conflict(space, error.node)) from error
-    objective = problem.factors
+    objective = problem.factors.joined(_ties(problem))
     if sparing:
         objective = objective.joined(problem.usage.times(THRESHOLDS.sparing))
     choices, bound = _solve(space, problem, objective, memory_limit, room)
@@ -84,10 +86,26 @@ def cheapest(
         parameters=parameters,
         unruled=dict(space.unruled),
         recompute={layer: RECOMPUTED[choices[n] - 1] for layer, n in problem.again.items() if choices[n]},
+        linear_chunks=_linear_chunks(problem, choices),
         cost=cost,
         lower_bound=0.0 if sparing else min(bound, cost),
         estimate=_estimate(space, problem, choices),
     )
+
+
+def _ties(problem: Problem) -> Factors:
+    """Next to nothing, more for each further option: so layers that are alike break ties alike, not by rounding."""
+    ties, tables = Factors(), {size: 1e-12 * np.arange(size, dtype=np.float64) for size in set(problem.sizes)}
+    for number, size in enumerate(problem.sizes):
+        ties.add((number,), tables[size])
+    return ties
+
+
+def _linear_chunks(problem: Problem, choices: Sequence[int]) -> int:
+    """The number of chunks of linear layers that hides most."""
+    hidden = {count: evaluate(factors, choices) for count, factors in problem.hidden.items()}
+    best = max(hidden, key=lambda count: hidden[count], default=1)
+    return best if hidden and hidden[best] > 0 else 1
 
 
 def _estimate(space: SearchSpace, problem: Problem, choices: Sequence[int]) -> Estimate:

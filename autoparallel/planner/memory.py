@@ -68,7 +68,7 @@ def fastest(
         exactly: whether the whole program must be predicted to fit; else short ones tell.
     """
     if limit is None and len(candidates) == 1:
-        return overlapped((yield from paddings(candidates[0], evaluator)), Gauge(evaluator), limit)
+        return _worth_chunks((yield from paddings(candidates[0], evaluator)), Gauge(evaluator), limit)
     outcome = yield from _fastest(candidates, limit, Gauge(evaluator))
     if limit is None or not exactly or outcome.plan is None:
         return outcome
@@ -89,11 +89,7 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if free.plan is None or best is not None and _is_slower(free, best, gauge):
             problems += [free] if free.plan is None else []
             continue
-        below = math.inf
-        if best is not None and limit is not None:
-            below = gauge.seconds(best)
-            if _may_overlap(free.plan, gauge):  # it may become faster, and what it needs is like no other's
-                room, below = None, THRESHOLDS.overlapped * below
+        below = gauge.seconds(best) if best is not None else math.inf
         outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room, below))
         assert outcome.plan is not None
         if candidate is candidates[0]:
@@ -102,8 +98,6 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if limit is not None and gauge.memory(outcome.plan) > limit:
             sparing.append(outcome.plan)
             continue
-        outcome = overlapped(outcome, gauge, limit)
-        assert outcome.plan is not None
         room = gauge.difference(outcome.plan) if limit is not None else None
         if best is None or gauge.seconds(outcome) < gauge.seconds(best):
             best = outcome
@@ -116,6 +110,8 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
             return Outcome(candidates[0], plan=replace(least, lower_bound=min(unlimited, least.cost or 0.0)))
         closed = gauge.evaluator.closed_means(least)
         return Outcome(candidates[0], error=nothing_fits(least, limit, forecast, closed))
+    best = _worth_chunks(best, gauge, limit)
+    assert best.plan is not None
     cost = best.plan.cost or 0.0
     if limit is not None and best.candidate.preset != candidates[0].preset:
         # A bound within a limit is about the room that is left there: that which the chosen plan needs.
@@ -124,29 +120,14 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
     return replace(best, plan=replace(best.plan, lower_bound=min(bound, cost)))
 
 
-def overlapped(outcome: Outcome, gauge: Gauge, limit: float | None) -> Outcome:
-    """The outcome with linear layers in as many chunks of rows as are predicted to be fastest; where what they exchange
-    runs beside nothing, and where a request says how many there are, the same."""
+def _worth_chunks(outcome: Outcome, gauge: Gauge, limit: float | None) -> Outcome:
+    """The outcome without chunks of linear layers, where the search has cut them and that is predicted to be slower."""
     plan = outcome.plan
-    if plan is None or not _may_overlap(plan, gauge):
+    if plan is None or plan.linear_chunks == 1 or gauge.evaluator.request.linear_chunks is not None:
         return outcome
-    for count in THRESHOLDS.linear_chunks:
-        other = replace(outcome, plan=replace(outcome.require(), linear_chunks=count))
-        if gauge.seconds(other) >= gauge.seconds(outcome):
-            break
-        if limit is None or gauge.memory(other.require()) <= limit:
-            outcome = other
-    return outcome
-
-
-def _may_overlap(plan: Plan, gauge: Gauge) -> bool:
-    """Whether a weight of a linear layer is used in pieces, which may be computed in chunks of rows."""
-    request = gauge.evaluator.request
-    return (
-        request.linear_chunks is None
-        and bool(request.profile.overlap)
-        and any({"shard:n", "shard:k"} & {*modes} for key, modes in plan.operators.items() if "/aten.linear" in key)
-    )
+    whole = replace(outcome, plan=replace(plan, linear_chunks=1))
+    is_faster = gauge.seconds(whole) < gauge.seconds(outcome)
+    return whole if is_faster and (limit is None or gauge.memory(whole.require()) <= limit) else outcome
 
 
 def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
@@ -203,7 +184,9 @@ def _fitting(free: Outcome, limit: float, gauge: Gauge, need: float | None, belo
                     break
                 high, room = (room, over), difference
         if math.isfinite(low[1]) and math.isfinite(high[1]):
-            room = low[0] + (high[0] - low[0]) * low[1] / (low[1] - high[1])
+            # Aims at a little less than the limit: layers are whole, so what just fits may not be found.
+            part = (low[1] + THRESHOLDS.spare * limit / 2) / (low[1] - high[1])
+            room = low[0] + (high[0] - low[0]) * min(part, 0.9)
         elif not low[0] < room < high[0]:
             room = (low[0] + high[0]) / 2
         if not math.isfinite(room) or high[0] - low[0] < THRESHOLDS.spare * limit:

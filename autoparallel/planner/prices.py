@@ -12,7 +12,9 @@ from autoparallel.graph.captured import Captured
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import is_gathered, local_numel
 from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
+from autoparallel.planner.kept import Kept
 from autoparallel.planner.options import Option
+from autoparallel.planner.overlaps import Overlaps
 from autoparallel.planner.problem import Reader, Variable
 from autoparallel.planner.request import Request
 from autoparallel.planner.signatures import Signatures
@@ -21,10 +23,19 @@ from autoparallel.rules.calls import is_tensor
 
 @dataclass
 class Prices:
-    """The tables of one tensor: from its producer, to its consumers, to what leaves the graph; and bytes."""
+    """The tables of one tensor: from its producer, to its consumers, to what leaves the graph; and bytes.
+
+    Attributes:
+        kept: bytes that the backward finds more, or less, where what it finds is redistributed first, by how much of
+            the layer runs again: nothing, or one of ``RECOMPUTED``.
+        hidden: what chunks of linear layers hide of the way from its producer, of which the most is taken off already
+            (see ``Overlaps.hidden``).
+    """
 
     source: np.ndarray
     usage: np.ndarray | None
+    kept: np.ndarray | None = None
+    hidden: np.ndarray | None = None
     readers: list[np.ndarray] = field(default_factory=list)
     leaving: list[np.ndarray] = field(default_factory=list)
 
@@ -35,8 +46,10 @@ class Pricer:
     Args:
         microbatches: into how many a step is cut.
         searched: the nodes that have a choice.
-        kept: bytes that the backward finds of each node, for each byte of it.
+        kept: what the backward finds of each node.
+        products: the calls that a layer does not repeat where all else runs again, and whether that reads them.
         forbidden: infinite prices for what a preset forbids between a parameter at rest and its use.
+        overlaps: what chunks of linear layers hide.
     """
 
     def __init__(
@@ -46,12 +59,15 @@ class Pricer:
         microbatches: int,
         size: Signatures,
         searched: Collection[fx.Node],
-        kept: Mapping[fx.Node, float],
+        kept: Kept,
+        products: Mapping[fx.Node, bool],
         forbidden: Callable[[fx.Node, Sequence[Option], Sequence[Layout]], np.ndarray],
+        overlaps: Overlaps,
     ) -> None:
-        self.captured, self.size, self.searched, self.kept = captured, size, searched, kept
+        self.captured, self.size, self.searched, self.kept, self.products = captured, size, searched, kept, products
         self.redistributor, self.profile, self.axis_sizes = request.redistributor, request.profile, request.sizes
         self.forbidden, self.microbatches, self.stages = forbidden, microbatches, max(1, request.stages)
+        self.overlaps = overlaps
 
     def price(
         self,
@@ -65,15 +81,26 @@ class Pricer:
         if node not in self.searched:
             shared = [o.result for o in producer.options]
             return self._price_readers(Prices(np.zeros(0), None), node, readers, leaving, shared)
-        if shared is None:
+        columns = shared
+        if columns is None:
             columns = [leaving[0]] if leaving else [o.needs[readers[0][1]] for o in readers[0][0].options]
-            source, usage = self._source_prices(producer, columns), self._gathered_bytes(producer, columns)
-            if leaving:
-                source, usage = source[:, 0], None
-            return Prices(source, usage if usage is not None and usage.any() else None)
-        source, usage = self._source_prices(producer, shared), self._gathered_bytes(producer, shared)
-        prices = Prices(source, usage if usage is not None and usage.any() else None)
-        return self._price_readers(prices, node, readers, leaving, shared)
+        source, usage = self._source_prices(producer, columns), self._gathered_bytes(producer, columns)
+        kept = self._redistributed_bytes(producer, columns)
+        prices = Prices(source, usage if usage is not None and usage.any() else None, kept)
+        if is_tensor(node) and self.overlaps.counts:
+            forward, _ = self.again(producer, columns)
+            both = forward, self._matrix(node, [o.result for o in producer.options], columns) - forward
+            hidden = self.overlaps.hidden(
+                producer, readers, columns, both, shared=shared is not None, leaves=bool(leaving)
+            )
+            if hidden is not None and (hidden > 0).any():
+                prices.hidden, prices.source = hidden, source - most_hidden(hidden).sum(axis=0)
+        if shared is not None:
+            return self._price_readers(prices, node, readers, leaving, shared)
+        if leaving:  # as its one layout is wanted
+            prices.source, prices.usage, prices.kept = prices.source[:, 0], None, None
+            prices.hidden = None if prices.hidden is None else prices.hidden[..., 0]
+        return prices
 
     def _price_readers(
         self,
@@ -139,10 +166,30 @@ class Pricer:
         every: np.ndarray = seconds[np.ix_([index[r] for r in rows], [index[c] for c in columns])]
         return every, np.where([[is_gathered(r, c) for c in columns] for r in rows], every, 0.0)
 
+    def _redistributed_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
+        """The bytes that the backward finds of what is brought from each option's result into each layout, less those
+        counted with the option; by answer, as the last dim."""
+        node = producer.node
+        product, alone = self.products.get(node), self.kept.read.get(node)
+        if node.name in self.captured.parameters or deals_out(node) or (alone is None and not product):
+            return None
+        shape, size = self.size.shape(node), float(node.meta["val"].element_size())
+        results = [option.result for option in producer.options]
+        before = size * np.array([[local_numel(shape, layout, self.axis_sizes)] for layout in results])
+        after = size * np.array([local_numel(shape, layout, self.axis_sizes) for layout in columns])
+        differs = np.array([[layout != column for column in columns] for layout in results])
+        sums = np.array([["P" in (p.kind for p in layout)] for layout in results])
+        none = np.zeros(differs.shape)
+        found = none if alone is None else differs * (after - before * alone)
+        # With all but the products, a sum is not made again, but kept where the others read it.
+        again = none if product is False else differs * sums * (after - before * bool(product))
+        table = np.stack([found, again, none], axis=-1)
+        return table if table.any() else None
+
     def _gathered_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
         node = producer.node
         if deals_out(node):
-            shape, kept = self.size.shape(node), node in self.kept
+            shape, kept = self.size.shape(node), node in self.kept.parts
             return dealt_bytes(node, shape, producer.options, columns, self.axis_sizes, kept)
         if node.name not in self.captured.parameters:
             return None
@@ -156,3 +203,10 @@ class Pricer:
         cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
         used = np.where(cast | (held[None] > own[:, None]), each[:, None] * held[None], 0.0)
         return used / float(self.stages)
+
+
+def most_hidden(hidden: np.ndarray) -> np.ndarray:
+    """What the best number of chunks hides of each redistribution, forward and backward (see ``Overlaps.hidden``)."""
+    best = hidden.sum(axis=1).argmax(axis=0)
+    most: np.ndarray = np.take_along_axis(hidden, best[None, None], axis=0)[0]
+    return np.where(most.sum(axis=0) > 0, most, 0.0)

@@ -34,6 +34,7 @@ class Problem:
         sizes: the number of options of each variable.
         factors: cost in seconds.
         usage: memory in bytes.
+        hidden: seconds that numbers of chunks of all linear layers hide, of which ``factors`` have the most taken off.
         variables: operator and parameter variables, by node.
         readers: the layouts of the shared-layout variables, by node, with the variable's number.
         layers: of each variable the layers of the model that it is in, the outermost first.
@@ -44,6 +45,7 @@ class Problem:
     sizes: list[int] = field(default_factory=list)
     factors: Factors = field(default_factory=Factors)
     usage: Factors = field(default_factory=Factors)
+    hidden: dict[int, Factors] = field(default_factory=dict)
     variables: dict[fx.Node, Variable] = field(default_factory=dict)
     readers: dict[fx.Node, tuple[list[Layout], int]] = field(default_factory=dict)
     layers: list[tuple[str, ...]] = field(default_factory=list)

@@ -27,17 +27,20 @@ from autoparallel.decisions.decisions import RECOMPUTED
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of, layers_of
+from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.options import Option, operator_options
+from autoparallel.planner.overlaps import Overlaps
 from autoparallel.planner.permits import Permits
 from autoparallel.planner.presets import Constraints
-from autoparallel.planner.prices import Pricer, Prices
+from autoparallel.planner.prices import Pricer, Prices, most_hidden
 from autoparallel.planner.problem import Problem, Reader, Variable
 from autoparallel.planner.request import Request
 from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.solve.factors import Factors
 from autoparallel.predict.optimizer import kept
 from autoparallel.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for
@@ -61,12 +64,14 @@ class _Ends:
         leaving: the layouts in which one leaves the graph.
         prices: the tables to its consumers, once they are worked out.
         again: the table of what that costs once more, where its layer may run again.
+        hidden: for each number of chunks, the table of what they hide of it.
     """
 
     shared: list[Layout] | None
     leaving: Sequence[Layout]
     prices: Prices | None = None
     again: np.ndarray | None = None
+    hidden: Sequence[np.ndarray] = ()
 
 
 class SearchSpace:
@@ -125,8 +130,19 @@ class SearchSpace:
         self._left: dict[Hashable, list[Option]] = {}
         self._ends_alike: dict[Hashable, _Ends] = {}
         self._own: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
-        forbidden = partial(self.permits.forbidden, self.options)
-        self._pricer = Pricer(captured, request, microbatches, self.size, self.searched, self.kept, forbidden)
+        heads = [head.product for head in find_heads(captured.graph)] if loss_chunks > 1 else []
+        self.overlaps = Overlaps(request, self.size, heads)
+        self._pricer = Pricer(
+            captured,
+            request,
+            microbatches,
+            self.size,
+            self.searched,
+            self.kept,
+            self.products,
+            partial(self.permits.forbidden, self.options),
+            self.overlaps,
+        )
 
     # -- options ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +166,7 @@ class SearchSpace:
         Variables are numbered as the graph runs, a parameter's just before its first reader's and in its layer, and a
         shared layout's just after its producer's, so that layers that are alike have variables in the same order.
         """
-        problem = Problem()
+        problem = Problem(hidden={count: Factors() for count in self.overlaps.counts})
         readers, leaving = self._consumers()
         operators = [n for n in self.captured.graph.nodes if n.op == "call_function" and self.options(n) is not None]
         for node in operators:
@@ -316,7 +332,7 @@ class SearchSpace:
         which keeps what these make, or the whole layer, which then keeps only what others read."""
         layer = self.open.get(node)
         outside = layer is not None and any(self.open.get(user) != layer for user in node.users)
-        return self.kept.get(node, 0.0), float(outside or self.products.get(node, False)), float(outside)
+        return self.kept.parts.get(node, 0.0), float(outside or self.products.get(node, False)), float(outside)
 
     def _rule_is_known(self, node: fx.Node) -> bool:
         if node.op != "call_function" or not is_tensor(node):
@@ -351,10 +367,12 @@ class SearchSpace:
             return
         ends, consumers = self._ends[node]
         readers = [(problem.variables[reader], position) for reader, position in consumers]
-        if ends.prices is None:
-            ends.prices = self._pricer.price(producer, readers, ends.leaving, ends.shared)
-            ends.again = self._again_prices(producer, readers, ends.shared)
         prices, factors = ends.prices, problem.factors
+        if prices is None:
+            prices = ends.prices = self._pricer.price(producer, readers, ends.leaving, ends.shared)
+            if prices.kept is not None and node not in self.open:
+                prices.kept = np.ascontiguousarray(prices.kept[..., 0])
+            ends.again, ends.hidden = self._again_prices(producer, readers, ends, prices)
         first, scope = producer.number, (producer.number, *[reader.number for reader, _ in readers])
         if ends.shared is not None:
             first = problem.readers[node][1]
@@ -368,17 +386,34 @@ class SearchSpace:
             factors.add(scope, prices.source)
             if prices.usage is not None:
                 problem.usage.add(scope, prices.usage)
+            with_answer = *scope, *self._again(problem, node)
+            if prices.kept is not None:
+                problem.usage.add(with_answer, prices.kept)
             if ends.again is not None:
-                factors.add((*scope, *self._again(problem, node)), ends.again)
+                factors.add(with_answer, ends.again)
+            for hidden, table in zip(problem.hidden.values(), ends.hidden, strict=False):
+                hidden.add(with_answer, table)
 
     def _again_prices(
-        self, producer: Variable, readers: Sequence[Reader], shared: Sequence[Layout] | None
-    ) -> np.ndarray | None:
-        """What it takes to bring a tensor to its layer's own consumers again, where the layer runs again."""
-        node, layer = producer.node, self.open.get(producer.node)
+        self, producer: Variable, readers: Sequence[Reader], ends: _Ends, prices: Prices
+    ) -> tuple[np.ndarray | None, Sequence[np.ndarray]]:
+        """What it takes more to bring a tensor to its consumers where its layer runs again, and what each number of
+        chunks hides of the way, both by how much of the layer runs again where that is open."""
+        node, layer, hidden = producer.node, self.open.get(producer.node), prices.hidden
+        if layer is None:
+            return None, () if hidden is None else list(hidden.sum(axis=1))
         inside = [(reader, position) for reader, position in readers if self.open.get(reader.node) == layer]
-        if layer is None or not inside or node not in self.searched or not node.meta["backward"]:
-            return None
-        columns = shared if shared is not None else [o.needs[inside[0][1]] for o in inside[0][0].options]
-        every, gathers = self._pricer.again(producer, columns)
-        return np.stack([np.zeros_like(every), gathers, every], axis=-1) if every.any() else None
+        part = every = np.zeros(prices.source.shape)
+        repeats = bool(inside) and node in self.searched and bool(node.meta["backward"])
+        if repeats:
+            columns = ends.shared if ends.shared is not None else [o.needs[inside[0][1]] for o in inside[0][0].options]
+            every, part = self._pricer.again(producer, columns)
+        tables: list[np.ndarray] = []
+        if hidden is not None:
+            # Where all but the products runs again, linear layers are left whole.
+            forward, backward = most_hidden(hidden)
+            every, part = every - repeats * forward, part + forward + backward
+            for first, then in hidden:
+                tables.append(np.stack([first + then, 0 * first, (1 + repeats) * first + then], axis=-1))
+        more = np.stack([0 * every, part, every], axis=-1)
+        return more if more.any() else None, tables

@@ -111,7 +111,7 @@ class RowPricer:
         self.layers = [layer if (layer := layer_of(node)) in may_recompute else None for node in self.nodes]
         self.products = kept_in_layers(captured.graph, may_recompute)
         self.alike = Signatures(captured.actual)
-        self.saved = kept_parts(captured.graph, self.alike, plan.loss_chunks)
+        self.saved = kept_parts(captured.graph, self.alike, plan.loss_chunks).parts
 
     def rows(self, actual: Mapping[Any, int]) -> Rows:
         """The prices where open sizes are these."""

@@ -21,9 +21,7 @@ class Thresholds:
         hopeless: How many times the limit a search without one may add up, for its layouts to be cut where a pipeline
             is known.
         loss_chunks: Into how many chunks of rows a loss is cut where memory is short.
-        linear_chunks: Into how many chunks of rows linear layers are cut, where each is faster than the one before.
-        overlapped: How many times the seconds of a plan that fits another may take, before its linear layers are cut,
-            for it to be looked at within a limit.
+        linear_chunks: Into how many chunks of rows linear layers are cut, where that is faster.
         cut_places: Places for a cut between stages that are looked at; of longer models, those where least crosses.
         slopes: At how many prices of a byte it is looked at how long stages take within their memory.
         two_axes, three_axes, pipelines: How many meshes of two and of three axes, and how many pipelines, are searched
@@ -40,7 +38,6 @@ class Thresholds:
     hopeless: float = 2.0
     loss_chunks: int = 8
     linear_chunks: tuple[int, ...] = (2, 4)
-    overlapped: float = 1.1
     cut_places: int = 400
     slopes: int = 6
     two_axes: int = 6

@@ -31,7 +31,9 @@ class _Plain(NamedTuple):
 
 
 def call_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator makes of its arguments, as ``func(*args, **kwargs)`` does."""
+    """What an operator makes of its arguments, as ``func(*args, **kwargs)`` does; ``out`` must have its shape."""
+    if "out" in kwargs:
+        return kwargs["out"]
     try:
         described = _described(args), _described(list(kwargs.items()))
         known = _result(func, *described, torch.get_default_dtype()) if func.namespace == "aten" else None

@@ -90,3 +90,12 @@ def test_the_search_cuts_linear_layers_where_that_is_faster() -> None:
     assert found.prediction.seconds() < 0.97 * whole.prediction.seconds()
     assert _draft(seen).linear_chunks == 1
     assert _draft(replace(hidden, latency=1e-2)).linear_chunks == 1, "each collective has its latency"
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_the_search_adds_up_what_chunks_hide(chunks: int) -> None:
+    whole, cut = _draft(H100, 1), _draft(H100, chunks)
+    assert whole.cost is not None and cut.cost is not None and cut.lower_bound == cut.cost
+    assert whole.prediction is not None and cut.prediction is not None
+    hidden = whole.prediction.seconds() - cut.prediction.seconds()
+    assert 0.8 * hidden < whole.cost - cut.cost < 1.25 * hidden
