@@ -1,4 +1,4 @@
-"""From a call to a program attached to its parameters, all ranks together."""
+"""The way from a call to a program that is attached to its parameters, which all ranks go together."""
 
 from __future__ import annotations
 

@@ -37,8 +37,11 @@ class Frontier:
 
 
 def frontier_of(tried: Sequence[Tried], limit: float | None) -> Frontier:
-    """Of plans that were compared, the first of which was chosen: those that no other beats in both time and memory,
-    and the best of each origin."""
+    """The plans that no other beats in both time and memory, and the best of each origin.
+
+    Args:
+        tried: the plans that were compared, the first of which was chosen.
+    """
     most = math.inf if limit is None else limit
     best: dict[str, Tried] = {}
     for one in sorted(tried, key=lambda t: (t.memory > most, t.seconds)):

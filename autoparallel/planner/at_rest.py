@@ -20,7 +20,7 @@ def every_layout(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> list[Layo
 def without_needless_padding(
     shape: tuple[int, ...], layouts: Sequence[Layout], axis_sizes: Sequence[int]
 ) -> list[Layout]:
-    """Of the uneven layouts over the same axes only the smallest, and none where an even one is over these axes.
+    """The even layouts; and of the uneven ones over the same axes the smallest, where no even one is over these axes.
 
     Only ``pad_rows`` reads an uneven layout; else all that one is good for is what it does not keep.
     """
@@ -31,7 +31,7 @@ def without_needless_padding(
 
 
 def permitted(layouts: Sequence[Layout], constraints: Constraints, experts: int | None = None) -> list[Layout]:
-    """Of some layouts those that a preset permits.
+    """Those of some layouts that a preset permits.
 
     Args:
         experts: the dim of the experts, where the parameter stacks them.

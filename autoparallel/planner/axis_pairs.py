@@ -30,7 +30,7 @@ def minimise_by_pairs(problem: Problem, axis_sizes: Sequence[int], solve: Solve,
     """The best assignment found by minimising over two mesh axes at a time (see [Note: wide graphs]), or one at a time
     where two are too wide, too.
 
-    The largest axes come first.  With a limit, one round without it says where to start.
+    The largest axes come first.  A first round without the limit says where to start within one.
     """
     if len(axis_sizes) > 2:
         with contextlib.suppress(TooWide):
@@ -66,7 +66,7 @@ def _minimise_in_turn(
 
 
 def _states_left(problem: Problem, held: dict[fx.Node, Option], axes: Sequence[int]) -> list[States]:
-    """Of every variable the states that are, on some axes, what is held there."""
+    """The states of every variable that are, on some axes, what is held there."""
     states: list[States] = [np.arange(size) for size in problem.sizes]
     alike: dict[Hashable, States] = {}
     left: dict[fx.Node, list[Option]] = {}

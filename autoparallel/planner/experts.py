@@ -36,7 +36,7 @@ class Experts:
 
 def find_experts(graph: fx.Graph, parameters: Iterable[str]) -> Experts:
     """The experts of a captured graph; ``parameters`` are the names of its placeholders that are parameters."""
-    return _Search(graph, set(parameters)).found
+    return _Search(graph, set(parameters)).experts
 
 
 def experts_of(
@@ -70,7 +70,7 @@ def experts_of(
 
 class _Search:
     def __init__(self, graph: fx.Graph, parameters: set[str]) -> None:
-        self.found = Experts()
+        self.experts = Experts()
         self.weights: set[fx.Node] = set()  # parameters, and what is made of one parameter alone
         self.dims: dict[fx.Node, int] = {}
         for node in graph.nodes:
@@ -89,12 +89,12 @@ class _Search:
         if factor is None:
             return
         if node.target is grouped_linear:
-            self.found.factors[node] = factor
+            self.experts.factors[node] = factor
         else:
             dim = rule.dim_of(rule.result, factor)
             if dim is None or dim < 0:
                 return  # the experts are summed up
-            self.found.factors[node] = factor
+            self.experts.factors[node] = factor
             self.dims[node] = dim
         for x, factors in zip(operands, rule.operands, strict=True):
             at = rule.dim_of(factors, factor)
@@ -136,5 +136,5 @@ class _Search:
             chain.append((node, factors[0]))
             node, dim = tensor_operands(node)[0], at
         if isinstance(shape_of(node)[dim], int):
-            self.found.factors.update(chain)
-            self.found.parameters[node] = dim
+            self.experts.factors.update(chain)
+            self.experts.parameters[node] = dim

@@ -66,7 +66,7 @@ def dealt_bytes(
 def why_whole(
     graph: fx.Graph, axes: Sequence[tuple[str, int]], size: Callable[[fx.Node], Sequence[int]]
 ) -> dict[str, str]:
-    """For each module with a fused projection that no mesh axis can cut into whole pieces and heads: why.
+    """Why no mesh axis can cut a fused projection into whole pieces and heads, for each module where that is so.
 
     Args:
         axes: the names and sizes of the mesh axes that may cut it.

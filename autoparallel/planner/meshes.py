@@ -59,7 +59,7 @@ def factored(devices: int, axes: int) -> list[Shape]:
 
 
 def distinct(shapes: Iterable[Shape], profile: Profile) -> list[Shape]:
-    """Of meshes that are alike but for the order of their axes, the first."""
+    """The first of those meshes that are alike but for the order of their axes."""
     first: dict[Any, Shape] = {}
     for shape in shapes:
         first.setdefault(_lying(shape, profile), shape)

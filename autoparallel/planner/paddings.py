@@ -1,4 +1,4 @@
-"""With how many rows vocabularies are used: a table with more rows than its model's may be cut where that could not."""
+"""The rows with which vocabularies are used: one with more rows than its model's may be cut where that could not."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class StagePlanner:
     def _fewest_steps(
         self, rows: Rows, steps: Sequence[Step], spans: Sequence[tuple[int, int]], schedule: str, count: int
     ) -> list[Step]:
-        """For each layer that must run again for its rank's memory to suffice, the last step, in the model's order.
+        """The last step of each layer that must run again for its rank's memory to suffice, in the model's order.
 
         Of layers that are alike the first ones do, because what they save lives longest.
         """
@@ -317,7 +317,7 @@ class StagePlanner:
             raise PlanError(f"the model cannot be cut into {stages} stages that all have parameters")
 
         def needs(cuts: Sequence[int]) -> float:
-            """Of the rank that needs most where nothing runs again."""
+            """The bytes of the rank that needs most where nothing runs again."""
             memory, moment = np.zeros(self.ranks), np.zeros(self.ranks)
             for stage, span in enumerate(itertools.pairwise([0, *cuts, len(places) - 1])):
                 rank, once = ranks[stage], points[0]
@@ -387,7 +387,7 @@ def _sums(values: Array, places: npt.NDArray[np.intp]) -> Array:
 def _points(rows: Rows, steps: Sequence[Step], places: npt.NDArray[np.intp]) -> list[_Point]:
     """Stages of which nothing runs again, then those whose layers have come to more and more steps.
 
-    A layer that a cut parts does not run again.  Of many different steps some are left out.
+    A layer that a cut parts does not run again.  Some of many different steps are left out.
     """
 
     def between(values: Array) -> Array:

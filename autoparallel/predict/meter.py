@@ -273,12 +273,12 @@ _LOOKUPS = frozenset(["aten::embedding", "aten::index", "aten::gather", "aten::i
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of ``[..., m, k] @ [..., k, n]``."""
+    """The operations of ``[..., m, k] @ [..., k, n]``."""
     return 2.0 * a.numel() * b.shape[-1]
 
 
 def _attention(args: Sequence[Any], kwargs: Any, first: int, causal: int, products: tuple[int, int]) -> float:
-    """Of a fused attention.
+    """The operations of a fused attention.
 
     Args:
         first, causal: where ``q`` and ``is_causal`` stand among the arguments.

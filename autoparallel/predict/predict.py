@@ -72,7 +72,7 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
 
 
 def _thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """At most a thousand points: the highest of each stretch."""
+    """The highest point of each stretch, a thousand of them at most."""
     stretch = max(-(-len(points) // 1000), 1)
     return tuple(max(points[i : i + stretch], key=lambda point: point[1]) for i in range(0, len(points), stretch))
 

@@ -104,7 +104,7 @@ def _devices(plan: Decisions) -> int:
 
 
 def _limit_words(compared: Comparison) -> list[str]:
-    """Within what memory plans were searched."""
+    """The memory within which plans were searched, in words."""
     limit, profile = compared.limit, compared.profile
     if limit is None:
         return []

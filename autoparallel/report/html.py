@@ -259,7 +259,7 @@ class _Plane:
             self.lines += [line, _words(946, y + 14, text, 'text-anchor="end"')]
 
     def at(self, seconds: float, size: float) -> tuple[float, float]:
-        """Where in the picture that is."""
+        """The place in the picture of so many bytes at a moment."""
         return 76 + 860 * (seconds - self._begin) / self._seconds, 190 - 160 * size / self._top
 
     def drawn(self, *lines: str) -> str:

@@ -80,7 +80,7 @@ def traffic_rows(*parts: Traffic) -> list[list[str]]:
 
 
 def sent(count: int, size: float) -> str:
-    """So many collectives, and the bytes that each rank sends in them."""
+    """The number of some collectives, and the bytes that each rank sends in them."""
     return f"{count}x {units(size)}" if count else ""
 
 

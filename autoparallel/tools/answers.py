@@ -67,7 +67,7 @@ class Answer:
 
 def answer_key(options: argparse.Namespace) -> str | None:
     """A digest of all that an answer depends on: the options, the bytes of the files that they name, the packages, this
-    machine and its environment. None where the answer may depend on something else."""
+    machine and its environment; None where the answer may depend on something else."""
     config = config_file(options.model)
     # Pins that are kept from a plan warn about those that are not possible any more.
     if config is None or options.pins or not all(map(_is_as_released, ("torch", "transformers"))):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -285,23 +285,20 @@ class _Search:
     # -- in words ---------------------------------------------------------------------------------------------------
 
     def _describe(self, step: Step, direction: str, off: float, detail: str) -> Deviation:
-        node = next(self._nodes_of_line(step), None)
+        node = self._node_of(step)
         operator = str(node.meta["key"]) if node is not None else ""
         rule = str(rule_for(node) or "none") if node is not None else ""
         return Deviation("capture", direction, step.module, step.line, operator, rule, "", off, detail)
 
-    def _nodes_of_line(self, step: Step) -> Iterator[fx.Node]:
-        """The nodes that stand for a call: that compute its result, or else that come from its module and line."""
+    def _node_of(self, step: Step) -> fx.Node | None:
+        """The node that stands for a call: one that computes its result, or else one of its module and line."""
         calls = [n for n in self.captured.graph.nodes if n.op == "call_function"]
         same = [n for n in self.nodes(step) if n.op == "call_function"]
         at = [n for n in calls if noted_line(n) in step.lines]
         here = [n for n in at if n.meta.get("module", "") == step.module]
-        yield from (n for n in same if n in here)
-        yield from reversed(here)
-        yield from same
-        yield from reversed(at)
-        if not step.lines:
-            yield from (n for n in reversed(calls) if n.meta.get("module", "") == step.module and not noted_line(n))
+        lineless = [n for n in calls if n.meta.get("module", "") == step.module and not noted_line(n)]
+        likely = [*(n for n in same if n in here), *reversed(here), *same, *reversed(at)]
+        return next(iter(likely or ([] if step.lines else lineless[::-1])), None)
 
 
 def _distance(actual: Tensor | None, expected: Tensor | None) -> float:

@@ -168,7 +168,7 @@ class _Comparison:
         return None
 
     def _off(self, node: fx.Node, what: str) -> float:
-        """By how much a result, or the gradient that reaches it, is off."""
+        """How far a result, or the gradient that reaches it, is off."""
         tables: list[dict[fx.Node, Tensor]] = [getattr(r, what) for r in (self.whole.recording, *self.ranks)]
         whole = node if node.target is redistribute else self.whole.whole[node.meta["key"]]
         layout: Layout = node.meta["placements"]
@@ -187,7 +187,7 @@ class _Comparison:
         return difference(actual, torch.zeros_like(actual) if expected is None else expected)
 
     def _blame(self, node: fx.Node, off: float) -> Deviation:
-        """Of those who read a tensor whose gradient is off: the one that gives back a wrong one."""
+        """What reads a tensor whose gradient is off, and gives back a wrong one."""
         readers = list(dict.fromkeys(self._readers(node)))
         wrong = [r for r in readers if self._gives_wrong(r, node)]
         culprits = wrong or readers

@@ -44,7 +44,7 @@ def observe(model: nn.Module, task: Task, limit_of: LimitOf) -> Iterator[Record]
 def train(model: nn.Module, task: Task, limit_of: LimitOf, draws: Draws) -> Iterator[Record]:
     """Takes the steps of one training run and tells everything that can be seen of them.
 
-    Of a model that is cut into stages, a rank tells of the parameters of its own.
+    A rank tells of its own parameters, where the model is cut into stages.
 
     Args:
         model: the plain model, or the compiled one.
