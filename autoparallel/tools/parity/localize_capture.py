@@ -134,8 +134,7 @@ def capture_deviation(
     Args:
         captured: is run, not changed.
     """
-    recording = Recording()
-    recorder = Recorder(captured.module, recording)
+    recorder = Recorder(captured.module)
     results = run_recorded(recorder, captured, arguments_of(captured, task, batch), task, random)
     plain = replace(task, model=copy.deepcopy(task.model))  # without hooks of parameters, which the runtime calls
     leaves = _torch.tensors_in((batch.args, batch.kwargs))
@@ -150,7 +149,7 @@ def capture_deviation(
         loss, named = loss_of(outputs, task)
         if loss is not None:
             loss.backward()
-    search = _Search(captured, recording, watch, tolerance, all_flow=named is None)
+    search = _Search(captured, recorder.recording, watch, tolerance, all_flow=named is None)
     return search.forward(outputs, results) or search.buffers(plain.model) or search.backward()
 
 

@@ -25,6 +25,7 @@ from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState
 from autoparallel.passes.settle_interleaving import settle_interleaving
 from autoparallel.placements import Layout, divides, dual_layout, format_layout
+from autoparallel.placements.regions import region_at, whole_region
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
@@ -34,7 +35,7 @@ from autoparallel.program import lay_out
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.tools.parity.comparison import difference
-from autoparallel.tools.parity.recording import Recorder, Recording, arguments_of, record, run_recorded
+from autoparallel.tools.parity.recording import Recorder, Recording, arguments_of, run_recorded
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.verification import Deviation
 
@@ -58,7 +59,6 @@ class _Whole:
     """The captured graph, with an identity for every redistribution of a rank's graph."""
 
     def __init__(self, whole: Captured, local: fx.Graph) -> None:
-        self.recording = Recording()
         self.local: dict[str, fx.Node] = {}  # by key; of a mean and its division the latter
         for node in local.nodes:
             if "key" in node.meta and node.op != "output":
@@ -66,7 +66,8 @@ class _Whole:
         self.results = [x for x in local.output_node().args[0] if isinstance(x, fx.Node) and is_tensor(x)]  # type: ignore[union-attr]
         self.whole = {n.meta["key"]: n for n in whole.graph.nodes if "key" in n.meta}
         self.versions: dict[fx.Node, Tensor] = {}
-        self.recorder = Recorder(whole.module, self.recording, self.operand)
+        self.recorder = Recorder(whole.module, self.operand)
+        self.recording = self.recorder.recording
 
     def operand(self, call: fx.Node, position: int, x: fx.Node, env: Mapping[fx.Node, Any]) -> Tensor:
         """The tensor that a call, or the output, reads: in the layout in which the ranks read it."""
@@ -93,7 +94,7 @@ class _Whole:
             assert isinstance(source, fx.Node)
             value = self._identity(source, env)
             self.versions[node] = value = value.view_as(value)
-            record(value, node, self.recording.values, self.recording.gradients)
+            self.recording.note(value, node)
         return self.versions[node]
 
 
@@ -122,24 +123,16 @@ def program_deviation(
     run_recorded(expected.recorder, whole, arguments, task, random)
 
     def rank(index: int) -> Recording:
-        recording = Recording()
-        parts = dict(arguments_of(captured, task, batch))
+        recorder, parts = Recorder(captured.module), arguments_of(captured, task, batch)
         for name, layout in layouts.items():
-            part = _part(parts[name].detach(), layout, coordinates(sizes)[index], sizes)
-            parts[name] = part.requires_grad_(parts[name].requires_grad)
-        run_recorded(Recorder(captured.module, recording), captured, parts, task, random)
-        return recording
+            value = parts[name].detach()
+            part = region_at(value.shape, layout, sizes, coordinates(sizes)[index]).within(whole_region(value.shape))
+            parts[name] = value[part].clone().requires_grad_(parts[name].requires_grad)
+        run_recorded(recorder, captured, parts, task, random)
+        return recorder.recording
 
     ranks = simulate(rank, sizes, [name for name, _ in task.axes])
     return _Comparison(expected, ranks, captured.graph, sizes, tolerance).deviation()
-
-
-def _part(value: Tensor, layout: Layout, at: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    """What a rank holds of a parameter that divides."""
-    for placement, index, n in zip(layout, at, sizes, strict=True):
-        if placement.kind == "S":
-            value = value.chunk(n, placement.dim)[index]
-    return value.clone()
 
 
 class _Comparison:

@@ -36,6 +36,12 @@ class Recording:
     gradients: dict[fx.Node, Tensor] = field(default_factory=dict)
     uses: dict[Use, Tensor] = field(default_factory=dict)
 
+    def note(self, value: Tensor, node: fx.Node) -> None:
+        """Notes a node's value, and its gradient when there is one."""
+        self.values[node] = value.detach().clone()
+        if value.requires_grad:
+            value.register_hook(lambda grad: _keep(self.gradients, node, grad))
+
 
 Operand = Callable[[fx.Node, int, fx.Node, Mapping[fx.Node, Any]], Tensor]
 """From a call, a position, the node there and all values so far to the tensor that the call is given."""
@@ -46,11 +52,14 @@ class Recorder(fx.Interpreter):
 
     Args:
         operand: gives another tensor than the operand's own.
+
+    Attributes:
+        recording: what has happened.
     """
 
-    def __init__(self, module: fx.GraphModule, recording: Recording, operand: Operand | None = None) -> None:
+    def __init__(self, module: fx.GraphModule, operand: Operand | None = None) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.recording, self.operand = recording, operand
+        self.recording, self.operand = Recording(), operand
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value."""
@@ -67,7 +76,7 @@ class Recorder(fx.Interpreter):
             args, kwargs = fx.map_arg((n.args, n.kwargs), given)
             value = self.call_function(n.target, args, kwargs)
         if isinstance(value, Tensor):
-            record(value, n, self.recording.values, self.recording.gradients)
+            self.recording.note(value, n)
         return value
 
     def _used(self, n: fx.Node, position: int, x: fx.Node) -> Tensor:
@@ -77,13 +86,6 @@ class Recorder(fx.Interpreter):
         value = value.view_as(value)  # a gradient of its own for every use
         value.register_hook(lambda grad: _keep(self.recording.uses, (n, position), grad))
         return value
-
-
-def record(value: Tensor, key: Any, values: dict[Any, Tensor], gradients: dict[Any, Tensor]) -> None:
-    """Notes a value, and its gradient when there is one."""
-    values[key] = value.detach().clone()
-    if value.requires_grad:
-        value.register_hook(lambda grad: _keep(gradients, key, grad))
 
 
 def _keep(table: dict[Any, Tensor], key: Any, grad: Tensor | None) -> None:
