@@ -254,7 +254,7 @@ def _repeat(emit: Emitter, node: fx.Node) -> fx.Node:
     sizes = [1] * (len(shape) - len(sizes)) + sizes
     split, wide, result = [], [], []
     for size, length, count in zip(sizes, shape, repeats, strict=True):
-        if isinstance(count, int) and count == 1:
+        if _is_one(count):
             parts = [size], [size]
         elif isinstance(length, int) and length == 1:
             parts = [1], [count]
@@ -266,6 +266,15 @@ def _repeat(emit: Emitter, node: fx.Node) -> fx.Node:
     out = emit(aten.reshape.default, x, split) if len(split) != len(shape_of(x)) else x
     out = emit(aten.expand.default, out, wide)
     return emit(aten.reshape.default, out, result) if len(result) != len(wide) else out
+
+
+def _is_one(count: Any) -> bool:
+    """Whether something is repeated once; by the quotient of two equal sizes, as those of two inputs' batches, it is:
+    the trace takes for granted from then on that they are equal."""
+    if not isinstance(count, fx.Node):
+        return bool(count == 1)
+    sizes = [x.meta["val"] if isinstance(x, fx.Node) else x for x in count.args]
+    return count.target is operator.floordiv and bool(sizes[0] == sizes[1])
 
 
 def _times(emit: Emitter, a: Any, b: Any) -> Any:

@@ -234,8 +234,8 @@ def _draws(text: str) -> bool:
 
 
 def _loops_over_experts(module: nn.Module) -> bool:
-    """Whether it is a module of transformers in which Python asks which experts have tokens."""
-    return "Experts" in type(module).__name__ and type(module).__module__.startswith("transformers.")
+    """Whether it is a module of transformers in which Python asks which experts have tokens, where it can also not."""
+    return hasattr(module, "is_transposed") and type(module).__module__.startswith("transformers.")
 
 
 def explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:

@@ -84,6 +84,14 @@ class VariableArguments(Two):
         return self.b(torch.stack([self.a(x) for x in inputs]).mean(0))
 
 
+@program(ranks=True, batch=lambda step: (*rows(step), *rows(step + 5)))
+class RepeatsToAnothersBatch(Two):
+    """As often as the other batch is larger, which is once."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([self.a(x).repeat(y.size(0) // x.size(0), 1), self.b(y)], dim=1)
+
+
 @program(batch=lambda step: ({"x": rows(step)[0], "rest": [rows(step + 5)[0], None]},))
 class DictInput(Two):
     def forward(self, batch: dict[str, Any]) -> Tensor:
