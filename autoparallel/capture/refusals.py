@@ -139,6 +139,9 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
     elif "torch._C.Generator" in text:  # of torch 2.11, which does not trace it
         text = "this draws from a torch.Generator of its own, whose numbers would be those of the trace in every call"
         advice = "leave out generator=, or draw outside of the model and pass the numbers in"
+    elif "is mutated in the forward method" in text:
+        text = "a tensor is changed in place that is reached otherwise than through the model, as by a hook's closure"
+        advice = "register it as a buffer, and reach it through the module that the hook or the function is given"
     elif kind == "SyntaxError" and "proxy_tensor" in text:
         advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
     elif "Dynamo" in kind and "RecursionError" in text:
@@ -242,7 +245,8 @@ def explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
     if target.startswith("model."):
         return (
             f"the model changes its parameter {target.removeprefix('model.')} in place at {line_of(node)}\n"
-            "What to change: only the optimizer may change a parameter; keep other state in a buffer."
+            "What to change: let the loop change it between calls, under no_grad (a momentum encoder), or keep it in a "
+            "buffer."
         )
     kind, _, name = target.partition("_")
     names = list(inspect.signature(model.forward).parameters)

@@ -230,3 +230,28 @@ def output_hook(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
         run.note_state(model)
+
+
+@program(refused="given", line=False)
+def hook_changes_anothers_buffer() -> nn.Module:
+    """By its closure: what it holds is not the copy that is traced."""
+    model = two()
+    model.register_buffer("mean", torch.zeros(8))
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        model.mean.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+
+    model[0].register_forward_hook(hook)
+    return model
+
+
+@program(ranks=True)
+def hook_changes_its_buffer() -> nn.Module:
+    model = two()
+    model[0].register_buffer("mean", torch.zeros(8))
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        module.mean.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+
+    model[0].register_forward_hook(hook)
+    return model
