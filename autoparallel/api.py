@@ -24,6 +24,7 @@ from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.predict.optimizer import MakeOptimizer, optimizer_cost
+from autoparallel.report.progress import Progress
 from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.compiled import make_body_of, require_backend
 from autoparallel.runtime.gradients import GradientStore
@@ -215,9 +216,10 @@ def compile(
     agreement = Agreement(mesh)
     _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline, cache is not None)
     prefix = bind(mesh)
-    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
-    broadcast(tensors, agreement.ranks, whole_group(prefix))
-    note_replaced(make_dtensors(model, mesh))
+    with Progress(type(model).__name__, agreement.is_first).phase("parameters"):
+        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
+        broadcast(tensors, agreement.ranks, whole_group(prefix))
+        note_replaced(make_dtensors(model, mesh))
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
     plans = None if cache is None else PlanCache(cache)

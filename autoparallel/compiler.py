@@ -149,7 +149,7 @@ class Compiler:
         plan = replace(plan, choice=self.choice or plan.choice)
         with self._progress.phase("build"):
             kind = self._attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
-        self._progress.conclude(headline(kind.plan) if call.is_training else "a program of its own")
+        self._progress.conclude(lambda: headline(kind.plan) if call.is_training else "a program of its own")
         return replace(kind, trace=trace)
 
     @property

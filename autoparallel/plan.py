@@ -12,7 +12,7 @@ from autoparallel.comm.world import mesh_text
 from autoparallel.data import from_json, to_json
 from autoparallel.decisions.decisions import FULL, Decisions, Reasons
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.decisions.prediction import Prediction
+from autoparallel.decisions.prediction import LatePrediction
 from autoparallel.report.comparison import plan_report
 from autoparallel.report.diff import diff_plans
 from autoparallel.report.explain import explain_plan
@@ -32,9 +32,9 @@ def _renewed(data: dict[str, Any]) -> dict[str, Any]:
 class Plan(Decisions):
     """Every decision about one model on one mesh (see :class:`Decisions`), to be read, saved and run again."""
 
-    def with_prediction(self, prediction: Prediction) -> Plan:
+    def with_prediction(self, late: LatePrediction) -> Plan:
         """The same plan with its predicted traffic, time and memory."""
-        return replace(self, prediction=prediction)
+        return replace(self, late=late)
 
     def with_reasons(self, reasons: Reasons) -> Plan:
         """The same plan, able to say what the next best would have cost."""

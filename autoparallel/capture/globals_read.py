@@ -346,7 +346,7 @@ def _changed(root: _Root) -> Callable[[str], str]:
 def _cells_of(code: types.CodeType, values: dict[str, Any]) -> dict[str, Any]:
     """The closure of the function that runs: of all that share its code, the one with these values."""
     for find in _OBJECTS:  # what has just been made is found at once
-        for function in find(code):
+        for function in reversed(find(code)):
             if isinstance(function, types.FunctionType) and function.__code__ is code and function.__closure__:
                 cells = dict(zip(code.co_freevars, function.__closure__, strict=True))
                 if all(_contents(cell) is values.get(name, MISSING) for name, cell in cells.items()):

@@ -13,7 +13,7 @@ from autoparallel.decisions.frontier import Frontier, Tried
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, padded_rows
 from autoparallel.decisions.pipeline import PipelinePlan
-from autoparallel.decisions.prediction import Prediction, Workload
+from autoparallel.decisions.prediction import LatePrediction, Prediction, Workload
 from autoparallel.placements import Layout, parse_layout
 from autoparallel.placements.modes import Mode, parse_mode
 
@@ -77,6 +77,7 @@ class Decisions:
         pipeline: how the model is cut into stages over one more mesh axis, which is not in ``mesh``.
         choice: how the mesh was chosen; None where it was given.
         frontier: what the plans take that the search compared; None where it compared none.
+        late: gives ``prediction``; only where it is compiled.
         work: what a call in training has to do; only where it is compiled.
         estimate: what the search added up; only where it was searched just now.
     """
@@ -98,7 +99,7 @@ class Decisions:
     pipeline: PipelinePlan | None = None
     choice: MeshChoice | None = field(default=None, compare=False)
     frontier: Frontier | None = field(default=None, compare=False, repr=False)
-    prediction: Prediction | None = field(default=None, compare=False, metadata=UNSTORED)
+    late: LatePrediction | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
     work: Workload | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
     estimate: Estimate | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
     reasons: Reasons | None = field(default=None, compare=False, repr=False, metadata=UNSTORED)
@@ -106,6 +107,12 @@ class Decisions:
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: all but the model that ``reasons`` holds."""
         return {**self.__dict__, "reasons": None}
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What a step is predicted to send, take and keep, worked out when it is first asked for; None for a plan that
+        was read from a file and is not compiled yet."""
+        return None if self.late is None else self.late()
 
     @property
     def gap(self) -> float | None:

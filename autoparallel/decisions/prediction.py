@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoparallel.comm.traffic import Traffic
 from autoparallel.placements import Layout
@@ -168,6 +169,28 @@ class Prediction:
     def total_memory(self) -> float:
         """Bytes per device at that moment."""
         return sum(self.peak.values())
+
+
+class LatePrediction:
+    """A prediction that is made when it is first asked for, so that no step waits for it.
+
+    Args:
+        make: makes it, and is forgotten then.
+    """
+
+    def __init__(self, make: Callable[[], Prediction]) -> None:
+        self._make: Callable[[], Prediction] | None = make
+        self._made: Prediction | None = None
+
+    def __call__(self) -> Prediction:
+        if self._made is None:
+            assert self._make is not None
+            self._made, self._make = self._make(), None
+        return self._made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process: the prediction, without the program that it is made from."""
+        return {"_make": None, "_made": self()}
 
 
 ACCUMULATORS = "accumulators"

@@ -19,6 +19,7 @@ from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.passes.follow_batch import mixes_rows
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, Shard, divides, fills_up, format_layout, reaches_all
+from autoparallel.planner.signatures import Signatures
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import call_modes, typed_call
 
@@ -56,9 +57,13 @@ def require_fits(plan: Decisions, graph: fx.Graph, mesh: Axes, parameters: Mappi
         if layer not in layers:
             possible = ", ".join(layers) or "none"
             raise PlanError(f"the plan recomputes {layer!r}, which is no layer of the model (layers: {possible})")
+    kinds, checked = Signatures({}), set()
     for node in graph.nodes:
         if node.op == "call_function" and is_tensor(node) and node.target is not operator.getitem:
-            _require_operator(plan, node)
+            alike = kinds.call(node), plan.operators[node.meta["key"]]
+            if alike not in checked:
+                _require_operator(plan, node)
+                checked.add(alike)
     if parameters is not None:
         _require_parameters(plan, graph, parameters)
 

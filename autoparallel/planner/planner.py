@@ -16,7 +16,7 @@ from torch import nn
 
 from autoparallel.capture.capture import capture
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.decisions.prediction import Prediction
+from autoparallel.decisions.prediction import LatePrediction, Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.mark_batch import mark_batch
@@ -130,10 +130,11 @@ class Planner:
             plan = with_reductions(plan, self._reductions or {})
         built = build(request, captured, plan, call, prefix)
         if isinstance(built, LocalProgram):
-            _, prediction = self._known(plan, call) or (built, predict(built, plan, profile))
-            return self._reduced(plan, built, prediction), built
+            _, prediction = self._known(plan, call) or (built, None)
+            late = LatePrediction(lambda: prediction or predict(built, plan, profile))
+            return self._reduced(plan, built, late), built
         if plan.pipeline is None:
-            return plan.with_prediction(predict(built.programs[0], plan, profile)), built
+            return plan.with_prediction(LatePrediction(lambda: predict(built.programs[0], plan, profile))), built
         if captured.objective is not None and call.is_training:
             owners = owners or find_owners(built, plan.parameters)
             traffic = pipeline_traffic(built, plan, call, profile, owners, request.redistributor)
@@ -145,20 +146,23 @@ class Planner:
         None where the search has not predicted the whole program."""
         plan = plan if plan.staging is not None else with_reductions(plan, self._reductions or {})
         known = self._known(plan, call)
-        return None if known is None else self._reduced(plan, *known)
+        if known is None:
+            return None
+        built, prediction = known
+        return self._reduced(plan, built, LatePrediction(lambda: prediction))
 
-    def _reduced(self, plan: Plan, built: LocalProgram, prediction: Prediction) -> Plan:
+    def _reduced(self, plan: Plan, built: LocalProgram, late: LatePrediction) -> Plan:
         """The plan with its prediction and with the times of reducing that fit the limit, given to its program, too."""
         request, profile = self.request, self.request.profile
-        if self._reductions is None and any(cost.seconds for cost in prediction.reductions.values()):
+        if self._reductions is None and any(cost.seconds for cost in late().reductions.values()):
             assert request.memory_limit is not None
-            left = request.memory_limit - prediction.total_memory
+            left = request.memory_limit - late().total_memory
             self._reductions = choose_reductions(built.buckets, request.sizes, profile, left)
             chosen = with_reductions(plan, self._reductions)
             if chosen.parameters != plan.parameters:
                 built.reducing(chosen)
-                return chosen.with_prediction(predict(built, chosen, profile))
-        return plan.with_prediction(prediction)
+                return chosen.with_prediction(LatePrediction(lambda: predict(built, chosen, profile)))
+        return plan.with_prediction(late)
 
     def _known(self, plan: Plan, call: Call) -> tuple[LocalProgram, Prediction] | None:
         """What the search has predicted of the whole program, where the plan is the one that it found for the call."""

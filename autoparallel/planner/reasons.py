@@ -8,6 +8,7 @@ from functools import cached_property
 
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
+from autoparallel.decisions.prediction import LatePrediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import pad
@@ -42,7 +43,7 @@ class PlanAgain:
             return None
         prepare(request, captured, best, self.call)
         program = build(request, captured, best, self.call, "mesh0").programs[0]
-        return best.with_prediction(predict(program, best, request.profile))
+        return best.with_prediction(LatePrediction(lambda: predict(program, best, request.profile)))
 
     def history(self, plan: Decisions) -> str:
         """See ``Reasons.history``."""

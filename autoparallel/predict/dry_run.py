@@ -79,6 +79,7 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
     clock = Clock(profile.overlap)
     communicator, ledger = MeteredCommunicator(plan, profile, clock), Ledger(clock)
     meter = Meter(profile, plan.axis_sizes, clock, ledger, communicator.begin)
+    around = {region: region.around for region in program.regions.values()}
     rank = _DryRank(program, plan, communicator, meter, roots)
     before = use_communicator(communicator)
     try:
@@ -87,6 +88,8 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
             rank.step()
     finally:
         use_communicator(before)
+        for region, own in around.items():  # of the runner that the program has got meanwhile
+            region.around = own
     return DryRun(
         {phase: counter.result() for phase, counter in communicator.counters.items()},
         communicator.seconds,

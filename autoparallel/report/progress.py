@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
@@ -39,11 +39,15 @@ class Progress:
         if self.is_printed:
             self._terminal().print(f"{text} {seconds:.1f} s", markup=False)
 
-    def conclude(self, text: str) -> None:
-        """Says in one line what has come of the work, and how long all of it took."""
-        text = f"{self.title}: {text}; ready in {duration(time.perf_counter() - self._begin)}"
-        LOGGER.info(text)
-        if self._is_seen() and not LOGGER.isEnabledFor(logging.INFO):  # else the log has it
+    def conclude(self, say: Callable[[], str]) -> None:
+        """Says in one line what has come of the work, and how long all of it took, where somebody reads it."""
+        is_logged = LOGGER.isEnabledFor(logging.INFO)
+        if not is_logged and not self._is_seen():
+            return
+        text = f"{self.title}: {say()}; ready in {duration(time.perf_counter() - self._begin)}"
+        if is_logged:
+            LOGGER.info(text)
+        else:
             self._terminal().print(f"autoparallel: {text}", markup=False, soft_wrap=True)
 
     def _is_seen(self) -> bool:

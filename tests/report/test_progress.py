@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autoparallel
+from autoparallel.decisions.prediction import Prediction
+from autoparallel.planner import planner
 from autoparallel.report.progress import Progress
 from autoparallel.text import LOGGER
 
@@ -28,11 +32,27 @@ def test_a_call_that_compiles_logs_its_phases_and_what_was_planned(caplog: pytes
     assert len(caplog.records) == len(first), "a call of a kind that is known says nothing"
 
 
+def test_no_step_waits_for_a_prediction_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Prediction] = []
+
+    def predict(*args: Any) -> Prediction:
+        made.append(planned(*args))
+        return made[-1]
+
+    planned = planner.predict
+    monkeypatch.setattr(planner, "predict", predict)
+    model = autoparallel.compile(nn.Linear(4, 2), loss_fn=nn.functional.mse_loss, plan="data_parallel")
+    model(torch.randn(8, 4), torch.randn(8, 2)).backward()
+    assert not made
+    travelled = pickle.loads(pickle.dumps(model.plan))
+    assert [model.plan.prediction] == made == [travelled.prediction]
+
+
 def test_nothing_is_printed_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("a model")
     with progress.phase("capture"):
         pass
-    progress.conclude("planned")
+    progress.conclude(lambda: "planned")
     assert capsys.readouterr() == ("", "")
 
 

@@ -87,7 +87,12 @@ def _train(name: str, shape: tuple[int, ...], preset: str, layers: Any, gather: 
             model.zero_grad()
     with autoparallel.count_traffic(mesh) as traffic:
         call(ours, 0).backward()
+    (kind,) = ours._kinds
+    around = [region.around for region in kind.runner.program.regions.values()]
     predicted = ours.plan.prediction.step()
+    assert around == [region.around for region in kind.runner.program.regions.values()], (
+        "a prediction leaves it as it is"
+    )
     return {
         "worst": worst,
         "kept": kept[:2],
