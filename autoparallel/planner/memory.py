@@ -15,7 +15,7 @@ that ``_saving`` sets, and what it does to time and memory a part of what the se
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.plan import Plan
@@ -89,8 +89,9 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if free.plan is None or best is not None and _is_slower(free, best, gauge):
             problems += [free] if free.plan is None else []
             continue
-        below = gauge.seconds(best) if best is not None else math.inf
-        outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room, below))
+        outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room, best))
+        if outcome is None:
+            continue
         assert outcome.plan is not None
         if candidate is candidates[0]:
             first, unlimited = free.candidate, free.plan.lower_bound or 0.0
@@ -133,25 +134,35 @@ def _worth_chunks(outcome: Outcome, gauge: Gauge, limit: float | None) -> Outcom
 def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
     """Whether a plan is slower than the best one by far, or as good as the same, without predicting it."""
     plan, other = outcome.plan, best.plan
+    if plan is None or other is None:
+        return False
+    same = (plan.operators, plan.parameters) == (other.operators, other.parameters)
+    return same or _costs_more(outcome, best, gauge)
+
+
+def _costs_more(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
+    """Whether a plan is slower than the best one by far, as the search adds them up."""
+    plan, other = outcome.plan, best.plan
     if plan is None or other is None or plan.cost is None or plan.estimate is None or other.cost is None:
         return False
-    if (plan.operators, plan.parameters) == (other.operators, other.parameters):
-        return True
     if not gauge.evaluator.request.profile.overlap:
         return plan.cost > THRESHOLDS.nearly_equal * other.cost
     # All hides that can: what travels for parameters.  Where sums say too much, they do so of both.
     return plan.cost - sum(plan.estimate.parameters.values()) >= max(gauge.seconds(best), other.cost)
 
 
-def _fitting(free: Outcome, limit: float, gauge: Gauge, need: float | None, below: float = math.inf) -> Proposals:
+def _fitting(
+    free: Outcome, limit: float, gauge: Gauge, need: float | None, known: Outcome | None
+) -> Generator[Candidate, Outcome, Outcome | None]:
     """The fastest plan found of those that fit into a limit (see [Note: what fits]); where none does, the one that
-    takes the least memory, and where none can be of use, any.
+    takes the least memory, and where none can be of use, any or none.
 
     Args:
         free: what becomes of a candidate without the limit.
         need: how much room another plan needs beside what the search adds up; None where none is known.
-        below: seconds of a plan that is known and fits; what takes as long without fitting takes longer if it fits.
+        known: the best plan that fits; what takes as long without fitting takes longer if it fits.
     """
+    below = math.inf if known is None else gauge.seconds(known)
     assert free.plan is not None and free.plan.estimate is not None
     # What adds up to too much takes too much: that need not be predicted.
     if need is None or free.plan.estimate.memory <= limit:
@@ -165,6 +176,8 @@ def _fitting(free: Outcome, limit: float, gauge: Gauge, need: float | None, belo
     room, low, high = need, (-math.inf, math.inf), (math.inf, -math.inf)
     for _ in range(THRESHOLDS.rooms):
         outcome = yield replace(saving, limit=limit, room=room)
+        if known is not None and _costs_more(outcome, known, gauge):
+            return None
         if outcome.plan is None:
             high = room, -math.inf
             if least is None:
