@@ -5,15 +5,13 @@ Tested with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import logging
 import traceback
-from collections import OrderedDict, UserDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -75,41 +73,6 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
-
-
-def flatten(values: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of nested values; dataclasses of tensors and ``UserDict``s, as transformers' ``BatchEncoding`` is, are
-    made known to torch at their first sight, so that their tensors are leaves."""
-    leaves, spec = pytree.tree_flatten(values)
-    unknown = {type(leaf) for leaf in leaves if _holds_tensors(leaf)}
-    for kind in unknown:
-        if issubclass(kind, UserDict):
-            make = partial(_mapping_of, kind)
-            pytree.register_pytree_node(kind, _items_of, make, flatten_with_keys_fn=_keyed_items_of)
-        else:
-            torch.export.register_dataclass(kind)
-    return flatten(values) if unknown else (leaves, spec)
-
-
-def _holds_tensors(leaf: Any) -> bool:
-    if isinstance(leaf, UserDict):
-        return True
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return False
-    values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
-    return any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in pytree.tree_leaves(values))
-
-
-def _items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    return list(mapping.values()), tuple(mapping)
-
-
-def _keyed_items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    return [(pytree.MappingKey(key), value) for key, value in mapping.items()], tuple(mapping)
-
-
-def _mapping_of(kind: type, values: Iterable[Any], keys: tuple[Any, ...]) -> Any:
-    return kind(dict(zip(keys, values, strict=True)))
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

@@ -9,10 +9,8 @@ whole on every rank; ``torch.compile(..., fullgraph=True)`` turns that into Dyna
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +21,8 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from autoparallel import _torch
+from autoparallel.graph.lines import line_in
+from autoparallel.graph.python_state import is_library
 from autoparallel.rules import operator_name
 
 # -- graph breaks ---------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def find_graph_break(module: fx.GraphModule) -> str | None:
     noted = _torch.graph_break_of(module)
     if noted is not None:
         reason, stack = noted
-        own = [f for f in stack if not _is_library(f.filename)] or stack
+        own = [f for f in stack if not is_library(f.filename)] or stack
         where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}' if own else "unknown"
         return _explain_break(where, reason.strip().splitlines())
     frame = sys._getframe(1)
@@ -43,9 +43,8 @@ def find_graph_break(module: fx.GraphModule) -> str | None:
         if _torch.is_compiled_call(code.co_filename, code.co_name):
             if running is None:
                 return None
-            where = f'"{running.f_code.co_filename}", line {running.f_lineno}, in {running.f_code.co_name}'
-            return _explain_break(where, [])
-        if running is None and not _is_library(code.co_filename):
+            return _explain_break(line_in(running), [])
+        if running is None and not is_library(code.co_filename):
             running = frame
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -58,20 +57,6 @@ def _explain_break(where: str, reason: Sequence[str]) -> str:
         "model must be one graph for the backend 'autoparallel'. Take this line out of the model, or pass "
         "fullgraph=True to torch.compile for Dynamo's full account of it."
     )
-
-
-_LIBRARIES = tuple(
-    os.path.join(path, "")
-    for path in (os.path.dirname(torch.__file__), os.path.dirname(__file__), sysconfig.get_paths()["stdlib"])
-)
-_PACKAGES = tuple(os.path.join(sysconfig.get_paths()[name], "") for name in ("purelib", "platlib"))
-
-
-def _is_library(filename: str) -> bool:
-    """Whether a file belongs to torch, to autoparallel or to Python itself."""
-    if filename.startswith(("<", *_LIBRARIES[:2])):
-        return True
-    return filename.startswith(_LIBRARIES[2]) and not filename.startswith(_PACKAGES)
 
 
 # -- the graph as a model -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ After:
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,10 +78,7 @@ def _replicated(chain: ParameterChain) -> tuple[bool, ...]:
 
 
 def _bytes(chain: ParameterChain) -> int:
-    total = chain.dtype.itemsize
-    for size in chain.shape:
-        total *= size
-    return total
+    return chain.dtype.itemsize * math.prod(chain.shape)
 
 
 def bucket_collectives(
@@ -109,7 +107,7 @@ def bucket_collectives(
         readers = {layer_of(user) for name in chain.placeholders for user in placeholders[name].users}
         return readers.pop() if len(readers) == 1 and readers <= {*layers} and when(chain) == "per_use" else None
 
-    groups: list[tuple[Hashable, list[ParameterChain]]] = []
+    groups: list[list[ParameterChain]] = []
     open_groups: dict[Hashable, tuple[list[ParameterChain], int]] = {}
     for chain in chains:
         kind = _kind(chain, when(chain)), layer(chain)
@@ -117,10 +115,10 @@ def bucket_collectives(
         if members and size + _bytes(chain) > bucket_bytes:
             members, size = [], 0
         if not members:
-            groups.append((kind, members))
+            groups.append(members)
         members.append(chain)
         open_groups[kind] = (members, size + _bytes(chain))
-    buckets = [Bucket(i, tuple(sorted(m, key=_replicated)), when(m[0])) for i, (_, m) in enumerate(groups)]
+    buckets = [Bucket(i, tuple(sorted(m, key=_replicated)), when(m[0])) for i, m in enumerate(groups)]
     for bucket in buckets:
         if bucket.per_use:
             module.add_submodule(bucket.name, Unattached())

@@ -16,6 +16,7 @@ After:
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, cast
@@ -72,14 +73,11 @@ def _drop_dead(graph: fx.Graph) -> None:
 
 def _count(emit: Emitter, x: fx.Node, dims: list[int]) -> Any:
     """The number of elements over some dims, as a node where a size is symbolic."""
-    total: Any = 1
-    for dim in dims:
-        size = emit.size(x, dim)
-        if isinstance(size, int) and isinstance(total, int):
-            total = total * size
-        else:
-            total = emit(operator.mul, total, size)
-    return total
+    return functools.reduce(lambda total, dim: _times(emit, total, emit.size(x, dim)), dims, 1)
+
+
+def _times(emit: Emitter, a: Any, b: Any) -> Any:
+    return a * b if isinstance(a, int) and isinstance(b, int) else emit(operator.mul, a, b)
 
 
 def _cross_entropy(emit: Emitter, node: fx.Node) -> Any:
@@ -275,10 +273,6 @@ def _is_one(count: Any) -> bool:
         return bool(count == 1)
     sizes = [x.meta["val"] if isinstance(x, fx.Node) else x for x in count.args]
     return count.target is operator.floordiv and bool(sizes[0] == sizes[1])
-
-
-def _times(emit: Emitter, a: Any, b: Any) -> Any:
-    return a * b if isinstance(a, int) and isinstance(b, int) else emit(operator.mul, a, b)
 
 
 _FILLS: dict[Any, float | None] = {

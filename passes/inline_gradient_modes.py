@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -81,23 +82,17 @@ def _flatten(module: fx.GraphModule, enabled: bool) -> Iterator[tuple[fx.Node, t
         assert isinstance(mode, bool) and isinstance(source, fx.Node)
         inner = module.get_submodule(str(source.target)) if source in where else None
         assert isinstance(inner, fx.GraphModule)
-        copies: dict[fx.Node, fx.Node] = {}
-        made: list[fx.Node] = []
-        held = iter(operands)
-        for part in inner.graph.nodes:
-            if part.op == "placeholder":
-                copies[part] = next(held)
-            elif part.op == "output":
-                results = [copies[x] if isinstance(x, fx.Node) else x for x in part.args[0]]
-            else:
-                with graph.inserting_before(node):
-                    copies[part] = copy = graph.node_copy(part, copies.__getitem__)
-                if part.op == "get_attr":  # a region in the region, or a tensor
-                    name = f"{str(source.target).replace('.', '_')}_{part.target}"
-                    module.add_module(name, inner.get_submodule(str(part.target)))
-                    copy.target = name
-                where[copy] = mode, regions
-                made.append(copy)
+        copies: dict[fx.Node, fx.Node] = dict(zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True))
+        entered = set(copies)
+        with graph.inserting_before(node):
+            results: Any = graph.graph_copy(inner.graph, copies)
+        calls = [copy for part, copy in copies.items() if part not in entered]
+        for copy in calls:
+            where[copy] = mode, regions
+            if copy.op == "get_attr":  # a region in the region, or a tensor
+                name = f"{str(source.target).replace('.', '_')}_{copy.target}"
+                module.add_module(name, inner.get_submodule(str(copy.target)))
+                copy.target = name
         for user in list(node.users):
             assert user.target is operator.getitem
             user.replace_all_uses_with(results[user.args[1]])
@@ -105,7 +100,7 @@ def _flatten(module: fx.GraphModule, enabled: bool) -> Iterator[tuple[fx.Node, t
             if user in pending:
                 pending.remove(user)
         graph.erase_node(node)
-        pending = made + pending
+        pending = calls + pending
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users and node.target in names:
             graph.erase_node(node)

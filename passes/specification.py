@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,8 +74,6 @@ class Specification:
         axes: the mesh axes by name and size.
         prefix: the name under which the mesh is bound.
         sizes: the sizes in the call that is planned for.
-        calls: the calls of the global graph, by key.
-        inputs: the placeholders of the global graph, by name.
     """
 
     whole: fx.Graph
@@ -85,9 +84,17 @@ class Specification:
     axes: Sequence[tuple[str, int]]
     prefix: str
     sizes: Sizes
-    calls: Mapping[str, fx.Node]
-    inputs: Mapping[str, fx.Node]
     _expected: dict[fx.Node, ExpectedCall] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def calls(self) -> dict[str, fx.Node]:
+        """The calls of the global graph, by key."""
+        return {node.meta["key"]: node for node in self.whole.nodes if node.op == "call_function"}
+
+    @cached_property
+    def inputs(self) -> dict[str, fx.Node]:
+        """The placeholders of the global graph, by name."""
+        return {node.name: node for node in self.whole.find_nodes(op="placeholder")}
 
     @property
     def names(self) -> list[str]:
@@ -169,7 +176,4 @@ def specify_program(
 ) -> Specification:
     """What the global graph of ``module``, which is left as it is, must become (see :class:`Specification`)."""
     whole = copy_graph(module.graph)
-    calls = {n.meta["key"]: n for n in whole.nodes if n.op == "call_function"}
-    inputs = {n.name: n for n in whole.nodes if n.op == "placeholder"}
-    given = parameters or {}
-    return Specification(whole, modes, placeholders, given, outputs, axes, prefix, sizes, calls, inputs)
+    return Specification(whole, modes, placeholders, parameters or {}, outputs, axes, prefix, sizes)

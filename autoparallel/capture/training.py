@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoparallel import _torch
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.data_access import DataAccess
 from autoparallel.capture.recorder import Recorder
 from autoparallel.capture.seeding import refuse_seeding
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.nesting import flatten
 from autoparallel.graph.python_state import is_plain
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Training(nn.Module):
             for other, its in others:
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
         with self.recorder, refuse_seeding(), DataAccess():
-            leaves, self.found.spec = _torch.flatten(self._outputs(args, kwargs))
+            leaves, self.found.spec = flatten(self._outputs(args, kwargs))
         _require_leaves(leaves)
         for name, value in self.recorder.take().items():
             more, self.found.attributes[name] = pytree.tree_flatten(value)

@@ -7,5 +7,6 @@
 - ``hooks``: the hooks that a call runs.
 - ``python_state``: the values of Python's that a trace has read, compared at every call.
 - ``plain_tensors``: tensors that a model holds without having registered them.
+- ``nesting``: nested values as leaves.
 - ``lines``: the user's line behind a node or a frame.
 """

@@ -134,8 +134,8 @@ def _send_sum(xs: Sequence[Tensor], factors: Sequence[Tensor], bias: Tensor | No
     del whole, parts, part, out  # what is on its way keeps what it needs
 
     def wait() -> Tensor:
-        found = [arrive() for arrive in waits]
-        return (found[0] if len(found) == 1 else torch.cat(found)).view(shape)
+        parts = [arrive() for arrive in waits]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
 
     return wait
 
@@ -185,15 +185,15 @@ def _gathered_backward(
     """The gradients that are wanted of x, of each weight and of each bias; ``src`` and ``dst`` are those of the
     gradient of x."""
     wait = _send_sum(grads, weights, None, src, dst, group, chunks) if wanted[0] else None
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for grad in _chosen(grads, wanted[1:]):
         total, end = None, 0
         for rows in received:
             begin, end = end, end + rows.shape[0]
             total = _added(total, _rows(grad)[begin:end].t(), rows)
-        found += [total] if total is not None else []
-    found += [_rows(grad).sum(0) for grad in _chosen(grads, wanted[1 + len(grads) :])]
-    return found if wait is None else [wait(), *found]
+        results += [total] if total is not None else []
+    results += [_rows(grad).sum(0) for grad in _chosen(grads, wanted[1 + len(grads) :])]
+    return results if wait is None else [wait(), *results]
 
 
 def _chosen(items: Sequence[T], wanted: Sequence[bool]) -> list[T]:
@@ -253,9 +253,9 @@ def _gathered_backward_fake(
 ) -> list[Tensor]:  # fmt: skip
     count = len(weights)
     shape = arriving_shape([*grads[0].shape[:-1], weights[0].shape[1]], src, dst, group)
-    found = [grads[0].new_empty(shape)] if wanted[0] else []
-    found += [w.new_empty(w.shape) for w in _chosen(weights, wanted[1 : 1 + count])]
-    return found + [w.new_empty(w.shape[0]) for w in _chosen(weights, wanted[1 + count :])]
+    results = [grads[0].new_empty(shape)] if wanted[0] else []
+    results += [w.new_empty(w.shape) for w in _chosen(weights, wanted[1 : 1 + count])]
+    return results + [w.new_empty(w.shape[0]) for w in _chosen(weights, wanted[1 + count :])]
 
 
 def _reduced_fake(x: Tensor, weight: Tensor, bias: Any, src: str, dst: str, group: str, chunks: int) -> Tensor:
@@ -302,8 +302,8 @@ class _RedistributeThenLinear(torch.autograd.Function):
         ctx.way, ctx.count = (DUALS.get(dst, dst), DUALS.get(src, src), group, chunks), count
         if sends(src, dst):
             run = torch.ops.autoparallel.gathered_linears if _is_compiled(x) else _gathered
-            made = run(x, weights, biases, src, dst, group, chunks)
-            results, received = made[:count], made[count:]
+            tensors = run(x, weights, biases, src, dst, group, chunks)
+            results, received = tensors[:count], tensors[count:]
         else:
             x = apply(x, src, dst, group)
             results, received = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], [_rows(x)]
@@ -317,14 +317,14 @@ class _RedistributeThenLinear(torch.autograd.Function):
         used = {i: grad for i, grad in enumerate(grads) if grad is not None}
         places = [0, *(6 + i for i in used), *(6 + count + i for i in used)]
         wanted = [ctx.needs_input_grad[place] for place in places]
-        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if used:
             weights = [saved[i] for i in used]
             run = torch.ops.autoparallel.gathered_linears_backward if _is_compiled(saved[0]) else _gathered_backward
-            made = named_backward(ctx.module, run, [*used.values()], weights, saved[count:], *ctx.way, wanted)
-            for place, grad in zip(_chosen(places, wanted), made, strict=True):
-                found[place] = grad
-        return tuple(found)
+            gradients = named_backward(ctx.module, run, [*used.values()], weights, saved[count:], *ctx.way, wanted)
+            for place, grad in zip(_chosen(places, wanted), gradients, strict=True):
+                results[place] = grad
+        return tuple(results)
 
 
 class _LinearThenRedistribute(torch.autograd.Function):
@@ -343,12 +343,12 @@ class _LinearThenRedistribute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        found: list[Tensor | None] = [None] * 7
+        results: list[Tensor | None] = [None] * 7
         if grad is not None:
             places = [0, 5, 6]
             wanted = [ctx.needs_input_grad[place] for place in places]
             run = torch.ops.autoparallel.reduced_linear_backward if _is_compiled(grad) else _reduced_backward
-            made = named_backward(ctx.module, run, grad, *ctx.saved_tensors, *ctx.way, wanted)
-            for place, each in zip(_chosen(places, wanted), made, strict=True):
-                found[place] = each
-        return tuple(found)
+            gradients = named_backward(ctx.module, run, grad, *ctx.saved_tensors, *ctx.way, wanted)
+            for place, each in zip(_chosen(places, wanted), gradients, strict=True):
+                results[place] = each
+        return tuple(results)

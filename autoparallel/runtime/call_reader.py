@@ -17,6 +17,7 @@ from autoparallel import _torch
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
 from autoparallel.graph.hooks import hooks_of
+from autoparallel.graph.nesting import flatten
 from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.runtime.kinds import Kinds, submodules
 
@@ -50,7 +51,7 @@ class CallReader:
                 "What to change: transform inside of the model's forward, or the plain model (model.whole())."
             )
         with_target = self.has_loss_fn and len(args) > 0 and self._binds(args[:-1], kwargs)
-        leaves, in_spec = _torch.flatten((args, kwargs))
+        leaves, in_spec = flatten((args, kwargs))
         mesh = self.kinds.maker.mesh
         modules = submodules(self.plain)
         parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}

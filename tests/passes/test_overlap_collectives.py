@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -76,13 +79,14 @@ class Order(TorchDispatchMode):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.seen: list[str] = []
-        for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        patch.setattr(collectives, "_start_all_reduce", self._noting("all_reduce", collectives._start_all_reduce))
+        for kind in ("all_gather", "reduce_scatter"):
             patch.setitem(collectives._STARTERS, kind, self._noting(kind, collectives._STARTERS[kind]))
 
-    def _noting(self, kind: str, starter: collectives.Starter) -> collectives.Starter:
+    def _noting(self, kind: str, starter: Callable[..., Any]) -> Callable[..., Any]:
         def start(*arguments: object) -> object:
             self.seen.append(f"start {kind}")
-            wait = starter(*arguments)  # type: ignore[arg-type]
+            wait = starter(*arguments)
 
             def finish() -> object:
                 self.seen.append(f"wait for {kind}")
@@ -90,7 +94,7 @@ class Order(TorchDispatchMode):
 
             return finish
 
-        return start  # type: ignore[return-value]
+        return start
 
     def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         name = func._schema.name.removeprefix("aten::")  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.graph.nesting import flatten
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.tools.parity.comparison import Record
@@ -219,7 +220,7 @@ def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(output, (tuple, list)):
         children = list(zip(getattr(output, "_fields", range(len(output))), output, strict=True))
     else:
-        leaves, _ = _torch.flatten(output)
+        leaves, _ = flatten(output)
         children = [] if len(leaves) == 1 and leaves[0] is output else list(enumerate(leaves))
     for key, child in children:
         yield from tensors_of(child, f"{name}.{key}" if name else str(key))

@@ -1,0 +1,47 @@
+"""Nested values: what a model is given and returns, as leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def flatten(values: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of nested values; dataclasses of tensors and ``UserDict``s, as transformers' ``BatchEncoding`` is, are
+    made known to torch at their first sight, so that their tensors are leaves."""
+    leaves, spec = pytree.tree_flatten(values)
+    unknown = {type(leaf) for leaf in leaves if _holds_tensors(leaf)}
+    for kind in unknown:
+        if issubclass(kind, UserDict):
+            make = partial(_mapping_of, kind)
+            pytree.register_pytree_node(kind, _items_of, make, flatten_with_keys_fn=_keyed_items_of)
+        else:
+            torch.export.register_dataclass(kind)
+    return flatten(values) if unknown else (leaves, spec)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    if isinstance(leaf, UserDict):
+        return True
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+    return any(isinstance(x, torch.Tensor) or _holds_tensors(x) for x in pytree.tree_leaves(values))
+
+
+def _items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    return list(mapping.values()), tuple(mapping)
+
+
+def _keyed_items_of(mapping: UserDict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    return [(pytree.MappingKey(key), value) for key, value in mapping.items()], tuple(mapping)
+
+
+def _mapping_of(kind: type, values: Iterable[Any], keys: tuple[Any, ...]) -> Any:
+    return kind(dict(zip(keys, values, strict=True)))
