@@ -33,7 +33,7 @@ from autoparallel.hardware import Profile, profile_for
 from autoparallel.plan import Plan
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.request import Request, limit_in_bytes
-from autoparallel.runtime.agreement import Agreement, digest, tensor_digest
+from autoparallel.runtime.agreement import Agreement, digest, is_same, tensor_digest
 from autoparallel.runtime.calls import run_call
 from autoparallel.runtime.compiled import make_body_of
 from autoparallel.runtime.exchange import Exchange
@@ -175,10 +175,11 @@ def _require_same_graph(agreement: Agreement, piece: Piece, request: Request, ba
     text, plan = piece.describe(()), request.plan
     plan = plan.to_json() if isinstance(plan, Plan) else plan
     options = plan, request.pins.text(), request.profile, request.memory_limit, request.precision, backend
-    table = agreement.table(digest("compile", text, *options, broken))
-    if not bool((table == table[0]).all()):
-        what = broken or f"compiles a graph of {len(text)} nodes, plan {plan[:40]!r}"
-        agreement.fail("the ranks call or compile the model differently:", what)
+    digests = agreement.ask(digest("compile", text, *options, broken))()
+    agreement.require_same(
+        digests, "the ranks call or compile the model differently:",
+        lambda: broken or f"compiles a graph of {len(text)} nodes, plan {plan[:40]!r}",
+    )  # fmt: skip
 
 
 def _require_same_parameters(agreement: Agreement, piece: Piece, example_inputs: Sequence[Any]) -> None:
@@ -186,10 +187,9 @@ def _require_same_parameters(agreement: Agreement, piece: Piece, example_inputs:
     if agreement.alone:
         return
     states = [(s.name, tensor_digest(example_inputs[i])) for i, s in piece.states.items()]
-    table = agreement.table(b"".join(value[:8] for _, value in states) or bytes(8))
+    table = agreement.ask(b"".join(value[:8] for _, value in states) or bytes(8))()
     for n, (name, _) in enumerate(states):
-        column = table[:, 8 * n : 8 * n + 8]
-        if not bool((column == column[0]).all()):
+        if not is_same(table[:, 8 * n : 8 * n + 8]):
             raise RankMismatchError(
                 f"{name} has different values on different ranks. torch.compile leaves the parameters with their "
                 "owner, so give every rank the same ones: seed alike before the model is made, load the same "

@@ -34,8 +34,9 @@ from autoparallel.report.progress import UNSHOWN, Progress
 from autoparallel.runtime.agreement import Agreement
 from autoparallel.runtime.compiled import Body, plain_body
 from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.kinds import Kind
 from autoparallel.runtime.pipeline import attach_stages
-from autoparallel.runtime.runner import Kind, Runner
+from autoparallel.runtime.runner import Runner
 from autoparallel.runtime.state import lay_out, materialize
 
 

@@ -366,10 +366,8 @@ class _Redistribute(torch.autograd.Function):
         if grads[0] is None:  # of an output that is not differentiated
             return None, None, None, None
         src, dst, group = ctx.spec
-        if not ctx.module:
-            return redistribute(grads[0], DUALS.get(dst, dst), DUALS.get(src, src), group), None, None, None
-        with ranges.named(lambda: f"{ctx.module}, backward"):
-            return redistribute(grads[0], DUALS.get(dst, dst), DUALS.get(src, src), group), None, None, None
+        back = DUALS.get(dst, dst), DUALS.get(src, src), group
+        return ranges.in_backward(ctx.module, redistribute, grads[0], *back), None, None, None
 
 
 # Dynamo traces what is below, and follows no cache: so it looks texts up instead of parsing them.

@@ -348,9 +348,9 @@ def whole_group_name(key: str) -> str:
 
 def whole_group(key: str) -> dist.ProcessGroup:
     """The process group of all ranks of a bound mesh."""
-    bound = _BOUND[key]
+    bound, axis = communicator_of(whole_group_name(key))
     assert isinstance(bound, MeshGroups)
-    return bound.groups["+".join(bound.mesh.mesh_dim_names or ())].group
+    return bound.groups[axis].group
 
 
 def before_next_collective(key: str, check: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ ticket.  Compilers know nothing of that: programs that are compiled have no halv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from autoparallel.comm import ranges
 from autoparallel.comm.collectives import DUALS, apply, is_traced, local_shape, start_transfers
 from autoparallel.comm.groups import axis_size
 from autoparallel.placements import ACTIONS, COLLECTIVES, parse_placement
-
-R = TypeVar("R")
 
 Started = tuple[Tensor, Tensor]
 """A redistribution that has been started: its ticket, and what is redistributed."""
@@ -74,7 +72,7 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, ticket: Tensor | None, grad: Tensor | None) -> Any:
         if ticket is None:  # nothing is sent, or nothing is differentiated
             return grad, None, None, None
-        return named_backward(ctx.module, finish_transfer, ticket, ctx.shape, "I", "I", ctx.group), None, None, None
+        return ranges.in_backward(ctx.module, finish_transfer, ticket, ctx.shape, "I", "I", ctx.group), None, None, None
 
 
 class _Finish(torch.autograd.Function):
@@ -92,16 +90,8 @@ class _Finish(torch.autograd.Function):
             return None, None, None, None, None
         src, dst, group = ctx.spec
         if sends(src, dst):
-            return named_backward(ctx.module, start_transfer, grad, src, dst, group), None, None, None, None
-        return None, named_backward(ctx.module, apply, grad, src, dst, group), None, None, None
-
-
-def named_backward(module: str, function: Callable[..., R], *arguments: Any) -> R:
-    """Calls a function, whose range in a profile is the backward of a module, if it is of one."""
-    if not module:
-        return function(*arguments)
-    with ranges.named(lambda: f"{module}, backward"):
-        return function(*arguments)
+            return ranges.in_backward(ctx.module, start_transfer, grad, src, dst, group), None, None, None, None
+        return None, ranges.in_backward(ctx.module, apply, grad, src, dst, group), None, None, None
 
 
 def start_transfer(x: Tensor, src: str, dst: str, group: str) -> Tensor:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.profiler import record_function
 
 from autoparallel import _torch
+
+R = TypeVar("R")
 
 _HERE = threading.local()
 
@@ -25,6 +27,14 @@ def named(name: Callable[[], str]) -> AbstractContextManager[Any]:
 def place() -> str:
     """The module that computes now, as far as a profiled program has said."""
     return getattr(_HERE, "module", "")
+
+
+def in_backward(module: str, function: Callable[..., R], *arguments: Any) -> R:
+    """Calls a function, whose range in a profile is the backward of a module, if it is of one."""
+    if not module:
+        return function(*arguments)
+    with named(lambda: f"{module}, backward"):
+        return function(*arguments)
 
 
 def begin(module: str) -> tuple[record_function, str]:

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from autoparallel.comm import ranges
 from autoparallel.comm.collectives import DUALS, apply, is_traced
-from autoparallel.comm.in_flight import arriving_shape, finish_transfer, named_backward, sends, start_transfer
+from autoparallel.comm.in_flight import arriving_shape, finish_transfer, sends, start_transfer
 
 T = TypeVar("T")
 
@@ -321,7 +321,7 @@ class _RedistributeThenLinear(torch.autograd.Function):
         if used:
             weights = [saved[i] for i in used]
             run = torch.ops.autoparallel.gathered_linears_backward if _is_compiled(saved[0]) else _gathered_backward
-            gradients = named_backward(ctx.module, run, [*used.values()], weights, saved[count:], *ctx.way, wanted)
+            gradients = ranges.in_backward(ctx.module, run, [*used.values()], weights, saved[count:], *ctx.way, wanted)
             for place, grad in zip(_chosen(places, wanted), gradients, strict=True):
                 results[place] = grad
         return tuple(results)
@@ -348,7 +348,7 @@ class _LinearThenRedistribute(torch.autograd.Function):
             places = [0, 5, 6]
             wanted = [ctx.needs_input_grad[place] for place in places]
             run = torch.ops.autoparallel.reduced_linear_backward if _is_compiled(grad) else _reduced_backward
-            gradients = named_backward(ctx.module, run, grad, *ctx.saved_tensors, *ctx.way, wanted)
+            gradients = ranges.in_backward(ctx.module, run, grad, *ctx.saved_tensors, *ctx.way, wanted)
             for place, each in zip(_chosen(places, wanted), gradients, strict=True):
                 results[place] = each
         return tuple(results)

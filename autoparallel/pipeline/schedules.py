@@ -128,17 +128,13 @@ def require_schedule(schedule: str, ranks: int, stages_per_rank: int, microbatch
         raise ValueError(f"the schedule {schedule!r} cannot run {microbatches} microbatches: {error}") from error
 
 
-def actions_of(schedule: str, ranks: int, stages: int, microbatches: int) -> Sequence[Sequence[Action]]:
+@functools.lru_cache(maxsize=32)
+def actions_of(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """For each rank, what it computes, in order.
 
     Raises:
         ValueError: when the schedule cannot run so many microbatches.
     """
-    return _actions_of(schedule, ranks, stages, microbatches)
-
-
-@functools.lru_cache(maxsize=32)
-def _actions_of(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     if schedule == "gpipe":
         both = (FORWARD, BACKWARD)
         lists = [[Action(kind, rank, m) for kind in both for m in range(microbatches)] for rank in range(ranks)]
@@ -162,7 +158,7 @@ def in_flight(schedule: str, ranks: int, stages: int, microbatches: int) -> tupl
     return tuple(most)
 
 
-def forwards_of(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
+def forwards_of(schedule: str, ranks: int, stages: int, microbatches: int) -> Sequence[Sequence[Action]]:
     """For each rank, what it computes where nothing is differentiated; any number of microbatches."""
     return [
         [Action(FORWARD, s, m) for s in stages_of_rank(schedule, ranks, stages, rank) for m in range(microbatches)]

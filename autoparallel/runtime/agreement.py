@@ -77,6 +77,11 @@ def tensor_digest(x: torch.Tensor) -> bytes:
     return hashlib.sha256(bytes_of(x.detach().cpu().contiguous())).digest()
 
 
+def is_same(digests: torch.Tensor) -> bool:
+    """Whether all ranks have the same digest, one row each."""
+    return bool((digests == digests[0]).all())
+
+
 class Agreement:
     """The ranks of one mesh, talking about what they are about to do."""
 
@@ -145,29 +150,23 @@ class Agreement:
         if self.control.outstanding is not None:
             self.control.outstanding()
 
-    def table(self, mine: bytes) -> torch.Tensor:
-        """Every rank's digest, one row each."""
-        return self.ask(mine)()
-
-    def require_same(self, what: str, mine: bytes, describe: Callable[[], str]) -> None:
+    def require_same(self, digests: torch.Tensor, what: str, describe: Callable[[], str]) -> None:
         """Raises on every rank when the digests differ on any.
 
         Args:
-            what: what the digest is of, to begin the message with.
+            digests: every rank's, one row each.
+            what: what they are of, to begin the message with.
             describe: this rank's version, in words; asked for only when they differ.
 
         Raises:
             RankMismatchError: naming the ranks, and what each has.
         """
-        table = self.table(mine)
-        if bool((table == table[0]).all()):
-            return
-        self.fail(what, describe())
+        if not is_same(digests):
+            self.fail(what, describe())
 
     def require_same_text(self, what: str, mine: str) -> None:
         """Raises on every rank when a text of several lines differs on any; the message shows the first such line."""
-        table = self.table(digest(mine))
-        if bool((table == table[0]).all()):
+        if is_same(self.ask(digest(mine))()):
             return
         rows = itertools.zip_longest(*(text.splitlines() for text in self.gather(mine)), fillvalue="nothing more")
         raise _mismatch(what, self.ranks, next(row for row in rows if len(set(row)) > 1))

@@ -23,10 +23,10 @@ from autoparallel.operators import RandomState
 from autoparallel.placements import Layout
 from autoparallel.runtime.accumulation import Weight
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.kinds import Kinds
+from autoparallel.runtime.kinds import Kind, Kinds
 from autoparallel.runtime.microbatches import NotKept
 from autoparallel.runtime.randomness import STREAM
-from autoparallel.runtime.runner import Delivery, Kind, Outputs, refuse_detached
+from autoparallel.runtime.runner import Delivery, Outputs, refuse_detached
 
 
 def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) -> Any:

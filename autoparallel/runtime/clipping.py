@@ -195,21 +195,22 @@ class Clipper:
             RuntimeError: on every rank that has it, before any collective: inside ``no_sync()``, before any backward,
                 or for a gradient that the user has replaced by one that lies otherwise.
         """
-        if not self.store.synchronise:
-            return self.store.whole_gradients(what)  # which says why not
-        self.store.passes.end_dead()
-        pending = self.store.pending_layouts()
-        grads: dict[str, torch.Tensor] = {}
-        for name, parameter in self.store.parameters.items():
-            grad = parameter.grad
-            if grad is None:
-                continue
+        store = self.store
+        if not store.synchronise:
+            raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
+        store.passes.end_dead()
+        pending = store.pending_layouts()
+        grads = {name: p.grad for name, p in store.parameters.items() if p.grad is not None}
+        for name, grad in grads.items():
+            parameter = store.parameters[name]
             if pending or not (type(grad) is DTensor and _torch.spec_of(grad) is _torch.spec_of(parameter)):  # type: ignore[arg-type]
                 self._require_ours(what, name, parameter, grad, pending.get(name))
-            grads[name] = grad
-        if grads and not pending and self.store.window is None:
-            return grads
-        return self.store.whole_gradients(what)
+        if not grads or pending or store.window is not None:
+            store.settle()
+            grads = {name: p.grad for name, p in store.parameters.items() if p.grad is not None}
+        if not grads and not (store.everyone is not None and store.backwards):  # other ranks have some
+            raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
+        return grads
 
     def _require_ours(
         self, what: str, name: str, parameter: nn.Parameter, grad: torch.Tensor, pending: Layout | None

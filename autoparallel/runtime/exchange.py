@@ -16,7 +16,7 @@ import torch
 from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec
-from autoparallel.runtime.agreement import Agreement, digest, tensor_digest
+from autoparallel.runtime.agreement import Agreement, digest, is_same, tensor_digest
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.randomness import STREAM, Place, pack, unpack
 from autoparallel.runtime.replicas import SIZE, Replicas
@@ -99,11 +99,10 @@ class Exchange:
         def require_same() -> None:
             table = table_of_all()
             self.place = unpack(table[0, 65:81])
-            if not bool((table[:, :32] == table[0, :32]).all()):
-                agreement.fail("the ranks call the model differently:", problem or f"{describe()}; {self._so_far()}")
+            self._require_same_call(table, lambda: problem or f"{describe()}; {self._so_far()}")
             if problem:
                 raise ValueError(problem)
-            if not bool((table[:, :64] == table[0, :64]).all()):
+            if not is_same(table[:, 32:64]):
                 agreement.control.mismatches += 1
                 raise RankMismatchError(
                     "the ranks pass different values as plain inputs. A plain tensor is the global batch, the same on "
@@ -122,10 +121,8 @@ class Exchange:
         """Shows the other ranks that a call of this rank cannot be made; raises ``error`` where theirs cannot, too."""
         self.calls += 1
         text = f"{type(error).__name__}: {error}"
-        mine = digest("call", self.name, self._counts(), text)
-        table = self.agreement.ask(mine, f"call {self.calls} of {self.name}")()
-        if not bool((table[:, :32] == table[0, :32]).all()):
-            self.agreement.fail("the ranks call the model differently:", text)
+        row = digest("call", self.name, self._counts(), text)
+        self._require_same_call(self.agreement.ask(row, f"call {self.calls} of {self.name}")(), lambda: text)
         raise error
 
     def of_other(self, what: str, number: int = 0) -> list[int]:
@@ -134,10 +131,11 @@ class Exchange:
         Returns:
             The ``number`` that each rank has brought, in the order of the mesh.
         """
-        mine = digest(what, self.name, self._counts()) + number.to_bytes(8, "little")
-        table = self.agreement.ask(mine, f"{what} of {self.name}")()
-        if not bool((table[:, :32] == table[0, :32]).all()):
-            self.agreement.fail("the ranks use the model differently:", f"{what}; {self._so_far()}")
+        row = digest(what, self.name, self._counts()) + number.to_bytes(8, "little")
+        table = self.agreement.ask(row, f"{what} of {self.name}")()
+        self.agreement.require_same(
+            table[:, :32], "the ranks use the model differently:", lambda: f"{what}; {self._so_far()}"
+        )
         return [int(number) for number in table[:, 32:40].contiguous().view(torch.int64).flatten()]
 
     def of_backward(self) -> Callable[[], None]:
@@ -145,13 +143,13 @@ class Exchange:
         place = f"backward {self.store.backwards} of {self.name}"
         table_of_all = self.agreement.ask(digest("backward", self.name, self._counts(), self.store.synchronise), place)
 
-        def require_same() -> None:
-            table = table_of_all()
-            if not bool((table[:, :32] == table[0, :32]).all()):
-                mode = "" if self.store.synchronise else " in no_sync"
-                self.agreement.fail("the ranks call the model differently:", f"{place}{mode}; {self._so_far()}")
+        mode = "" if self.store.synchronise else " in no_sync"
+        return self.agreement.later(
+            lambda: self._require_same_call(table_of_all(), lambda: f"{place}{mode}; {self._so_far()}")
+        )
 
-        return self.agreement.later(require_same)
+    def _require_same_call(self, table: torch.Tensor, describe: Callable[[], str]) -> None:
+        self.agreement.require_same(table[:, :32], "the ranks call the model differently:", describe)
 
     def _counts(self) -> tuple[int, ...]:
         """What this rank has made of the model, since the ranks have last found that it was not the same."""

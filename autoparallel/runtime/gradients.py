@@ -459,20 +459,6 @@ class GradientStore:
                 "between"
             )
 
-    def whole_gradients(self, what: str) -> dict[str, torch.Tensor]:
-        """Every gradient there is, reduced, as it lies at rest; ``what`` asks, in messages.
-
-        Raises:
-            RuntimeError: inside ``no_sync()``, or before any backward.
-        """
-        if not self.synchronise:
-            raise RuntimeError(f"{what} inside no_sync(): gradients are not reduced yet; call it after the window")
-        self.settle()
-        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        if not grads and not (self.everyone is not None and self.backwards):  # other ranks have some
-            raise RuntimeError(f"{what} before any backward(): no parameter has a gradient")
-        return grads
-
     def pending_layouts(self) -> dict[str, Layout]:
         """How the gradients lie that are still summands, by name."""
         return {name: chain.accumulator for name, chain in self._pending.items()}

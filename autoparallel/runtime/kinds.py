@@ -34,7 +34,8 @@ from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
 from autoparallel.runtime.exchange import CHECKED_CALLS, Exchange
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.runner import Kind
+from autoparallel.runtime.pipeline import PipelineRunner
+from autoparallel.runtime.runner import Runner
 from autoparallel.text import LOGGER
 
 MANY_VALUES = 3
@@ -52,6 +53,15 @@ def submodules(model: nn.Module) -> tuple[nn.Module, ...]:
             if module._modules:
                 left += [child for child in reversed(module._modules.values()) if child is not None]
     return tuple(listed)
+
+
+@dataclass
+class Kind:
+    """One kind of call: its runner, what the runner is for, and the trace, where other plans of it may be wanted."""
+
+    runner: Runner | PipelineRunner
+    plan: Plan
+    trace: Captured | None = None
 
 
 class KindMaker(Protocol):
@@ -181,8 +191,7 @@ class Kinds:
         """A call with those lengths and numbers open of which calls of its form have had several, its kind, and the
         kind with the call's sizes."""
         key = self._key(call)
-        form = self._form(call)
-        if key not in self._kinds and form in self._seen:
+        if key not in self._kinds and (form := self._form(call)) in self._seen:
             specs = opened(call.specs, [*self._seen[form], changing_of(call.specs)])
             call = replace(call, specs=without_numbers(specs) if form in self._fixing else specs)
             key = self._key(call)

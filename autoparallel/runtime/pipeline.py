@@ -164,15 +164,12 @@ class PipelineRunner:
     def _differentiates(self) -> bool:
         return self.loss is not None and self.plain.training and torch.is_grad_enabled()
 
-    def _actions(self, differentiate: bool, count: int) -> Sequence[Sequence[Action]]:
-        make = actions_of if differentiate else forwards_of
-        return make(self.plan.schedule, self.plan.ranks, self.plan.count, count)
-
     def steps(self, differentiate: bool, count: int) -> tuple[Action | Transfer, ...]:
         """What this rank does in a call of so many microbatches."""
         key = differentiate, count
         if key not in self._steps:
-            lists = self._actions(differentiate, count)
+            make = actions_of if differentiate else forwards_of
+            lists = make(self.plan.schedule, self.plan.ranks, self.plan.count, count)
             played = play(lists, self.plan.rank_of, self.staged.passings(differentiate))
             self._steps[key] = played.steps[self.rank]
         return self._steps[key]
@@ -330,8 +327,8 @@ class PipelineRunner:
                 continue
             if i == output or run.count == 1:
                 combined[i] = sum(parts[1:], parts[0])
-            elif self._is_batched(i):
-                combined[i] = torch.cat(parts, self._batch_dim(i))
+            elif (dim := batch_dim(self.captured, i)) >= 0:
+                combined[i] = torch.cat(parts, dim)
             else:
                 combined[i] = parts[-1]
         if self.loss in run.results:
@@ -346,12 +343,6 @@ class PipelineRunner:
                 weights = torch.stack([v for v in run.results[output] if v is not None]).to(losses.dtype)
                 combined[self.loss] = torch.where(weights == 0, 0, losses * weights).sum() / weights.sum()
         return combined
-
-    def _is_batched(self, result: int) -> bool:
-        return self._batch_dim(result) >= 0
-
-    def _batch_dim(self, result: int) -> int:
-        return batch_dim(self.captured, result)
 
     # -- after the schedule -----------------------------------------------------------------------------------------
 

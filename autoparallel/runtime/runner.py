@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +15,7 @@ from autoparallel.graph.captured import Captured, NumberSpec
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.passes.name_modules import name_modules
-from autoparallel.placements import Layout, to_dtensor_placements
-from autoparallel.plan import Plan
+from autoparallel.placements import to_dtensor_placements
 from autoparallel.program import LocalProgram, require_divides
 from autoparallel.runtime.accumulation import Weight
 from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks, gather_ahead
@@ -119,19 +117,6 @@ class Runner:
         return self._named
 
 
-class CallRunner(Protocol):
-    """What runs one kind of call, and how its outputs leave: :class:`Runner`, or a pipeline of several."""
-
-    captured: Captured
-    used: tuple[str, ...]
-
-    @property
-    def specs(self) -> Sequence[tuple[Any, Layout]]: ...
-
-    def require_fits(self, call: Call) -> None: ...
-    def run(self, call: Call, random: RandomState) -> Sequence[Any]: ...
-
-
 class Delivery:
     """The outputs of one call, which the user may differentiate together or one by one.
 
@@ -223,12 +208,3 @@ def refuse_detached(captured: Captured, values: list[Any]) -> None:
             )
             anchor = torch.zeros((), device=values[i].device, requires_grad=True)
             values[i] = Refuse.apply(anchor, values[i], reason)
-
-
-@dataclass
-class Kind:
-    """One kind of call: its runner, what the runner is for, and the trace, where other plans of it may be wanted."""
-
-    runner: CallRunner
-    plan: Plan
-    trace: Captured | None = None
