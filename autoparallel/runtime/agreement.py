@@ -177,10 +177,11 @@ class Agreement:
         raise _mismatch(what, self.ranks, self.gather(own))
 
     def gather(self, own: Any) -> list[Any]:
-        """What every rank gives."""
-        parts: list[Any] = [None] * len(self.ranks)
-        with waiting.explained():
-            dist.all_gather_object(parts, own, group=self.group)
+        """What every rank gives, in the order of their numbers."""
+        parts: list[Any] = [own] * len(self.ranks)
+        if not self.alone:
+            with waiting.explained():
+                dist.all_gather_object(parts, own, group=self.group)
         return parts
 
     def together(self, action: Callable[[], T]) -> T:
@@ -191,22 +192,18 @@ class Agreement:
             result = action()
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
-        if not self.alone:
-            texts = self.gather(None if error is None else str(error))
-            failed = [(r, t) for r, t in zip(self.ranks, texts, strict=True) if t is not None]
-            if failed and error is None:
-                raise RankMismatchError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+        texts = self.gather(None if error is None else str(error))
+        failed = [(r, t) for r, t in zip(self.ranks, texts, strict=True) if t is not None]
+        if failed and error is None:
+            raise RankMismatchError(f"rank {failed[0][0]} failed: {failed[0][1]}")
         if error is not None:
             raise error
         return result  # type: ignore[return-value]
 
     def share(self, action: Callable[[S], T], items: Sequence[S]) -> list[T]:
         """What an action makes of every item, each done by one rank; raises on every rank where it does on one."""
-        if self.alone:
-            return [action(item) for item in items]
         place, count = self.ranks.index(dist.get_rank()), len(self.ranks)
-        mine = self.together(lambda: [action(item) for item in items[place::count]])
-        parts = self.gather(mine)
+        parts = self.gather(self.together(lambda: [action(item) for item in items[place::count]]))
         return [parts[i % count][i // count] for i in range(len(items))]
 
     def from_first(self, make: Callable[[], str]) -> str:

@@ -13,14 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoparallel import _torch
 from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec, leaf_value
 from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
-from autoparallel.placements import Layout
 from autoparallel.runtime.accumulation import Weight
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.kinds import Kind, Kinds
@@ -90,8 +88,9 @@ def _deliver(
         refuse_detached(captured, values)
     for i in range(count, len(values)):
         placements, layout = kind.runner.specs[i]
-        if any(p.kind == "S" for p in layout):
-            values[i] = _as_dtensor(values[i], layout, placements, mesh)
+        if any(p.kind == "S" for p in layout):  # it stays as it lies over the mesh
+            local = values[i] if values[i].requires_grad else values[i].contiguous()
+            values[i] = DTensor.from_local(local, mesh, placements, run_check=False)
     sizes = sizes_of(captured, call.specs) if captured.returns_sizes else {}
     for name, (spec, parts) in captured.attributes.items():
         path, _, attribute = name.rpartition(".")
@@ -115,15 +114,3 @@ def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -
     size = weight.size
     value = float(size if isinstance(size, int) else size.node.expr.subs(sizes_of(captured, call.specs)))
     return Weight(value, value or 1.0)
-
-
-def _as_dtensor(local: torch.Tensor, layout: Layout, placements: Any, mesh: DeviceMesh) -> DTensor:
-    """An output that stays as it lies over the mesh."""
-    if local.requires_grad:
-        return DTensor.from_local(local, mesh, placements, run_check=False)
-    shape = list(local.shape)
-    for axis, p in enumerate(layout):
-        if p.kind == "S":
-            shape[p.dim] *= mesh.size(axis)
-    spec = _torch.make_spec(mesh, placements, torch.Size(shape), local.dtype)
-    return _torch.wrap_local(local.contiguous(), spec)

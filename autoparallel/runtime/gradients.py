@@ -39,7 +39,7 @@ from autoparallel.runtime.hooks import (
     has_accumulated_hooks,
     has_gradient_hooks,
 )
-from autoparallel.runtime.state import as_parameter
+from autoparallel.runtime.slices import as_parameter
 
 
 class KeptCopy:

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from autoparallel import _torch
-from autoparallel.placements import from_dtensor_placements
-from autoparallel.runtime.slices import local_slice
+from autoparallel.runtime.slices import as_parameter, lay_like
 
 Hook = Callable[[torch.Tensor], Any]
 
@@ -120,13 +119,7 @@ def _like(name: str, parameter: nn.Parameter, result: Any, grad: DTensor, hook: 
             f"the hook {hook} on {name} must return None or a gradient of shape {tuple(parameter.shape)}, and returned "
             f"{given}. What to change: a hook sees the whole gradient as a DTensor; return one, or a plain whole tensor"
         )
-    result = result.detach()
-    mesh, placements = grad.device_mesh, grad.placements
-    if not isinstance(result, DTensor):
-        local = local_slice(result.to(grad.dtype), from_dtensor_placements(tuple(placements)), mesh)
-        return _torch.wrap_local(local.contiguous(), _torch.spec_of(grad))
-    if result.device_mesh != mesh:
+    if isinstance(result, DTensor) and result.device_mesh != grad.device_mesh:
         raise RuntimeError(f"the hook {hook} on {name} returned a DTensor on another mesh than the gradient's")
-    if tuple(result.placements) != tuple(placements):
-        result = result.redistribute(mesh, placements)
-    return _torch.wrap_local(_torch.local_of(result).to(grad.dtype).contiguous(), _torch.spec_of(grad))
+    local = _torch.local_of(lay_like(result.detach(), grad))
+    return as_parameter(local.to(grad.dtype).contiguous(), grad)

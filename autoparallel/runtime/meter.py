@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from autoparallel.comm.groups import bind, whole_group
 from autoparallel.comm.waiting import waited_seconds
 from autoparallel.runtime.module import ParallelModule
 
@@ -105,12 +103,8 @@ class Meter:
     def _of_all(self, record: dict[str, Any]) -> dict[str, list[float]]:
         """What every rank measured."""
         names = [name for name in ("seconds", "peak_memory", "waited_seconds") if name in record]
-        mesh = self._model._kinds.maker.mesh  # the search may have factored the devices anew
-        mine = torch.tensor([record[name] for name in names], dtype=torch.float64, device=mesh.device_type)
-        group = whole_group(bind(mesh))
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(rows, mine, group=group)
-        return {name: torch.stack(rows)[:, i].tolist() for i, name in enumerate(names)}
+        rows = self._model._kinds.exchange.agreement.gather([float(record[name]) for name in names])
+        return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
 def _peak_of_process() -> int:

@@ -27,7 +27,8 @@ from autoparallel.placements.regions import Region, region_at, whole_region
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.local_steps import fill, gradient_of, lies_as, step_of, take_back, twin_of
 from autoparallel.runtime.messages import Form, pack, unpack
-from autoparallel.runtime.state import as_parameter, in_batches, lay_like
+from autoparallel.runtime.slices import as_parameter, lay_like
+from autoparallel.runtime.state import in_batches
 
 BATCH_BYTES = 64 << 20
 """Of the parameters that one rank owns at a time."""

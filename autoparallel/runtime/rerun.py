@@ -150,7 +150,7 @@ class Rerun:
             if name not in first or name not in second or not torch.equal(first[name], second[name])
         )
         agreement = self._model._kinds.exchange.agreement
-        by_rank = [changed[:NAMED]] if agreement.alone else agreement.gather(changed[:NAMED])
+        by_rank = agreement.gather(changed[:NAMED])
         differing = {rank: names for rank, names in zip(agreement.ranks, by_rank, strict=True) if names}
         suspicious = self._is_suspicious(before)
         if self._repeats is None:

@@ -1,13 +1,13 @@
-"""A rank's part of a whole tensor."""
+"""A rank's part of a whole tensor, and tensors that lie as another does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from autoparallel.placements import Layout
+from autoparallel import _torch
+from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.placements.regions import own_region, whole_region
 
 
@@ -25,8 +25,21 @@ def local_view(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.T
     return whole[region.within(whole_region(whole.shape))] if any(p.kind == "S" for p in layout) else whole
 
 
-def local_shape(shape: Sequence[int], layout: Layout, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The shape of this rank's part of a tensor."""
-    region = own_region(shape, layout, mesh)
-    assert region is not None
-    return region.shape
+def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
+    """A ``DTensor`` that lies as a parameter at rest does, around this rank's part."""
+    spec = _torch.spec_of(parameter)  # type: ignore[arg-type]
+    if local.dtype != parameter.dtype:
+        spec = _torch.make_spec(spec.mesh, spec.placements, parameter.shape, local.dtype)
+    return _torch.wrap_local(local, spec)
+
+
+def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """A value to load that lies as a parameter does: a plain, whole tensor without communication, a ``DTensor`` by
+    redistributing it; one of another shape as it is."""
+    mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+    if isinstance(value, DTensor):
+        return value if value.placements == placements else value.redistribute(mesh, placements)
+    if value.shape != parameter.shape:
+        return value
+    local = local_slice(value.to(parameter.device, parameter.dtype), from_dtensor_placements(placements), mesh)
+    return _torch.wrap_local(local, _torch.spec_of(parameter))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
-from autoparallel.placements import Invariant, Layout, from_dtensor_placements, to_dtensor_placements
+from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.hooks import move_hooks
 from autoparallel.runtime.initial_values import find_units, set_already
 from autoparallel.runtime.parameter_draws import WholeDraws
@@ -175,25 +175,5 @@ def materialize(
             _swap(p, _remade(p, local_slice(value, layout, home), spec))
 
 
-def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
-    """A ``DTensor`` that lies as a parameter at rest does, around this rank's part."""
-    spec = _torch.spec_of(parameter)  # type: ignore[arg-type]
-    if local.dtype != parameter.dtype:
-        spec = _torch.make_spec(spec.mesh, spec.placements, parameter.shape, local.dtype)
-    return _torch.wrap_local(local, spec)
-
-
 def _is_meta(parameter: torch.Tensor) -> bool:
     return _torch.local_of(parameter).device.type == "meta"
-
-
-def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """A value to load that lies as a parameter does: a plain, whole tensor without communication, a ``DTensor`` by
-    redistributing it; one of another shape as it is."""
-    mesh, placements = parameter.device_mesh, tuple(parameter.placements)
-    if isinstance(value, DTensor):
-        return value if value.placements == placements else value.redistribute(mesh, placements)
-    if value.shape != parameter.shape:
-        return value
-    local = local_slice(value.to(parameter.device, parameter.dtype), from_dtensor_placements(placements), mesh)
-    return _torch.wrap_local(local, _torch.spec_of(parameter))

@@ -18,8 +18,8 @@ from autoparallel.comm.groups import Wait, communicator_of, group_name
 from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
 from autoparallel.placements import largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
+from autoparallel.placements.regions import own_region
 from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.slices import local_shape
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,9 @@ class TiedParameters:
         for tie in ties:
             if rank in tie.borrowers:
                 chain, mesh = tie.chain, store.mesh
-                shape = local_shape(chain.shape, chain.at_rest, mesh)
-                local = torch.empty(shape, dtype=chain.rest_dtype, device=mesh.device_type)
+                part = own_region(chain.shape, chain.at_rest, mesh)
+                assert part is not None
+                local = torch.empty(part.shape, dtype=chain.rest_dtype, device=mesh.device_type)
                 spec = _torch.make_spec(
                     mesh, to_dtensor_placements(chain.at_rest), torch.Size(chain.shape), chain.rest_dtype
                 )
