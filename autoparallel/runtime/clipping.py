@@ -58,13 +58,13 @@ class Clipper:
         in_step: how an optimizer's step clips by itself, if it does.
 
     Attributes:
-        own: the marks (``id``) of the model's parameters.
+        parameter_ids: the ``id``s of the model's parameters.
         last_norm: the norm of the last clipping, before it, as :meth:`clip_norm` returned it.
     """
 
     def __init__(self, store: GradientStore, model: nn.Module, in_step: ClipGradNorm | None = None) -> None:
         self.store = store
-        self.own = frozenset(map(id, store.parameters.values()))
+        self.parameter_ids = frozenset(map(id, store.parameters.values()))
         self.names = ParameterNames(model, store.parameters)
         self.in_step = in_step
         self.limits = None if in_step is None else self.names.limits(in_step.max_norm)
@@ -138,8 +138,8 @@ class Clipper:
         assert self.limits is not None and self.in_step is not None
         held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
         grads = {n: p.grad for n, p in self.store.parameters.items() if p.grad is not None}
-        mine = [n for n in grads if id(self.store.parameters[n]) in held]
-        if optimizer is not None and (not self._is_due(held, mine) or self._is_done(grads, mine)):
+        names = [n for n in grads if id(self.store.parameters[n]) in held]
+        if optimizer is not None and (not self._is_due(held, names) or self._is_done(grads, names)):
             return None
         grads = self.gradients("optimizer.step()")
         norms, runs = self._measure(grads, self.limits.names, self.in_step.norm_type)
@@ -151,7 +151,7 @@ class Clipper:
             norms = norms / scale.to(norms)
         self.last_norm = self.limits.result(self._visible(norms, grads))
         skip = self.in_step.nonfinite == "skip"
-        if len(norms) == 1 and optimizer is not None and self._can_fold(optimizer, grads, len(mine)):
+        if len(norms) == 1 and optimizer is not None and self._can_fold(optimizer, grads, len(names)):
             if skip:
                 self._skip_nonfinite(norms, grads)
             inverse = 1.0 / arithmetic.clip_coefficient(norms[0], self.limits.values[0])
@@ -162,10 +162,10 @@ class Clipper:
         self._done = self.store.backwards, {n: _mark(g) for n, g in grads.items()}
         return None
 
-    def _is_due(self, held: Collection[int], mine: Sequence[str]) -> bool:
+    def _is_due(self, held: Collection[int], names: Sequence[str]) -> bool:
         """Whether an optimizer has something to clip, on this rank or another: all ranks must say the same."""
         if self.store.everyone is None:
-            return bool(mine)
+            return bool(names)
         return bool(self.store.backwards) and any(
             p.requires_grad and id(p) in held for p in self.store.parameters.values()
         )
@@ -176,13 +176,13 @@ class Clipper:
             return False
         return all(self._done[1].get(n) == _mark(grads[n]) for n in names)
 
-    def _can_fold(self, optimizer: torch.optim.Optimizer, grads: Mapping[str, torch.Tensor], mine: int) -> bool:
-        """Whether the optimizer may divide the gradients in its own pass over them: it must hold these and no others,
-        and its scale is a float32 number."""
+    def _can_fold(self, optimizer: torch.optim.Optimizer, grads: Mapping[str, torch.Tensor], count: int) -> bool:
+        """Whether the optimizer may divide the gradients in its own pass over them: it must hold all ``count`` of
+        these and no others, and its scale is a float32 number."""
         return (
             bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-            and mine == len(grads)
-            and all(id(p) in self.own for group in optimizer.param_groups for p in group["params"])
+            and count == len(grads)
+            and all(id(p) in self.parameter_ids for group in optimizer.param_groups for p in group["params"])
             and all(g.dtype != torch.float64 for g in grads.values())
         )
 

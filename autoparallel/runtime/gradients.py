@@ -324,16 +324,16 @@ class GradientStore:
     def _hand_out(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
         """Adds reduced gradients to ``.grad``; those that hooks are to see first, when all of them are there."""
         if self.window is None and are_registered():
-            seen = [has_gradient_hooks(self.parameters[c.name]) for c in chains]
-            for chain, value, waits in zip(chains, values, seen, strict=True):
-                if waits:
+            rows, chains, values = zip(chains, values, strict=True), [], []
+            for chain, value in rows:
+                if has_gradient_hooks(self.parameters[chain.name]):
                     before = self._complete.get(chain.name, (chain, None))[1]
                     self._complete[chain.name] = chain, value if before is None else before + value
-                elif has_accumulated_hooks(self.parameters[chain.name]):
+                    continue
+                if has_accumulated_hooks(self.parameters[chain.name]):
                     self._complete[chain.name] = chain, None
-            if any(seen):
-                chains = [c for c, waits in zip(chains, seen, strict=True) if not waits]
-                values = [v for v, waits in zip(values, seen, strict=True) if not waits]
+                chains.append(chain)
+                values.append(value)
         if chains:
             self._add(chains, values)
 

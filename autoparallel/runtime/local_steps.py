@@ -110,21 +110,21 @@ def fill(twin: Optimizer, optimizer: Optimizer, state: Any, lists: Iterable[list
     """Gives a twin what it steps on, after the closure that may change a group or lay parameters out; ``lists`` are the
     parameters of each group."""
     twin.state = state
-    for group, own, parameters in zip(twin.param_groups, optimizer.param_groups, lists, strict=True):
-        group.update(own, params=parameters)
+    for group, options, parameters in zip(twin.param_groups, optimizer.param_groups, lists, strict=True):
+        group.update(options, params=parameters)
 
 
 def take_back(optimizer: Optimizer, twin: Optimizer) -> None:
     """Gives the optimizer what a step has set on its twin, beside states and parameters."""
-    before = optimizer.__dict__
+    attributes = optimizer.__dict__
     for name, value in twin.__dict__.items():
-        if name not in _OWN and before.get(name, _OWN) is not value:
-            before[name] = value
-    for group, own in zip(optimizer.param_groups, twin.param_groups, strict=True):
-        group.update((key, value) for key, value in own.items() if key != "params")
+        if name not in _OF_TWINS and attributes.get(name, _OF_TWINS) is not value:
+            attributes[name] = value
+    for group, stepped in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        group.update((key, value) for key, value in stepped.items() if key != "params")
 
 
-_OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf", _torch.FILLER, *_torch.STEP_HOOKS})
+_OF_TWINS = frozenset({"state", "param_groups", "grad_scale", "found_inf", _torch.FILLER, *_torch.STEP_HOOKS})
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -169,8 +169,8 @@ def try_elements(optimizer: Optimizer) -> Numbers:
             runs = [(value / 4)[i:j].clone() for i, j in ((0, 4), (0, 2), (2, 4))]
             grads = [(value.flip(0) * size)[i:j] for i, j in ((0, 4), (0, 2), (2, 4))]
             states = [_try(optimizer, group, *run) for run in zip(runs, grads, strict=True)]
-            seen: list[tuple[Any, list[Any]]] = [("parameter", list(runs))]
-            for name, (whole, *parts) in [*seen, *((n, [s.get(n) for s in states]) for n in states[0])]:
+            values: dict[Any, list[Any]] = {"parameter": runs, **{n: [s.get(n) for s in states] for n in states[0]}}
+            for name, (whole, *parts) in values.items():
                 if lies_as(whole, name, (4, 2)) and all(lies_as(x, name, (2, 2)) for x in parts):
                     parts = [torch.cat(parts)]
                 elif isinstance(whole, torch.Tensor):
@@ -187,10 +187,10 @@ def try_elements(optimizer: Optimizer) -> Numbers:
 def _try(optimizer: Optimizer, group: dict[str, Any], value: torch.Tensor, grad: torch.Tensor) -> dict[Any, Any]:
     """The states of a small tensor after two steps that change it."""
     twin = twin_of(optimizer)
-    own = copy.deepcopy({name: x for name, x in group.items() if name != "params"})
-    if isinstance(own.get("lr"), float):
-        own["lr"] = 0.1  # it may start at 0
-    twin.param_groups = [{**own, "params": [value]}]
+    options = copy.deepcopy({name: x for name, x in group.items() if name != "params"})
+    if isinstance(options.get("lr"), float):
+        options["lr"] = 0.1  # it may start at 0
+    twin.param_groups = [{**options, "params": [value]}]
     for _ in range(2):
         value.grad = grad.clone()
         step_of(type(optimizer))(twin)
@@ -239,12 +239,12 @@ class LocalStep:
         self._without: list[int] = []  # places of those that had none
         self._changed = self._sharded
         kind = type(optimizer)
-        known = _is_torchs(step_of(kind))
-        self._numbers = NUMBERS if known else try_elements(optimizer)
+        is_torchs = _is_torchs(step_of(kind))
+        self._numbers = NUMBERS if is_torchs else try_elements(optimizer)
         self._state: defaultdict[Any, Any] = defaultdict(dict)
-        self._seen: list[Any] = []
-        self._made: list[Any] = []
-        self._keeps_lists = known and len(sharded) == len(self._locals) and _is_torchs(_torch.filler_of(kind))
+        self._outer: list[Any] = []  # the objects in the optimizer's state after its last step, and in the plain one
+        self._inner: list[Any] = []
+        self._keeps_lists = is_torchs and len(sharded) == len(self._locals) and _is_torchs(_torch.filler_of(kind))
         self._options: list[Any] = []
         self._filled: list[_torch.Filled] = []  # by each group, in the last step, if they hold for the next
         self._filling: list[_torch.Filled] = []
@@ -264,14 +264,14 @@ class LocalStep:
         parts, specs = _torch.locals_of(grads), _torch.specs_of(grads)
         same = all(map(is_, specs, self._specs)) and all(grads[i] is None for i in self._without)
         if not same:
-            found = list(map(gradient_of, self._sharded))
-            self._specs = [s if a is b else _UNKNOWN for s, a, b in zip(specs, parts, found, strict=True)]
+            laid = list(map(gradient_of, self._sharded))
+            self._specs = [s if a is b else _UNKNOWN for s, a, b in zip(specs, parts, laid, strict=True)]
             self._without = [i for i, grad in enumerate(grads) if grad is None]
             self._changed = [p for p, grad in zip(self._sharded, grads, strict=True) if grad is not None]
-            parts = found
+            parts = laid
         # Writing to a local tensor does not let it show in the version of its ``DTensor``.
         torch.autograd.graph.increment_version(self._changed)
-        if not _same(_objects(optimizer.state), self._seen):
+        if not _same(_objects(optimizer.state), self._outer):
             same = False
             self._read(optimizer)
         fill(twin, optimizer, self._state, [self._locals[part] for part in self._slices])
@@ -299,7 +299,7 @@ class LocalStep:
                 if lies_as(value, name, parameter.shape, self._numbers):
                     values[name] = value = lay_like(value, parameter)
                 self._state[local][name] = _torch.local_of(value) if isinstance(value, torch.Tensor) else value
-        self._seen, self._made = _objects(optimizer.state), _objects(self._state)
+        self._outer, self._inner = _objects(optimizer.state), _objects(self._state)
 
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
         """Takes back what a step has made."""
@@ -308,7 +308,7 @@ class LocalStep:
             return
         for local in self._shards:
             local.grad = None
-        if _same(_objects(self._state), self._made):
+        if _same(_objects(self._state), self._inner):
             self._filled = self._filling
         else:
             self._write(optimizer)
@@ -324,15 +324,15 @@ class LocalStep:
             for name in [n for n in before if n not in values]:
                 del before[name]
             for name, value in values.items():
-                known = before.get(name)
                 if lies_as(value, name, local.shape, self._numbers):
-                    if not (isinstance(known, DTensor) and _torch.local_of(known) is value):
+                    previous = before.get(name)
+                    if not (isinstance(previous, DTensor) and _torch.local_of(previous) is value):
                         before[name] = as_parameter(value, parameter)
-                elif known is not value:
+                else:
                     before[name] = value
         for key in self._state.keys() - {*self._locals}:
             optimizer.state[key] = self._state[key]
-        self._seen, self._made = _objects(optimizer.state), _objects(self._state)
+        self._outer, self._inner = _objects(optimizer.state), _objects(self._state)
 
 
 def _options(group: dict[str, Any]) -> list[Any]:

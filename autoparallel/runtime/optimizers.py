@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +21,9 @@ _STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep | OwnedStep] 
 _CLIPPERS: weakref.WeakKeyDictionary[Clipper, None] = weakref.WeakKeyDictionary()
 """As they were made, which every rank does in the same order: what one optimizer holds of several is reduced in it."""
 
-_LENT: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_UNDONE: weakref.WeakKeyDictionary[torch.optim.Optimizer, ExitStack] = weakref.WeakKeyDictionary()
+"""What is undone after the step that is running now."""
+
 _REPLACED: dict[int, weakref.ref[torch.Tensor]] = {}
 _HOOKED = False
 
@@ -54,7 +57,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     changed: tuple[Any, Any] | None = None
     for clipper in list(_CLIPPERS):
         store = clipper.store
-        if clipper.own.isdisjoint(map(id, _held(optimizer))):  # most often the first is one of them
+        if clipper.parameter_ids.isdisjoint(map(id, _held(optimizer))):  # most often the first is one of them
             continue
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise RuntimeError(
@@ -76,7 +79,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         store.steps += 1
         part = part_of(optimizer)
         if part is None:
-            _count_change(p for p in _held(optimizer) if id(p) in clipper.own and p.grad is not None)
+            # The operators over lists that optimizers use do not show in the versions of ``DTensor``s.
+            torch.autograd.graph.increment_version(_with_gradients(optimizer, clipper))
         if closure is not None:  # its gradients are made, reduced with those before, and clipped inside of the step
             changed = args, kwargs = _after_closure(args, kwargs, partial(_end_closure, clipper))
             continue
@@ -87,7 +91,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         if skipped is not None:
             _leave_out(optimizer, clipper, skipped)
     if part is not None:
-        _undo(optimizer).append(_torch.call_innermost(optimizer, _enter, _leave))
+        _undone(optimizer).callback(_torch.call_innermost(optimizer, _enter, _leave))
     return changed
 
 
@@ -95,10 +99,9 @@ def _held(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _count_change(parameters: Iterable[torch.Tensor]) -> None:
-    """Lets a step show in the parameters' versions: the operators over lists that optimizers use do not, on
-    ``DTensor``s."""
-    torch.autograd.graph.increment_version(list(parameters))
+def _with_gradients(optimizer: torch.optim.Optimizer, clipper: Clipper) -> list[torch.Tensor]:
+    """The parameters of one model that an optimizer holds and that have gradients."""
+    return [p for p in _held(optimizer) if id(p) in clipper.parameter_ids and p.grad is not None]
 
 
 def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -156,43 +159,30 @@ def _end_closure(clipper: Clipper) -> None:
 def _leave_out(optimizer: torch.optim.Optimizer, clipper: Clipper, skipped: torch.Tensor) -> None:
     """See [Note: skipping a step] in ``clipping``."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        found = getattr(optimizer, "found_inf", None)
+        scalers = getattr(optimizer, "found_inf", None)
         flag = skipped.to(torch.float32)
-        _lend(optimizer, "found_inf", flag if found is None else torch.maximum(found.to(flag), flag))
+        _lend(optimizer, "found_inf", flag if scalers is None else torch.maximum(scalers.to(flag), flag))
     elif bool(skipped):
-        own = [p for p in _held(optimizer) if id(p) in clipper.own and p.grad is not None]
-        grads = [p.grad for p in own]
-        for p in own:
-            p.grad = None
-        _undo(optimizer).append(lambda: _give_back(own, grads))
-
-
-def _give_back(parameters: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    for parameter, grad in zip(parameters, grads, strict=True):
-        parameter.grad = grad
+        for parameter in _with_gradients(optimizer, clipper):
+            _undone(optimizer).callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
 
 
 def _lend(optimizer: torch.optim.Optimizer, name: str, value: torch.Tensor | None) -> None:
     """Sets an attribute for the time of a step."""
     if value is None:
         return
-    missing = object()
-    before = getattr(optimizer, name, missing)
+    if hasattr(optimizer, name):
+        _undone(optimizer).callback(setattr, optimizer, name, getattr(optimizer, name))
+    else:
+        _undone(optimizer).callback(delattr, optimizer, name)
     setattr(optimizer, name, value)
 
-    def restore() -> None:
-        if before is missing:
-            delattr(optimizer, name)
-        else:
-            setattr(optimizer, name, before)
 
-    _undo(optimizer).append(restore)
-
-
-def _undo(optimizer: torch.optim.Optimizer) -> list[Callable[[], None]]:
-    return _LENT.setdefault(optimizer, [])
+def _undone(optimizer: torch.optim.Optimizer) -> ExitStack:
+    return _UNDONE.setdefault(optimizer, ExitStack())
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-    for restore in reversed(_LENT.pop(optimizer, [])):
-        restore()
+    if optimizer in _UNDONE:
+        _UNDONE.pop(optimizer).close()

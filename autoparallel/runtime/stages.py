@@ -58,12 +58,12 @@ class StageGradients(GradientStore):
         held = dict(zip(bucket.placeholders, leaves, strict=True))
         for chain in bucket.bucket.chains if differentiate else ():
             if chain.trainable:
-                mine = [held[name].requires_grad_() for name in chain.placeholders]
-                for leaf in mine:
+                trained = [held[name].requires_grad_() for name in chain.placeholders]
+                for leaf in trained:
                     if leaf.dtype != chain.accumulator_dtype:
                         leaf.grad_dtype = chain.accumulator_dtype
-                self._leaves.append((chain, mine))
-                self._without += mine
+                self._leaves.append((chain, trained))
+                self._without += trained
         return held
 
     def own(self, others: Iterable[torch.Tensor]) -> None:
