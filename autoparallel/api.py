@@ -25,7 +25,7 @@ from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.predict.optimizer import MakeOptimizer, optimizer_cost
 from autoparallel.report.progress import Progress
-from autoparallel.runtime.agreement import Agreement
+from autoparallel.runtime.agreement import Agreement, agreement_of
 from autoparallel.runtime.compiled import make_body_of, require_backend
 from autoparallel.runtime.gradients import GradientStore
 from autoparallel.runtime.limits import ClipGradNorm
@@ -213,7 +213,7 @@ def compile(
         compiled=backend != "eager",
     )
     STREAM.begin()
-    agreement = Agreement(mesh)
+    agreement = agreement_of(mesh)
     _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline, cache is not None)
     prefix = bind(mesh)
     with Progress(type(model).__name__, agreement.is_first).phase("parameters"):

@@ -33,7 +33,7 @@ from autoparallel.hardware import Profile, profile_for
 from autoparallel.plan import Plan
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.request import Request, limit_in_bytes
-from autoparallel.runtime.agreement import Agreement, digest, is_same, tensor_digest
+from autoparallel.runtime.agreement import Agreement, agreement_of, digest, is_same, tensor_digest
 from autoparallel.runtime.calls import run_call
 from autoparallel.runtime.compiled import make_body_of
 from autoparallel.runtime.exchange import Exchange
@@ -158,7 +158,7 @@ def autoparallel(
     request = parsed.request(mesh)
     piece = Piece(module, example_inputs)
     broken = find_graph_break(module)
-    agreement = Agreement(mesh)
+    agreement = agreement_of(mesh)
     _require_same_graph(agreement, piece, request, parsed.backend, broken)
     if broken is not None:
         raise GraphBreakError(broken)

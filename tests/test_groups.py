@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import autoparallel
 from autoparallel import _torch
 from autoparallel.comm.groups import axis_of_group, bind, communicator_of, with_data_axis
-from autoparallel.runtime.agreement import Agreement
+from autoparallel.runtime.agreement import agreement_of
 from tests.distributed import open_pool, run_distributed, run_in
 from tests.runtime.support import batch, make, parameters_off
 
@@ -78,7 +78,7 @@ def _collectives_by_place() -> dict[str, object]:
 
 def _said(mesh: DeviceMesh) -> list[str]:
     """What each rank has said, in the order of the agreement's ranks."""
-    agreement = Agreement(mesh)
+    agreement = agreement_of(mesh)
     said = dict(zip(agreement.ranks, agreement.gather(str(dist.get_rank())), strict=True))
     shared = agreement.share(lambda item: item * 10, [0, 1, 2, 3, 4, 5])
     assert shared == [0, 10, 20, 30, 40, 50]

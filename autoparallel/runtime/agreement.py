@@ -30,39 +30,6 @@ ROW = 160
 """The bytes that a rank shows the others at once: as many in every exchange, so that any two of them can meet."""
 
 
-class _Control:
-    """The group over which the same ranks agree, one for all meshes and models on them.
-
-    Attributes:
-        group: the process group; None for one rank.
-        models: how many models were compiled for these ranks.
-        exchanges: how often the ranks have shown each other what they do.
-        mismatches: how often they have found that it was not the same.
-        outstanding: the check of the last exchange, while nobody has waited for it.
-    """
-
-    def __init__(self, ranks: Sequence[int], device: str) -> None:
-        self.models, self.exchanges, self.mismatches = 0, 0, 0
-        self.outstanding: Callable[[], None] | None = None
-        self.group: Any = None
-        if len(ranks) > 1:
-            self.group = dist.new_group(
-                list(ranks),
-                timeout=_torch.timeout_of(dist.group.WORLD, device),
-                backend="gloo",
-                use_local_synchronization=len(ranks) < dist.get_world_size(),
-                group_desc=CONTROL,
-            )
-
-    @property
-    def is_open(self) -> bool:
-        """Whether its process group has not been destroyed."""
-        return self.group is None or _torch.is_open(self.group)
-
-
-_CONTROLS: dict[tuple[int, ...], _Control] = {}
-
-
 def digest(*parts: object) -> bytes:
     """32 bytes that stand for some values."""
     h = hashlib.sha256()
@@ -83,22 +50,40 @@ def is_same(digests: torch.Tensor) -> bool:
 
 
 class Agreement:
-    """The ranks of one mesh, talking about what they are about to do."""
+    """Some ranks, talking about what they are about to do; one object for all meshes of them and models on these.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())  # as they stand in every process group
-        self.alone = len(self.ranks) == 1
-        key = tuple(self.ranks)
-        if key not in _CONTROLS or not _CONTROLS[key].is_open:
-            waiting.forget()
-            _CONTROLS[key] = _Control(self.ranks, mesh.device_type)
-        self.control = _CONTROLS[key]
-        self.group = self.control.group
+    Args:
+        ranks: as they stand in every process group.
+        device: the kind of device of their meshes, whose time-out theirs is.
+
+    Attributes:
+        group: the process group; None for one rank.
+        mismatches: how often the ranks have found that they do not do the same.
+    """
+
+    def __init__(self, ranks: list[int], device: str) -> None:
+        self.ranks, self.alone, self.mismatches = ranks, len(ranks) == 1, 0
+        self._models, self._exchanges = 0, 0
+        self._outstanding: Callable[[], None] | None = None  # the check of the last exchange, while nobody has made it
+        self.group: Any = None
+        if not self.alone:
+            self.group = dist.new_group(
+                ranks,
+                timeout=_torch.timeout_of(dist.group.WORLD, device),
+                backend="gloo",
+                use_local_synchronization=len(ranks) < dist.get_world_size(),
+                group_desc=CONTROL,
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process group has not been destroyed."""
+        return self.group is None or _torch.is_open(self.group)
 
     def next_model(self) -> int:
         """The number of a model that is compiled now, among those on the same ranks."""
-        self.control.models += 1
-        return self.control.models
+        self._models += 1
+        return self._models
 
     @property
     def is_first(self) -> bool:
@@ -121,8 +106,8 @@ class Agreement:
         if self.alone:
             return lambda: row.unsqueeze(0)
         self.settle()
-        self.control.exchanges += 1
-        waiting.enter(Place(tuple(self.ranks), self.control.exchanges, what))
+        self._exchanges += 1
+        waiting.enter(Place(tuple(self.ranks), self._exchanges, what))
         table = torch.empty(len(self.ranks), len(row), dtype=torch.uint8)
         with waiting.explained():
             work = _torch.all_gather_single(table.view(-1), row, group=self.group, async_op=True)
@@ -135,20 +120,19 @@ class Agreement:
 
     def later(self, check: Callable[[], None]) -> Callable[[], None]:
         """A check that is made once: when it is called, or at the latest before these ranks' next exchange."""
-        control = self.control
 
         def once() -> None:
-            if control.outstanding is once:
-                control.outstanding = None
+            if self._outstanding is once:
+                self._outstanding = None
                 check()
 
-        control.outstanding = once
+        self._outstanding = once
         return once
 
     def settle(self) -> None:
         """Makes the check of the last exchange, if nobody has."""
-        if self.control.outstanding is not None:
-            self.control.outstanding()
+        if self._outstanding is not None:
+            self._outstanding()
 
     def require_same(self, digests: torch.Tensor, what: str, describe: Callable[[], str]) -> None:
         """Raises on every rank when the digests differ on any.
@@ -173,7 +157,7 @@ class Agreement:
 
     def fail(self, what: str, own: str) -> NoReturn:
         """Raises ``RankMismatchError`` with every rank's description; all ranks must call it."""
-        self.control.mismatches += 1
+        self.mismatches += 1
         raise _mismatch(what, self.ranks, self.gather(own))
 
     def gather(self, own: Any) -> list[Any]:
@@ -235,7 +219,20 @@ def _mismatch(what: str, ranks: Sequence[int], texts: Sequence[str]) -> RankMism
     return RankMismatchError(f"{what}\n" + "\n".join(lines))
 
 
+_AGREEMENTS: dict[tuple[int, ...], Agreement] = {}
+
+
+def agreement_of(mesh: DeviceMesh) -> Agreement:
+    """The ranks of a mesh, which make a group together where they have none."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    agreement = _AGREEMENTS.get(tuple(ranks))
+    if agreement is None or not agreement.is_open:
+        waiting.forget()
+        agreement = _AGREEMENTS[tuple(ranks)] = Agreement(ranks, mesh.device_type)
+    return agreement
+
+
 def forget_groups() -> None:
     """Forgets the groups; for processes that destroy their process groups and make new ones."""
-    _CONTROLS.clear()
+    _AGREEMENTS.clear()
     waiting.forget()

@@ -61,7 +61,7 @@ class Exchange:
         self.calls = 0
         self.place: Place = (0, 0)  # of the random numbers of the call that is agreed upon: the first rank's
         self.check_inputs = (1 if device == "cpu" else SELDOM) if check_inputs is None else check_inputs
-        self._base, self._mismatches = (0, 0, 0), agreement.control.mismatches
+        self._base, self._mismatches = (0, 0, 0), agreement.mismatches
         self._samples: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     @property
@@ -103,7 +103,7 @@ class Exchange:
             if problem:
                 raise ValueError(problem)
             if not is_same(table[:, 32:64]):
-                agreement.control.mismatches += 1
+                agreement.mismatches += 1
                 raise RankMismatchError(
                     "the ranks pass different values as plain inputs. A plain tensor is the global batch, the same on "
                     "every rank (unlike DistributedDataParallel, which takes each rank's own rows). Pass the same "
@@ -155,8 +155,8 @@ class Exchange:
         """What this rank has made of the model, since the ranks have last found that it was not the same."""
         in_step = self.store.everyone is None  # else a rank steps what lies on it, which may be nothing
         counts = self.calls, self.store.backwards, self.store.steps * in_step
-        if self._mismatches != self.agreement.control.mismatches:
-            self._mismatches, self._base = self.agreement.control.mismatches, counts
+        if self._mismatches != self.agreement.mismatches:
+            self._mismatches, self._base = self.agreement.mismatches, counts
         return tuple(now - before for now, before in zip(counts, self._base, strict=True))
 
     def _so_far(self) -> str:

@@ -76,7 +76,7 @@ class Replicas:
         grid = shown.view(-1, SETS, 8)[_rows(mesh, agreement)]  # uint8 [*mesh, SETS, 8]
         if all(_is_same(grid[..., mask, :], _axes(mask, mesh)) for mask in range(SETS)):
             return
-        agreement.control.mismatches += 1
+        agreement.mismatches += 1
         numbers = agreement.gather({name: (mask, value) for name, mask, value in self._values()})
         lines: list[str] = []
         for name in dict.fromkeys(name for values in numbers for name in values):
