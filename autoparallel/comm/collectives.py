@@ -325,6 +325,11 @@ def local_shape(shape: Sequence[Any], src: Placement, dst: Placement, n: int) ->
     return out
 
 
+def arriving_shape(shape: Sequence[Any], src: str, dst: str, group: str) -> list[Any]:
+    """The same for placements as text along a mesh axis by name."""
+    return local_shape(shape, parse_placement(src), parse_placement(dst), axis_size(group))
+
+
 # The two opaque operators: what torch.compile sees of a redistribution, and of a reduction inside an operator.
 @torch.library.custom_op("autoparallel::transfer", mutates_args=())
 def _transfer_op(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
@@ -334,7 +339,7 @@ def _transfer_op(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tenso
 
 @_transfer_op.register_fake
 def _(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
-    return x.new_empty(local_shape(x.shape, parse_placement(src), parse_placement(dst), axis_size(group)))
+    return x.new_empty(arriving_shape(x.shape, src, dst, group))
 
 
 @torch.library.custom_op("autoparallel::all_reduce", mutates_args=())

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoparallel.comm import ranges
-from autoparallel.comm.collectives import DUALS, apply, is_traced, local_shape, start_transfers
-from autoparallel.comm.groups import axis_size
+from autoparallel.comm.collectives import DUALS, apply, arriving_shape, is_traced, start_transfers
 from autoparallel.placements import ACTIONS, COLLECTIVES, parse_placement
 
 Started = tuple[Tensor, Tensor]
@@ -37,11 +36,6 @@ _SENDING = frozenset(kinds for kinds, name in ACTIONS.items() if name in COLLECT
 def sends(src: str, dst: str) -> bool:
     """Whether a redistribution between two placements, as text, is a collective."""
     return src != dst and (src[0], dst[0]) in _SENDING
-
-
-def arriving_shape(shape: Sequence[Any], src: str, dst: str, group: str) -> list[Any]:
-    """The shape of a rank's value after a redistribution, from its shape before."""
-    return local_shape(shape, parse_placement(src), parse_placement(dst), axis_size(group))
 
 
 def start_redistribution(x: Tensor, src: str, dst: str, group: str) -> Started:

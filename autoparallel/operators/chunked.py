@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoparallel.comm import ranges
-from autoparallel.comm.collectives import DUALS, apply, is_traced
-from autoparallel.comm.in_flight import arriving_shape, finish_transfer, sends, start_transfer
+from autoparallel.comm.collectives import DUALS, apply, arriving_shape, is_traced
+from autoparallel.comm.in_flight import finish_transfer, sends, start_transfer
 
 T = TypeVar("T")
 

@@ -64,11 +64,6 @@ class Exchange:
         self._base, self._mismatches = (0, 0, 0), agreement.mismatches
         self._samples: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-    @property
-    def broken(self) -> str | None:
-        """Why the ranks cannot go on, if they cannot."""
-        return self.agreement.broken
-
     # -- before a call ----------------------------------------------------------------------------------------------
 
     def of_call(

@@ -146,7 +146,7 @@ class Kinds:
             call, (key, len(self._kinds)), problem, whole, lambda: self._describe(call, synchronise)
         )
         ready = self._ready.get(sized)
-        if ready is None or whole or problem or self.store.kept or self.exchange.broken:
+        if ready is None or whole or problem or self.store.kept or self.exchange.agreement.broken:
             require_same()
             return ready or self._fitting(key, sized, call)
         if ready.runner.captured.draws:  # what the first rank draws comes with the table

@@ -9,9 +9,8 @@ and the loop, or the ``LightningModule``, stays as it is. ``Fabric(strategy=Auto
 and ``Trainer(strategy=TrainerStrategy({"dp": 4, "tp": 2}))`` say more.
 
 - ``fabric``: the strategy of Fabric.
-- ``precision``: which precisions both have.
 - ``trainer``: the strategy of the Trainer.
-- ``whole_batch``: what both say of the ranks.
+- ``whole_batch``: what both say of the ranks, and of precision.
 """
 
 from autoparallel.integrations.lightning.fabric import AutoparallelStrategy

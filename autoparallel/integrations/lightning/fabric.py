@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.api import compile
 from autoparallel.comm.world import MeshShape, axes_of, make_mesh
-from autoparallel.integrations.lightning.precision import require_true_precision
-from autoparallel.integrations.lightning.whole_batch import WholeBatch
+from autoparallel.integrations.lightning.whole_batch import WholeBatch, require_true_precision
 from autoparallel.integrations.optimizers import hand_over, require_all
 from autoparallel.runtime.module import ParallelModule
 

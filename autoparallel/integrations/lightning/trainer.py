@@ -19,8 +19,7 @@ from autoparallel.api import compile
 from autoparallel.checkpoint.loading import load
 from autoparallel.checkpoint.saving import World, save
 from autoparallel.comm.world import MeshShape, axes_of, make_mesh
-from autoparallel.integrations.lightning.precision import require_true_precision
-from autoparallel.integrations.lightning.whole_batch import WholeBatch
+from autoparallel.integrations.lightning.whole_batch import WholeBatch, require_true_precision
 from autoparallel.integrations.optimizers import clip_together, holders
 from autoparallel.runtime.module import ParallelModule
 

@@ -1,4 +1,4 @@
-"""What both strategies say of the ranks: each has the whole batch, as one device would have it."""
+"""What both strategies say: of the ranks, that each has the whole batch; and of precision."""
 
 from __future__ import annotations
 
@@ -30,3 +30,12 @@ class WholeBatch:
         vote = torch.tensor(int(decision), device=self.root_device)
         all_reduce(vote, ReduceOp.MIN if all else ReduceOp.MAX)
         return bool(vote)
+
+
+def require_true_precision(precision: str) -> None:
+    """Raises ValueError for a precision that chooses a dtype for each operator, which is the program's to choose."""
+    if not precision.endswith("-true"):
+        raise ValueError(
+            f"precision={precision!r} chooses a dtype for each operator: give the strategy "
+            "compile_options={'precision': MixedPrecisionPolicy(...)} instead"
+        )
