@@ -24,6 +24,7 @@ CHUNKS = [
     recipe((2,), "data_parallel", 2, loss_chunks=3),
     recipe((2,), "fsdp", loss_chunks=64),
     recipe((2, 2), "tensor_parallel", loss_chunks=4),
+    recipe((2,), "context_parallel", pipeline={"axes": ("cp",)}, loss_chunks=2),
     recipe((2, 2), "fsdp", pipeline=PIPELINE, loss_chunks=3),
 ]
 MICROBATCHES = [
