@@ -7,7 +7,7 @@ the two and one chunk of the shorter, and ``n`` latencies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from torch import fx
@@ -16,8 +16,7 @@ from autoparallel.passes.chunk_linears import LINEAR
 from autoparallel.placements import Layout, largest_piece
 from autoparallel.planner.options import Option
 from autoparallel.planner.problem import Reader, Variable
-from autoparallel.planner.request import Request
-from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.subject import Subject
 from autoparallel.planner.thresholds import THRESHOLDS
 
 _SUM = -1
@@ -28,16 +27,14 @@ _CODES = {"P": _SUM, "I": -2, "R": -3}
 class Overlaps:
     """Tells what chunks hide of each redistribution.
 
-    Args:
-        heads: the linear layers that are not cut, as the losses behind them go through their rows in chunks.
-
     Attributes:
         counts: the numbers of chunks that are compared; none where nothing overlaps, or a pipeline's stages run.
     """
 
-    def __init__(self, request: Request, size: Signatures, heads: Collection[fx.Node]) -> None:
-        asked, self.profile, self.axis_sizes = request.linear_chunks, request.profile, request.sizes
-        self.size, self._heads = size, heads
+    def __init__(self, subject: Subject) -> None:
+        request, self.profile, self.axis_sizes = subject.request, subject.profile, subject.axis_sizes
+        self.size, asked = subject.size, request.linear_chunks
+        self._heads = subject.heads  # which are not cut: the losses behind them go through their rows in chunks
         counts = THRESHOLDS.linear_chunks if asked is None and not request.stages else (asked or 1,)
         self.counts = tuple(count for count in counts if count > 1 and self.profile.overlap)
 

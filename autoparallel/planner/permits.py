@@ -8,15 +8,13 @@ import numpy as np
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.graph.captured import Captured
 from autoparallel.placements import Invariant, Layout, Shard
 from autoparallel.planner.at_rest import every_layout, permitted, without_needless_padding
 from autoparallel.planner.experts import experts_of
 from autoparallel.planner.options import Option
 from autoparallel.planner.pins import ResolvedPins
-from autoparallel.planner.request import Request
 from autoparallel.planner.sequences import sequence_factors
-from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.subject import Subject
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Typed
@@ -32,7 +30,6 @@ class Permits:
     Args:
         preset: which axes may do what; the request's, unless told another.
         pinned: the names of parameters whose layouts are given.
-        size: reads the graph's sizes.
 
     Attributes:
         constraints: what the preset asks of each mesh axis.
@@ -44,14 +41,8 @@ class Permits:
         PlanError: for a preset that shards what the graph does not have, or what does not divide.
     """
 
-    def __init__(
-        self,
-        captured: Captured,
-        request: Request,
-        preset: str | None,
-        pinned: Collection[str],
-        size: Signatures,
-    ) -> None:
+    def __init__(self, subject: Subject, preset: str | None, pinned: Collection[str]) -> None:
+        captured, request, size = subject.captured, subject.request, subject.size
         self.captured, self.axis_sizes, self.size, self.pinned = captured, request.sizes, size, pinned
         self.constraints = request.constraints(preset)
         self.pins = ResolvedPins(request.pins, captured, request.axes)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import fx
 
-from autoparallel.graph.captured import Captured
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import is_gathered, local_numel
 from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
-from autoparallel.planner.kept import Kept
 from autoparallel.planner.options import Option
 from autoparallel.planner.overlaps import Overlaps
 from autoparallel.planner.problem import Reader, Variable
-from autoparallel.planner.request import Request
-from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.subject import Subject
 from autoparallel.rules.calls import is_tensor
 
 
@@ -44,30 +41,21 @@ class Pricer:
     """Prices redistributions between options.
 
     Args:
-        microbatches: into how many a step is cut.
-        searched: the nodes that have a choice.
-        kept: what the backward finds of each node.
-        products: the calls that a layer does not repeat where all else runs again, and whether that reads them.
         forbidden: infinite prices for what a preset forbids between a parameter at rest and its use.
         overlaps: what chunks of linear layers hide.
     """
 
     def __init__(
         self,
-        captured: Captured,
-        request: Request,
-        microbatches: int,
-        size: Signatures,
-        searched: Collection[fx.Node],
-        kept: Kept,
-        products: Mapping[fx.Node, bool],
+        subject: Subject,
         forbidden: Callable[[fx.Node, Sequence[Option], Sequence[Layout]], np.ndarray],
         overlaps: Overlaps,
     ) -> None:
-        self.captured, self.size, self.searched, self.kept, self.products = captured, size, searched, kept, products
-        self.redistributor, self.profile, self.axis_sizes = request.redistributor, request.profile, request.sizes
-        self.forbidden, self.microbatches, self.stages = forbidden, microbatches, max(1, request.stages)
-        self.overlaps = overlaps
+        self.captured, self.size, self.searched = subject.captured, subject.size, subject.searched
+        self.kept, self.products = subject.kept, subject.products
+        self.redistributor, self.profile = subject.redistributor, subject.profile
+        self.axis_sizes, self.microbatches, self.stages = subject.axis_sizes, subject.microbatches, subject.stages
+        self.forbidden, self.overlaps = forbidden, overlaps
 
     def price(
         self,

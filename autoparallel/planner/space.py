@@ -26,12 +26,9 @@ from autoparallel import operators
 from autoparallel.decisions.decisions import RECOMPUTED
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.captured import Captured
-from autoparallel.graph.layers import layer_of, layers_of
-from autoparallel.passes.raise_row_views import find_heads
-from autoparallel.passes.recompute_layers import kept_in_layers
-from autoparallel.placements import Invariant, Layout, parse_layout
+from autoparallel.graph.layers import layers_of
+from autoparallel.placements import Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
-from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.options import Option, operator_options
 from autoparallel.planner.overlaps import Overlaps
 from autoparallel.planner.permits import Permits
@@ -39,8 +36,8 @@ from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices, most_hidden
 from autoparallel.planner.problem import Problem, Reader, Variable
 from autoparallel.planner.request import Request
-from autoparallel.planner.signatures import Signatures
 from autoparallel.planner.solve.factors import Factors
+from autoparallel.planner.subject import Subject
 from autoparallel.predict.optimizer import kept
 from autoparallel.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for
@@ -74,7 +71,7 @@ class _Ends:
     hidden: Sequence[np.ndarray] = ()
 
 
-class SearchSpace:
+class SearchSpace(Subject):
     """The choices for one captured graph on one mesh, and their costs.
 
     Costs are those of one microbatch, in seconds, with its share of what is paid once a step: the gathers of parameters
@@ -84,9 +81,7 @@ class SearchSpace:
         preset: which axes may do what; the request's, unless told another.
         pinned: how parameters lie that an earlier plan has settled.
         input_layouts: those in which inputs come; the others are whole.
-        may_recompute: the layers that may run again in the backward.
-        microbatches: into how many a step is cut; the graph has the sizes of one.
-        loss_chunks: into how many chunks of rows the loss is cut.
+        may_recompute, microbatches, loss_chunks: as ``Subject`` takes them.
     """
 
     def __init__(
@@ -100,29 +95,13 @@ class SearchSpace:
         microbatches: int = 1,
         loss_chunks: int = 1,
     ) -> None:
-        self.captured, self.mesh, self.profile = captured, request.axes, request.profile
+        super().__init__(captured, request, may_recompute, microbatches, loss_chunks)
         self.preset = preset or request.origin
-        self.redistributor, self.axis_sizes = request.redistributor, request.sizes
         self.outputs = wanted_outputs(captured, request.outputs, len(request.axes))
         self.pinned, self.input_layouts = pinned or {}, input_layouts or {}
-        # A rank of a pipeline keeps its part of the parameters, and of its part of the activations as many
-        # microbatches as are in flight (1F1B).
-        self.microbatches, self.stages = microbatches, max(1, request.stages)
-        self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
-        self.size = Signatures(captured.actual)
-        self.searched = self._descendants()
-        self.permits = Permits(captured, request, preset, self.pinned.keys(), self.size)
+        self.permits = Permits(self, preset, self.pinned.keys())
         self.constraints, self.pins = self.permits.constraints, self.permits.pins
         self.unruled: dict[str, int] = {}
-        # Nodes of the layers for which it is open whether they run again.
-        self.open: dict[fx.Node, str] = {}
-        for node in captured.graph.nodes if may_recompute else ():
-            if (layer := layer_of(node)) is not None and layer in may_recompute:
-                self.open[node] = layer
-        # What their products make, and whether the rest reads it when it runs again; and that rest.
-        self.products = kept_in_layers(captured.graph, may_recompute)
-        self.repeated = self.open.keys() - self.products.keys()
-        self.kept = kept_parts(captured.graph, self.size, loss_chunks)
         self._known: dict[fx.Node, list[Option] | None] = {}
         self._ends: dict[fx.Node, tuple[_Ends, Sequence[tuple[fx.Node, int]]]] = {}
         # What is alike is worked out once: options by the kind of node, prices by the options on both sides.
@@ -130,34 +109,10 @@ class SearchSpace:
         self._left: dict[Hashable, list[Option]] = {}
         self._ends_alike: dict[Hashable, _Ends] = {}
         self._own: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
-        heads = [head.product for head in find_heads(captured.graph)] if loss_chunks > 1 else []
-        self.overlaps = Overlaps(request, self.size, heads)
-        self._pricer = Pricer(
-            captured,
-            request,
-            microbatches,
-            self.size,
-            self.searched,
-            self.kept,
-            self.products,
-            partial(self.permits.forbidden, self.options),
-            self.overlaps,
-        )
+        self.overlaps = Overlaps(self)
+        self._pricer = Pricer(self, partial(self.permits.forbidden, self.options), self.overlaps)
 
     # -- options ----------------------------------------------------------------------------------------------------
-
-    def _descendants(self) -> set[fx.Node]:
-        """Nodes that depend on a parameter or an input; the others (masks, positions) are set aside: every rank
-        computes them whole."""
-        roots = {*self.captured.parameters, *(n for n in self.captured.inputs if n is not None)}
-        descendants: set[fx.Node] = set()
-        for node in self.captured.graph.nodes:
-            if node.op == "placeholder":
-                if node.name in roots:
-                    descendants.add(node)
-            elif node.op == "call_function" and not descendants.isdisjoint(self.size.operands(node)):
-                descendants.add(node)
-        return descendants
 
     @cached_property
     def problem(self) -> Problem:

@@ -1,0 +1,78 @@
+"""What a search is about, before anything is permitted, priced or chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+
+from torch import fx
+
+from autoparallel.graph.captured import Captured
+from autoparallel.graph.layers import layer_of
+from autoparallel.passes.raise_row_views import find_heads
+from autoparallel.passes.recompute_layers import kept_in_layers
+from autoparallel.placements import Invariant, Layout
+from autoparallel.planner.kept import Kept, kept_parts
+from autoparallel.planner.request import Request
+from autoparallel.planner.signatures import Signatures
+
+
+class Subject:
+    """A captured graph on one mesh, and what is known of it.
+
+    Args:
+        may_recompute: the layers that may run again in the backward.
+        microbatches: into how many a step is cut; the graph has the sizes of one.
+        loss_chunks: into how many chunks of rows the loss is cut.
+
+    Attributes:
+        size: reads the graph's sizes, and tells which calls are alike.
+        searched: the nodes that have a choice.
+        open: the nodes of the layers for which it is open whether they run again, with their layers.
+        products: what is not repeated where all else of these layers runs again, and whether that reads it.
+        repeated: all else.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        request: Request,
+        may_recompute: Collection[str] = (),
+        microbatches: int = 1,
+        loss_chunks: int = 1,
+    ) -> None:
+        self.captured, self.request, self.mesh, self.axis_sizes = captured, request, request.axes, request.sizes
+        self.profile, self.redistributor = request.profile, request.redistributor
+        # A rank of a pipeline keeps its part of the parameters, and of its part of the activations as many
+        # microbatches as are in flight (1F1B).
+        self.microbatches, self.stages, self.loss_chunks = microbatches, max(1, request.stages), loss_chunks
+        self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
+        self.size = Signatures(captured.actual)
+        self.searched = self._descendants()
+        layers = ((node, layer_of(node)) for node in captured.graph.nodes if may_recompute)
+        self.open = {node: layer for node, layer in layers if layer is not None and layer in may_recompute}
+        self.products = kept_in_layers(captured.graph, may_recompute)
+        self.repeated = self.open.keys() - self.products.keys()
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What the backward finds of each node."""
+        return kept_parts(self.captured.graph, self.size, self.loss_chunks)
+
+    @property
+    def heads(self) -> list[fx.Node]:
+        """The linear layers that make the logits of losses that go through their rows in chunks."""
+        return [head.product for head in find_heads(self.captured.graph)] if self.loss_chunks > 1 else []
+
+    def _descendants(self) -> set[fx.Node]:
+        """Nodes that depend on a parameter or an input; the others (masks, positions) are set aside: every rank
+        computes them whole."""
+        roots = {*self.captured.parameters, *(n for n in self.captured.inputs if n is not None)}
+        descendants: set[fx.Node] = set()
+        for node in self.captured.graph.nodes:
+            if node.op == "placeholder":
+                if node.name in roots:
+                    descendants.add(node)
+            elif node.op == "call_function" and not descendants.isdisjoint(self.size.operands(node)):
+                descendants.add(node)
+        return descendants
