@@ -98,11 +98,7 @@ class Piece:
         for i, x in enumerate(example_inputs):
             if is_state[i]:
                 name = ".".join(paths[i] if self.scopes_with_root else paths[i][1:])
-                if (
-                    not name
-                    or name in taken
-                    or not all(part.isidentifier() or part.isdigit() for part in name.split("."))
-                ):
+                if not name or name in taken or not _is_path(name.split(".")):
                     name = nodes[i].name
                 taken.add(name)
                 self.states[i] = State(name, x.shape, x.dtype, x.requires_grad, isinstance(x, nn.Parameter))

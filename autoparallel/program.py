@@ -396,17 +396,17 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
     assert pipeline is not None
     leave_only_loss(captured)
     require_stageable(captured, target.outputs, pipeline.microbatches, training)
-    kept = _kept(captured, target.outputs)
+    numbers = _kept(captured, target.outputs)
 
     def price(giver: int, taker: int) -> float:
         """Where a value goes in: memory, a node, or the network, where the pipeline's axis is the outermost."""
-        mine, its = (pipeline.rank_of(stage) * math.prod(plan.axis_sizes) for stage in (giver, taker))
+        here, there = (pipeline.rank_of(stage) * math.prod(plan.axis_sizes) for stage in (giver, taker))
         node = target.node or math.inf
-        return 0.0 if mine == its else 1.0 if mine // node == its // node else 2.0
+        return 0.0 if here == there else 1.0 if here // node == there // node else 2.0
 
     try:
         layers = {(stage, layer_of(node)) for node, stage in stages_of(captured, pipeline.cuts).items()}
-        graphs = cut_stages(captured, pipeline.cuts, kept, price)
+        graphs = cut_stages(captured, pipeline.cuts, numbers, price)
     except CutError as error:
         raise PlanError(str(error)) from error
     nodes = {node.name: node for node in captured.graph.nodes}
@@ -462,7 +462,7 @@ def _require_loss(captured: Captured) -> None:
         )
 
 
-def _require_combinable(captured: Captured, kept: list[int]) -> None:
+def _require_combinable(captured: Captured, numbers: list[int]) -> None:
     weight = captured.weight
     if weight is not None and weight.kind == "unknown":
         raise PlanError(
@@ -470,7 +470,7 @@ def _require_combinable(captured: Captured, kept: list[int]) -> None:
             "returns (sum, count) to compile(), or use one microbatch"
         )
     results = captured.graph.output_node().args[0]
-    for i in kept:
+    for i in numbers:
         if i != captured.objective and (weight is None or i != weight.output) and batch_dim(captured, i) < 0:
             key = results[i].meta["key"]  # type: ignore[index, union-attr]
             raise PlanError(
@@ -497,11 +497,11 @@ def require_divides(program: LocalProgram, specs: Sequence[Any], batch: int) -> 
 def boundary_layout(node: fx.Node, plan: Plan) -> Layout:
     """How a value crosses between stages: as it is read, or made, with sums completed."""
     key = node.meta["key"]
-    made: Layout
+    layout: Layout
     if key in plan.shared:
-        made = parse_layout(plan.shared[key])
+        layout = parse_layout(plan.shared[key])
     elif node.target is operator.getitem or key not in plan.operators:
-        made = (Invariant,) * len(plan.axis_sizes)
+        layout = (Invariant,) * len(plan.axis_sizes)
     else:
-        made = typed_call(node, plan.modes(key))[1]
-    return tuple(p if p.kind == "S" else Invariant for p in made)
+        layout = typed_call(node, plan.modes(key))[1]
+    return tuple(p if p.kind == "S" else Invariant for p in layout)

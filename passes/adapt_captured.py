@@ -76,12 +76,12 @@ def leave_out_logits(captured: Captured) -> None:
     output = captured.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     weight = captured.weight.output if captured.weight is not None else None
-    kept = {*range(len(captured.mutated_buffers)), captured.loss, weight}
-    made = {x for head in find_heads(captured.graph, alone=False) for x in (head.product, *head.between)}
+    needed = {*range(len(captured.mutated_buffers)), captured.loss, weight}
+    logits = {x for head in find_heads(captured.graph, alone=False) for x in (head.product, *head.between)}
     for node in captured.graph.nodes:
-        if node.target not in LOSSES and is_tensor(node) and made.intersection(node.all_input_nodes):
-            made.add(node)
-    left_out = {i for i, node in enumerate(results) if i not in kept and node in made}
+        if node.target not in LOSSES and is_tensor(node) and logits.intersection(node.all_input_nodes):
+            logits.add(node)
+    left_out = {i for i, node in enumerate(results) if i not in needed and node in logits}
     if left_out:
         output.args = (tuple(results[captured.loss] if i in left_out else x for i, x in enumerate(results)),)
         captured.graph.eliminate_dead_code()

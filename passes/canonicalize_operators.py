@@ -52,13 +52,13 @@ def _rewrite(node: fx.Node) -> None:
     single = not isinstance(node.meta.get("val"), tuple | list)
     if not single and any(user.target is not operator.getitem for user in node.users):
         return
-    made = _REWRITES[node.target](Emitter(node), node)
-    if made is None:
+    result = _REWRITES[node.target](Emitter(node), node)
+    if result is None:
         return
     if single:
-        node.replace_all_uses_with(made)
+        node.replace_all_uses_with(result)
     for user in list(node.users):
-        user.replace_all_uses_with(made(user.args[1]))
+        user.replace_all_uses_with(result(user.args[1]))
         node.graph.erase_node(user)
     node.graph.erase_node(node)
 

@@ -45,31 +45,31 @@ def mixes_rows(graph: fx.Graph, batched: Collection[str], results: Collection[fx
     walk = _Walk(results)
     for node in graph.nodes:
         if node.op == "placeholder":
-            walk.found[node] = Shard(0) if node.name in batched else Invariant
+            walk.placements[node] = Shard(0) if node.name in batched else Invariant
         elif node.op == "call_function":
             placement = walk.follow(node) if is_tensor(node) else Invariant
             if placement is None:
                 return str(node.meta["key"])
-            walk.found[node] = placement
-    return next((str(node.meta["key"]) for node in results if walk.found[node] != Partial), "")
+            walk.placements[node] = placement
+    return next((str(node.meta["key"]) for node in results if walk.placements[node] != Partial), "")
 
 
 class _Walk:
     """One walk through a graph.
 
     Attributes:
-        found: of each value, the dim of its rows, whether it is a summand of each microbatch, or the same for all.
+        placements: of each value, the dim of its rows, whether it is a summand of each microbatch, or the same for all.
         numbers: the values that count rows: microbatches may look up their rows with them, and nothing else.
     """
 
     def __init__(self, results: Collection[fx.Node]) -> None:
         self.results = results
-        self.found: dict[fx.Node, Placement] = {}
+        self.placements: dict[fx.Node, Placement] = {}
         self.numbers: set[fx.Node] = set()
 
     def follow(self, node: fx.Node) -> Placement | None:
         """How a call's result lies; None where it is of the whole batch only."""
-        operands = [self.found[x] for x in tensor_operands(node)]
+        operands = [self.placements[x] for x in tensor_operands(node)]
         if node.target is operator.getitem:
             return operands[0] if operands else Invariant
         if node.target is operators.weighted_mean or self._is_quotient(node):
@@ -99,8 +99,8 @@ class _Walk:
             return None
         x, indices = node.args[:2]
         assert isinstance(x, fx.Node) and isinstance(indices, list | tuple)
-        placements = [self.found[i] for i in indices if isinstance(i, fx.Node)]
-        by_rows = self.found[x] == Shard(0) and indices[0] in self.numbers and x not in self.numbers
+        placements = [self.placements[i] for i in indices if isinstance(i, fx.Node)]
+        by_rows = self.placements[x] == Shard(0) and indices[0] in self.numbers and x not in self.numbers
         return Shard(rows) if by_rows and Partial not in placements else None
 
 

@@ -117,10 +117,10 @@ class ParameterChain:
 
     def __str__(self) -> str:
         uses = ", ".join(format_layout(u) for u in self.uses)
-        made, kept = format_layout(self.made), format_layout(self.accumulator)
-        gradient = made if self.made == self.accumulator else f"{made}, added up as {kept}"
+        gradient = format_layout(self.made)
+        gradient += f" in {self.reduce_dtype}" if self.reduce_dtype != self.rest_dtype else ""
+        gradient += f", added up as {format_layout(self.accumulator)}" if self.made != self.accumulator else ""
         cast = f" as {self.dtype}" if self.dtype != self.rest_dtype else ""
-        made += f" in {self.reduce_dtype}" if self.reduce_dtype != self.rest_dtype else ""
         return f"{self.name}: {format_layout(self.at_rest)} -> {uses}{cast}; gradient {gradient}"
 
 

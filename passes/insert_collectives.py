@@ -159,9 +159,9 @@ class _Writer:
         with self.graph.inserting_before(node):
             for value, layout in zip(node.args[0], outputs, strict=True):  # type: ignore[arg-type]
                 if isinstance(value, fx.Node) and is_tensor(value):
-                    made: Layout = value.meta["placements"]
-                    even = divides(self.sizes.shape(value), made, self.axis_sizes)
-                    whole = tuple(p if p.kind == "S" and even else Invariant for p in made)
+                    source: Layout = value.meta["placements"]
+                    even = divides(self.sizes.shape(value), source, self.axis_sizes)
+                    whole = tuple(p if p.kind == "S" and even else Invariant for p in source)
                     value = self.redistributed(value, layout if layout is not None else whole)
                 results.append(value)
         node.args = (tuple(results),)

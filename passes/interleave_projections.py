@@ -264,8 +264,8 @@ def _rewrite(
     cut: dict[fx.Node, list[fx.Node]] = {}
     for piece in pieces:
         emit = Emitter(piece.reader)
-        made = emit(operators.piece, piece.source, piece.dim, piece.start, piece.end, blocks)
-        cut.setdefault(piece.reader, []).append(_along(emit, piece, made) if piece.path else made)
+        part = emit(operators.piece, piece.source, piece.dim, piece.start, piece.end, blocks)
+        cut.setdefault(piece.reader, []).append(_along(emit, piece, part) if piece.path else part)
     for reader, parts in cut.items():
         if reader.target is aten.glu.default:
             emit = Emitter(reader)
@@ -274,7 +274,7 @@ def _rewrite(
         product.node.graph.erase_node(reader)
 
 
-def _along(emit: Emitter, piece: _Piece, made: fx.Node) -> fx.Node:
+def _along(emit: Emitter, piece: _Piece, part: fx.Node) -> fx.Node:
     """The way of a piece that was one entry of a dim, without that dim."""
     reshape, *moves = piece.path
     dim = next(
@@ -283,10 +283,10 @@ def _along(emit: Emitter, piece: _Piece, made: fx.Node) -> fx.Node:
         if piece.dim in left
     )
     sizes = list(reshape.args[1])  # type: ignore[arg-type]
-    made = emit(aten.reshape.default, made, sizes[:dim] + sizes[dim + 1 :])
+    part = emit(aten.reshape.default, part, sizes[:dim] + sizes[dim + 1 :])
     for move in moves:
         after = _MOVES[move.target](move, dim)
         assert after is not None
         dim, (target, rest) = after
-        made = emit(target, made, *rest, **move.kwargs)
-    return made
+        part = emit(target, part, *rest, **move.kwargs)
+    return part

@@ -70,9 +70,9 @@ def pad_vocabulary(module: fx.GraphModule, parameters: Mapping[str, str], padded
     for node in list(graph.nodes):
         if node.op == "placeholder" and parameters.get(node.name) in padded:
             tables, heads = _readers(node)
-            own, rows = shape_of(node)[0], padded[parameters[node.name]]
-            if (tables or heads) and rows > own:
-                _Padding(graph, own, rows).rewrite(node, tables, heads)
+            unpadded, rows = shape_of(node)[0], padded[parameters[node.name]]
+            if (tables or heads) and rows > unpadded:
+                _Padding(graph, unpadded, rows).rewrite(node, tables, heads)
                 changed = True
     if changed:
         graph.eliminate_dead_code()

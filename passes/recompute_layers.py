@@ -64,17 +64,17 @@ class Region(nn.Module):
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls ``function`` and keeps its arguments, from which the backward calls it again."""
-        state, kept = operators.random_state(), KeptResults()
+        state, results = operators.random_state(), KeptResults()
 
         @contextmanager
         def first() -> Iterator[None]:
-            with ranges.named(lambda: self.layer), kept.filled():
+            with ranges.named(lambda: self.layer), results.filled():
                 yield
 
         @contextmanager
         def again() -> Iterator[None]:
             named = ranges.named(lambda: f"{self.layer}, computed again")
-            with named, operators.draw_from(state), kept.read(), self.around():
+            with named, operators.draw_from(state), results.read(), self.around():
                 yield
 
         return checkpoint(
@@ -139,19 +139,19 @@ def kept_calls(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
     Args:
         nodes: of the layer, in the order of the graph.
     """
-    kept = {node: False for node in nodes if is_kept(node)}
+    calls = {node: False for node in nodes if is_kept(node)}
     inside = set(nodes)
     read: set[fx.Node] = set()  # what the second run must make, or find
     for node in reversed(nodes):
-        if node in kept:
-            kept[node] = node in read
+        if node in calls:
+            calls[node] = node in read
             saves = bool(node.meta.get("backward")) and "redistribution" not in node.meta
         else:
             nothing = _torch.gives_view(node.target) or node.target in _SAVE_NOTHING or "redistribution" in node.meta
             saves = node in read or bool(node.meta.get("backward")) and not nothing
         if saves:
             read.update(x for x in node.all_input_nodes if x in inside)
-    return kept
+    return calls
 
 
 def kept_in_layers(graph: fx.Graph, layers: Collection[str]) -> dict[fx.Node, bool]:

@@ -137,11 +137,11 @@ class Specification:
         node = self.results[index]
         if not isinstance(node, fx.Node) or not is_tensor(node):
             return None
-        asked, made = self.outputs[index], self.layout_of(node)
-        if asked is not None or made is None:
+        asked, layout = self.outputs[index], self.layout_of(node)
+        if asked is not None or layout is None:
             return asked
-        even = divides(self.sizes.shape(node), made, self.axis_sizes)
-        return tuple(p if p.kind == "S" and even else Invariant for p in made)
+        even = divides(self.sizes.shape(node), layout, self.axis_sizes)
+        return tuple(p if p.kind == "S" and even else Invariant for p in layout)
 
     def _derive(self, node: fx.Node) -> ExpectedCall:
         whole = self.whole_layout

@@ -138,9 +138,9 @@ class _Unsort:
             node.replace_all_uses_with(replaced)
             self.changed = True
             return
-        found = self._looked_up(node, emit) or self._multiplied(node, emit) or self._by_rows(node, emit)
-        if found is not None:
-            self.unsorted[node] = found
+        unsorted = self._looked_up(node, emit) or self._multiplied(node, emit) or self._by_rows(node, emit)
+        if unsorted is not None:
+            self.unsorted[node] = unsorted
 
     def _index_of(self, node: fx.Node) -> tuple[Any, Any] | None:
         """``(x, i)`` where a node is ``x[i]`` along dim 0, with a vector of indices."""
@@ -174,9 +174,9 @@ class _Unsort:
 
     def _put_back(self, node: fx.Node, emit: Emitter) -> fx.Node | None:
         """The unsorted rows, where a node puts sorted ones back into their order."""
-        found = self._index_of(node)
-        if found is not None and found[1] in self.inverses and isinstance(found[0], fx.Node):
-            rows = self.unsorted.get(found[0])
+        look_up = self._index_of(node)
+        if look_up is not None and look_up[1] in self.inverses and isinstance(look_up[0], fx.Node):
+            rows = self.unsorted.get(look_up[0])
             return rows if isinstance(rows, fx.Node) else None
         if node.target is aten.index_add.default:
             v = arguments(node)
@@ -204,10 +204,10 @@ class _Unsort:
             if isinstance(before, _Positions) and isinstance(v["other"], int):
                 return _Positions(before.copies * v["other"])
             return None
-        found = self._index_of(node)
-        if found is None or found[0] in self.unsorted:
+        look_up = self._index_of(node)
+        if look_up is None or look_up[0] in self.unsorted:
             return None
-        x, where = found[0], self.unsorted.get(found[1])
+        x, where = look_up[0], self.unsorted.get(look_up[1])
         if isinstance(where, fx.Node):
             return emit(aten.index.Tensor, x, [where])
         if where is None or shape_of(x)[0] * where.copies != self.rows:

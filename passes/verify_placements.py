@@ -87,10 +87,10 @@ class _Verifier:
             )
         if chain.trainable != origin.meta["differentiable"]:
             raise PlacementError(f"{chain.name} is{'' if origin.meta['differentiable'] else ' not'} trained")
-        made = join_layouts([dual_layout(use) for use in chain.uses])
-        if chain.made != made:
+        layout = join_layouts([dual_layout(use) for use in chain.uses])
+        if chain.made != layout:
             raise PlacementError(
-                f"the gradient of {chain.name} is made as {_text(made)}, and reduced as if it were {_text(chain.made)}"
+                f"the gradient of {chain.name} is made as {_text(layout)}, and reduced as were it {_text(chain.made)}"
             )
         for placeholder, use, path in zip(chain.placeholders, chain.uses, chain.paths, strict=True):
             self._require_way(chain.name, chain.at_rest, path, use)

@@ -65,6 +65,7 @@ class TestTheExample:
             "return [linear]",
         ]
         assert str(chain) == "w.weight: S0 -> R; gradient P"
+        assert str(replace(chain, reduce_dtype=torch.bfloat16)).endswith("; gradient P in torch.bfloat16")
         assert [(str(s.src), str(s.dst)) for s in chain.paths[0]] == [("S0", "R")]
         assert [(str(s.src), str(s.dst)) for s in chain.sync] == [("P", "S0")]
         assert chain.trainable and chain.shape == (4, 4) and chain.at_rest == parse_layout("S0")
