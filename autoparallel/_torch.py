@@ -273,6 +273,20 @@ def leave_open(tensor: torch.Tensor, dims: list[int]) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
+def compile_by_inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """A graph of Dynamo's compiled by Inductor, its backward at once; kept in Inductor's folder for other processes,
+    also where it has an ``autograd.Function``, whose traced backward is part of what it is found by."""
+    settings = {"autograd_cache_allow_custom_autograd_functions": True, "force_non_lazy_backward_lowering": True}
+    with torch._functorch.config.patch(settings):
+        compiled: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")(graph, inputs)
+    return compiled
+
+
+def inductor_folder() -> str:
+    """Where Inductor keeps what it compiled, for all processes of this user on this machine."""
+    return str(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
+
+
 def is_compiled_call(filename: str, function: str) -> bool:
     """Whether a stack frame is the one in which ``torch.compile`` begins to run what it was given."""
     return filename.endswith("eval_frame.py") and function in ("compile_wrapper", "_fn")

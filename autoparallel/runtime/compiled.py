@@ -2,18 +2,29 @@
 
 [Note: regions] A body runs as it does in plain autograd: gathers, regions that run again, losses in chunks and what
 has Python of its own for the backward stay calls of the body.  What stands between them is cut where layers begin and
-end, and each piece becomes one call.  Pieces that are alike share what they were compiled to, so compiling takes as
-long for twelve layers as for four.  Collectives of activations stay inside of their region.
+end, and each piece of a layer becomes one call.  Pieces that are alike share what they were compiled to, so compiling
+takes as long for twelve layers as for four.  Collectives of activations stay inside of their region.  What stands
+between layers (embeddings, the head, the loss) runs in plain autograd: to compile it takes half as long again as the
+layer, for a part of the step that does not grow with the model.  A graph without layers is compiled whole.
+
+[Note: one rank compiles] Ranks compile the same regions, and those of one machine share the folder in which Inductor
+keeps what it made. So the first that comes to a region compiles it, forward and backward; the others wait at a lock
+beside it and load it. The lock stands around Inductor only, in which ranks never talk to each other, and is the
+region's own: ranks whose regions differ never wait. It is gone when its holder dies; who waits in vain compiles, too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import operator
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import fx, nn
 
 from autoparallel import _torch, operators
@@ -29,6 +40,10 @@ Body = Callable[..., Any]
 
 _PYTHON = {control_flow.__name__, kept.__name__, opaque.__name__, split_weight_gradients.__name__}
 """Where the operators stand that look at values, or have Python in their backward: never compiled."""
+
+
+_PATIENCE = 600.0
+"""Seconds for which a rank waits for another to compile a region: as long as Inductor's own locks."""
 
 
 def plain_body(program: LocalProgram) -> Body:
@@ -79,14 +94,14 @@ class RegionCompiler:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
         copy = fx.GraphModule(module, graph)
-        for number, nodes in enumerate(find_regions(graph)):
+        for number, nodes in enumerate(_worth_compiling(find_regions(graph))):
             first = _count_draws_from_zero(nodes)
             name = f"compiled_{number}"
             program = outline(copy, nodes, name)
             key = _signature(program.graph)
             if key not in self._compiled:
                 self._compiled[key] = self._compile(program)
-            layers = list(dict.fromkeys(filter(None, map(layer_of, program.graph.nodes)))) or ["between layers"]
+            layers = list(dict.fromkeys(filter(None, map(layer_of, program.graph.nodes)))) or ["body"]
             copy.add_submodule(name, CompiledRegion(self._compiled[key], first, ", ".join(layers)))
         graph.lint()
         copy.recompile()
@@ -97,7 +112,14 @@ class RegionCompiler:
         would take those that happen to be equal for the same size, and compile again when one of them changes.
 
         The forward and not the module itself, which reports every exception: see ``Region.function``."""
-        compiled = torch.compile(program.forward, fullgraph=True, dynamic=False, backend=self.backend)
+
+        def inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            forms = [(tuple(map(str, x.shape)), x.dtype) if isinstance(x, torch.Tensor) else str(x) for x in inputs]
+            with one_at_a_time(hashlib.sha256(f"{program.code}{forms}".encode()).hexdigest()):
+                return _torch.compile_by_inductor(graph, inputs)
+
+        backend = inductor if self.backend == "inductor" else self.backend
+        compiled = torch.compile(program.forward, fullgraph=True, dynamic=False, backend=backend)
         opened = [(i, dims) for i, dims in enumerate(open_dims(program.graph)) if dims]
 
         def run(*arguments: Any) -> Any:
@@ -106,6 +128,25 @@ class RegionCompiler:
             return compiled(*arguments)
 
         return run
+
+
+@contextmanager
+def one_at_a_time(name: str) -> Iterator[None]:
+    """Lets the first process of this machine in, and all others together once it has left; see [Note: one rank
+    compiles]."""
+    folder = os.path.join(_torch.inductor_folder(), "autoparallel")
+    os.makedirs(folder, exist_ok=True)
+    lock = FileLock(os.path.join(folder, name))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        with suppress(Timeout):
+            lock.acquire(timeout=_PATIENCE)
+        lock.release()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class CompiledRegion(nn.Module):
@@ -163,6 +204,11 @@ def find_regions(graph: fx.Graph) -> list[list[fx.Node]]:
     inside = {node: number for number, nodes in enumerate(regions) for node in nodes}
     _copy_sizes(graph, regions, inside)
     return regions
+
+
+def _worth_compiling(regions: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Those of layers; all where there are none."""
+    return [nodes for nodes in regions if any(map(layer_of, nodes))] or regions
 
 
 def _groups(graph: fx.Graph) -> Iterator[list[fx.Node]]:
