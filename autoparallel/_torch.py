@@ -38,6 +38,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import has_side_effect
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -110,6 +111,16 @@ def has_composition(operator: torch._ops.OpOverload) -> bool:
 def gives_view(target: Any) -> bool:
     """Whether a call's target is an operator that makes no memory of its own, or not always, as ``reshape``."""
     return isinstance(target, torch._ops.OpOverload) and (target.is_view or target is torch.ops.aten.reshape.default)
+
+
+@contextmanager
+def parametrizations_made_anew() -> Iterator[None]:
+    """Inside, ``torch.nn.utils.parametrize.cached`` that was entered before keeps nothing."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
 
 
 def dtype_of_cast(*args: Any, **kwargs: Any) -> torch.dtype | None:

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import make_fake_mode
+from autoparallel._torch import make_fake_mode, parametrizations_made_anew
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.describe import describe
 from autoparallel.capture.functional import make_functional
@@ -202,7 +202,11 @@ def attempt_capture(
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(gradients)
     try:
-        with only_the_users(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+        with (
+            only_the_users(),
+            parametrizations_made_anew(),
+            torch.autocast("cpu", autocast, enabled=autocast is not None),
+        ):
             with mode:
                 whole = make()
                 try:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import autoparallel
@@ -203,6 +204,25 @@ def _saved_otherwise() -> dict[str, float]:
 def test_tensors_that_the_loop_saves_otherwise() -> None:
     for results in run_on_ranks(_saved_otherwise, world_size=2):
         assert all(v < 1e-9 for v in results.values()), results
+
+
+def test_parametrizations_that_the_loop_keeps() -> None:
+    """A first call inside of ``parametrize.cached()`` does not keep the weight of its trace for ever."""
+    plain = nn.utils.parametrizations.weight_norm(nn.Linear(8, 4, dtype=torch.float64))
+    model = autoparallel.compile(copy.deepcopy(plain))
+    x = batch(0)[0]
+    with parametrize.cached(), torch.no_grad():
+        assert off(model(x), plain(x)) < 1e-12
+    for step in range(2):
+        with parametrize.cached():
+            mine, theirs = model(x).square().mean(), plain(x).square().mean()
+        mine.backward(), theirs.backward()
+        assert gradients_off(model, plain) < 1e-12, step
+        with torch.no_grad():
+            for p in (*model.parameters(), *plain.parameters()):
+                p.mul_(2)
+    with parametrize.cached(), torch.no_grad():
+        assert off(model(x), plain(x)) < 1e-12
 
 
 def _refusals() -> dict[str, str]:
