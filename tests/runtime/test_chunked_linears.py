@@ -98,4 +98,5 @@ def test_the_search_adds_up_what_chunks_hide(chunks: int) -> None:
     assert whole.cost is not None and cut.cost is not None and cut.lower_bound == cut.cost
     assert whole.prediction is not None and cut.prediction is not None
     hidden = whole.prediction.seconds() - cut.prediction.seconds()
-    assert 0.8 * hidden < whole.cost - cut.cost < 1.25 * hidden
+    # Sums do not know what halves of collectives hide without chunks.
+    assert 0.8 * hidden < whole.cost - cut.cost < 1.6 * hidden
