@@ -10,7 +10,7 @@ import logging
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
@@ -111,6 +111,17 @@ def has_composition(operator: torch._ops.OpOverload) -> bool:
 def gives_view(target: Any) -> bool:
     """Whether a call's target is an operator that makes no memory of its own, or not always, as ``reshape``."""
     return isinstance(target, torch._ops.OpOverload) and (target.is_view or target is torch.ops.aten.reshape.default)
+
+
+def saved_as_they_are() -> AbstractContextManager[object]:
+    """Inside, hooks on saved tensors that were entered before see none; ``torch.func.grad`` allows no others."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 @contextmanager

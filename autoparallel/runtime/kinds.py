@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoparallel import _torch
 from autoparallel.comm.groups import before_next_collective
 from autoparallel.graph.calls import (
     Call,
@@ -233,7 +234,7 @@ class Kinds:
         if kind is None:
             started = time.perf_counter()
             # What is made now is used for training, too; what the loop does to saved tensors is not for dry runs.
-            with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            with torch.inference_mode(False), _torch.saved_as_they_are():
                 kind = self.maker.make_kind(call, trace)
             self._add(kind, key, call, "planned" if trace is not None else "captured and planned", why, started)
         kind.runner.require_fits(call)
@@ -279,10 +280,6 @@ class Kinds:
                 list(_shapes_of(call)), what, seconds, why,
             )  # fmt: skip
         self._kinds[key] = kind
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _shapes_of(call: Call) -> tuple[tuple[int, ...], ...]:
