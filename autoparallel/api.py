@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,14 +15,14 @@ from autoparallel.comm.groups import bind, inner_mesh, whole_group, whole_group_
 from autoparallel.comm.world import PIPELINE_AXIS, usable_mesh
 from autoparallel.compiler import Compiler, Settings, mesh_of
 from autoparallel.decisions.pipeline import Pipeline, require_counts
-from autoparallel.hardware import Profile, profile_for
+from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
 from autoparallel.planner.meshes import refusal
 from autoparallel.planner.pins import parse_pins
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.presets import PRESETS, Preset
-from autoparallel.planner.request import Request, limit_in_bytes
-from autoparallel.predict.optimizer import MakeOptimizer, optimizer_cost
+from autoparallel.planner.request import Request, limit_in_bytes, profile_of_run
+from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.report.progress import Progress
 from autoparallel.runtime.agreement import Agreement, agreement_of
 from autoparallel.runtime.compiled import make_body_of, require_backend
@@ -193,9 +192,7 @@ def compile(
     mesh = with_data_axis(mesh) if staged else mesh
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
     require_on_device(model, mesh)
-    profile = replace(profile_for(mesh.device_type, hardware), fuses=backend == "inductor")
-    if optimizer is not None:
-        profile = replace(profile, optimizer=optimizer_cost(optimizer))
+    profile = profile_of_run(mesh.device_type, hardware, backend, optimizer)
     request = Request(
         axes=tuple(zip(inner.mesh_dim_names or (), inner.shape, strict=True)),
         profile=profile,

@@ -29,10 +29,11 @@ from autoparallel.decisions.parameters import PlanError, matching
 from autoparallel.dynamo import GraphModel, Piece, find_graph_break
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import CaptureError, InputSpec
-from autoparallel.hardware import Profile, profile_for
+from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
 from autoparallel.planner.pins import Pins, parse_pins
-from autoparallel.planner.request import Request, limit_in_bytes
+from autoparallel.planner.request import Request, limit_in_bytes, profile_of_run
+from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.runtime.agreement import Agreement, agreement_of, digest, is_same, tensor_digest
 from autoparallel.runtime.calls import run_call
 from autoparallel.runtime.compiled import make_body_of
@@ -67,8 +68,8 @@ class Options:
     Attributes:
         mesh: the mesh to train on; required.
         plan: "auto", a preset, or a :class:`Plan` whose parameters are whole at rest.
-        pins, forbid, hardware, memory_limit, precision, check_inputs: as :func:`autoparallel.compile` takes them;
-            what is pinned of parameters must leave them whole.
+        pins, forbid, hardware, memory_limit, optimizer, precision, check_inputs: as :func:`autoparallel.compile` takes
+            them; what is pinned of parameters must leave them whole.
         backend: as :func:`autoparallel.compile` takes it.
     """
 
@@ -78,6 +79,7 @@ class Options:
     forbid: Mapping[str, Any] | None = None
     hardware: str | Path | Profile | None = None
     memory_limit: float | str | None = None
+    optimizer: MakeOptimizer | None = None
     backend: str = "eager"
     precision: MixedPrecisionPolicy | None = None
     check_inputs: int | None = None
@@ -123,7 +125,7 @@ class Options:
 
     def request(self, mesh: DeviceMesh) -> Request:
         """What is asked of the planner."""
-        profile = profile_for(mesh.device_type, self.hardware)
+        profile = profile_of_run(mesh.device_type, self.hardware, self.backend, self.optimizer)
         return Request(
             axes=tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             profile=profile,

@@ -323,6 +323,20 @@ def test_precision_and_hardware_are_those_of_compile() -> None:
             assert torch.equal(ours, torchs)
 
 
+def _priced(options: dict[str, Any]) -> tuple[Any, ...]:
+    profiles = [
+        Options(_mesh((2,)), **options).request(_mesh((2,))).profile,
+        autoparallel.compile(_blocks(), _mesh((2,)), **options)._kinds.maker.request.profile,
+    ]
+    return tuple((profile.fuses, profile.optimizer.states) for profile in profiles)
+
+
+def test_a_step_is_priced_as_by_compile() -> None:
+    options = {"backend": "inductor", "optimizer": torch.optim.SGD}
+    torchs, ours = run_distributed(_priced, options, world_size=2)[0]
+    assert torchs == ours == (True, 0)
+
+
 def _pinned(pins: dict[str, str]) -> dict[str, int]:
     y = _compile(_blocks().eval(), _mesh((2,)), pins=pins)(torch.ones(8, 16, dtype=torch.float64))
     with autoparallel.count_traffic() as backward:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,12 @@ import torch
 from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of
 from autoparallel.decisions.parameters import ParameterPlan
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
-from autoparallel.hardware import Profile
+from autoparallel.hardware import Profile, profile_for
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
 from autoparallel.planner.pins import Pins
 from autoparallel.planner.presets import PRESETS, Constraints, constraints_for
+from autoparallel.predict.optimizer import MakeOptimizer, optimizer_cost
 from autoparallel.program import Target
 
 if TYPE_CHECKING:
@@ -116,6 +118,18 @@ class Settled:
     at_rest: Mapping[str, ParameterPlan] | None = None
     pipeline: PipelinePlan | None = None
     recompute: Mapping[str, str] = field(default_factory=dict)
+
+
+def profile_of_run(
+    device_type: str, hardware: str | Path | Profile | None, backend: str, optimizer: MakeOptimizer | None
+) -> Profile:
+    """The profile that a step is priced with: the hardware's, with what the backend fuses and what the optimizer costs.
+
+    Raises:
+        ValueError: for hardware that is not known.
+    """
+    profile = replace(profile_for(device_type, hardware), fuses=backend == "inductor")
+    return profile if optimizer is None else replace(profile, optimizer=optimizer_cost(optimizer))
 
 
 def limit_in_bytes(limit: float | str | None, profile: Profile) -> float | None:

@@ -19,7 +19,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
-from autoparallel.hardware import PROFILES, profile_for
+from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.evaluation import Evaluator
@@ -29,9 +29,8 @@ from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import PRESETS, Preset, is_possible
 from autoparallel.planner.reasons import PlanAgain
-from autoparallel.planner.request import Request, limit_in_bytes
+from autoparallel.planner.request import Request, limit_in_bytes, profile_of_run
 from autoparallel.predict.cost import workload_of
-from autoparallel.predict.optimizer import optimizer_cost
 from autoparallel.report.comparison import Comparison, comparison_blocks, report
 from autoparallel.report.meshes import choice_blocks
 from autoparallel.report.progress import Progress
@@ -211,12 +210,11 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
         raise UsageError("a plan, pins and forbidden layouts are about the axes of a mesh: give --mesh with them")
     axes: Axes = axes_of(mesh) if isinstance(mesh, int) else mesh
     try:
-        profile = profile_for("cuda", options.hardware)
         if not isinstance(kind := getattr(torch.optim, options.optimizer, None), type):
             raise UsageError(
                 f"--optimizer is a class of torch.optim, such as AdamW, SGD or Muon, not {options.optimizer}"
             )
-        profile = replace(profile, optimizer=optimizer_cost(kind))
+        profile = profile_of_run("cuda", options.hardware, "eager", kind)
         pins = parse_pins(_table(options.pin), _table(options.forbid))
         request = Request(
             axes=axes,
