@@ -95,13 +95,13 @@ class RegionCompiler:
         graph.output(graph.graph_copy(module.graph, {}))
         copy = fx.GraphModule(module, graph)
         for number, nodes in enumerate(_worth_compiling(find_regions(graph))):
+            layers = list(dict.fromkeys(filter(None, map(layer_of, nodes)))) or ["body"]
             first = _count_draws_from_zero(nodes)
             name = f"compiled_{number}"
             program = outline(copy, nodes, name)
             key = _signature(program.graph)
             if key not in self._compiled:
                 self._compiled[key] = self._compile(program)
-            layers = list(dict.fromkeys(filter(None, map(layer_of, program.graph.nodes)))) or ["body"]
             copy.add_submodule(name, CompiledRegion(self._compiled[key], first, ", ".join(layers)))
         graph.lint()
         copy.recompile()
