@@ -69,11 +69,6 @@ class _Loop(nn.Module):
         return x
 
 
-class _Samples(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.distributions.Normal(x, x.abs() + 1, validate_args=True).rsample()  # the line
-
-
 class _Nonzero(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x[x[:, 0] > 0]  # the line
@@ -190,7 +185,6 @@ REFUSED = {
     "adaptive softmax": (_Clusters, r"values, inside of AdaptiveLogSoftmaxWithLoss", "F.cross_entropy"),
     "item": (_Item, r"tensor's value is read into Python|on a tensor's values", "keep it a tensor"),
     "loop over a value": (_Loop, r"depends on a tensor's values|read into Python", "pass it in|keep it a tensor"),
-    "a distribution": (_Samples, r"checks the values that it is given", "validate_args=False"),
     "size of a selection": (_Nonzero, r"depends on a tensor's values", "masks"),
     "a generator": (_Generator, r"draws from a torch.Generator of its own", "leave out generator="),
     "a seed": (_Seeds, r"sets torch's generator \(torch.manual_seed\)", "keep them in a buffer"),

@@ -193,11 +193,6 @@ def _explain_value(error: Exception, line: str) -> tuple[str, str]:
         return "Python loops over the experts one by one, as the tokens need them", (
             "make the model with experts_implementation='grouped_mm' (or 'batched_mm')"
         )
-    if any("/torch/distributions/" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
-        return "a distribution of torch checks the values that it is given", (
-            "make it with validate_args=False, or call torch.distributions.Distribution.set_default_validate_args("
-            "False), which torch.compile does"
-        )
     if "DynamicOutput" in type(error).__name__:
         return "a size depends on a tensor's values", (
             "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use torch.where or "

@@ -65,7 +65,7 @@ def _names(axes: dict[str, int], options: dict[str, Any]) -> set[str]:
 
 def test_modules_buckets_and_collectives_have_names() -> None:
     for names in run_on_ranks(_names, {"dp": 1, "tp": 2}, {"plan": "tensor_parallel"}, world_size=2):
-        layer = {"layers.1", "layers.1.up", "layers.1.down", "layers.0, backward"}
+        layer = {"layers.1", "layers.1.up", "layers.1.down", "layers.1.up, backward"}
         sent = {"all_reduce tp", "wait for all_reduce tp"}
         bucket = "layers.0.up.weight to layers.1.down.weight (6 parameters)"
         assert names >= {*layer, *sent, f"gather {bucket}", f"reduce gradients of {bucket}"}
