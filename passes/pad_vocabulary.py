@@ -134,10 +134,8 @@ class _Padding:
             )
         for node in heads:
             emit = Emitter(node)
-            bias = node.args[2] if len(node.args) > 2 else None
-            if bias is not None:
-                bias = emit(operators.pad_rows, bias, self.padded)
-            self._carry(node, emit(aten.linear.default, node.args[0], whole, bias))
+            bias = [emit(operators.pad_rows, bias, self.padded) for bias in node.args[2:] if bias is not None]
+            self._carry(node, emit(aten.linear.default, node.args[0], whole, *bias))
 
     def _carry(self, old: fx.Node, new: fx.Node) -> None:
         """Lets the readers of logits read padded ones, or, where they would see the padding, the ones without it."""
