@@ -240,8 +240,8 @@ def explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
     if target.startswith("model."):
         return (
             f"the model changes its parameter {target.removeprefix('model.')} in place at {line_of(node)}\n"
-            "What to change: let an optimizer change it, or the loop between calls, under no_grad (a momentum encoder), "
-            "or keep it in a buffer."
+            "What to change: let an optimizer change it, or the loop between calls, under no_grad (a momentum "
+            "encoder), or keep it in a buffer."
         )
     kind, _, name = target.partition("_")
     names = list(inspect.signature(model.forward).parameters)
