@@ -33,6 +33,7 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
+from autoparallel.planner.candidates import Outcome
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.meshes import MeshSearch
@@ -195,11 +196,12 @@ def measure(row: Row) -> dict[str, Any]:
         if isinstance(row.mesh, int):
             request = _on(MeshSearch(request, captured, call, row.mesh).choose().mesh, request)
         evaluator = Evaluator(request, captured, call)
-        plan = evaluator.best(proposals(evaluator)).require()
+        outcome = evaluator.best(proposals(evaluator))
+        plan = outcome.require()
     except PlanError as error:
         return {"error": str(error), "search": time.process_time() - start}
     found = {"search": time.process_time() - start, "gap": plan.gap, "again": len(plan.recompute)}
-    return found | _predicted(evaluator, plan) | _presets(request, captured, call, evaluator, plan)
+    return found | _predicted(evaluator, outcome) | _presets(request, captured, call, evaluator, plan)
 
 
 def _on(mesh: Axes, request: Request) -> Request:
@@ -207,9 +209,11 @@ def _on(mesh: Axes, request: Request) -> Request:
     return replace(request, axes=inner, stages=dict(mesh).get(PIPELINE_AXIS, 0))
 
 
-def _predicted(evaluator: Evaluator, plan: Plan) -> dict[str, Any]:
+def _predicted(evaluator: Evaluator, outcome: Outcome) -> dict[str, Any]:
+    """Seconds and memory: of stages as they are compared, with what their parameters cost around the schedule."""
+    plan = outcome.require()
     if plan.pipeline is not None:
-        return {"seconds": plan.pipeline.seconds, "memory": max(plan.pipeline.memory_by_rank())}
+        return {"seconds": outcome.seconds, "memory": max(plan.pipeline.memory_by_rank())}
     forecast = evaluator.forecast(plan, exactly=True)
     return {"seconds": forecast.seconds, "memory": forecast.memory}
 
@@ -240,10 +244,11 @@ def _within(evaluator: Evaluator) -> tuple[Plan | None, float]:
     """The plan that an evaluator's request asks for, if one fits by the prediction of its whole program, and its
     seconds."""
     try:
-        plan = evaluator.best(proposals(evaluator)).require()
+        outcome = evaluator.best(proposals(evaluator))
+        plan = outcome.require()
     except PlanError:
         return None, 0.0
-    return plan, _predicted(evaluator, plan)["seconds"]
+    return plan, _predicted(evaluator, outcome)["seconds"]
 
 
 def main() -> None:

@@ -22,9 +22,6 @@ from autoparallel.planner.programs import microbatches_of
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.program import require_stageable
 
-STAGE_PRESETS = ("data_parallel", "fsdp", "tensor_parallel")
-"""The presets whose layouts are cut into stages, too."""
-
 
 def microbatches_in_call(evaluator: Evaluator) -> int:
     """How many microbatches a call without a pipeline has been asked to run in; 1 where nothing is differentiated.
@@ -52,9 +49,7 @@ def pipelines(evaluator: Evaluator, *, thorough: bool) -> Proposals:
         PlanError: where the batch cannot be cut.
     """
     request = evaluator.request
-    presets = [request.origin]
-    if thorough and request.plan == "auto" and evaluator.settled.at_rest is None:
-        presets += STAGE_PRESETS
+    presets = evaluator.presets(thorough)
     fastest: Outcome | None = None
     errors: list[str] = []
     for counts in list(_counts(evaluator)):

@@ -9,7 +9,6 @@ from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.means import with_means
 from autoparallel.planner.memory import fastest
 from autoparallel.planner.microbatches import microbatches_in_call, pipelines
-from autoparallel.planner.presets import PRESETS, is_possible
 
 
 def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
@@ -26,14 +25,10 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
     request = evaluator.request
     if request.stages:
         return (yield from pipelines(evaluator, thorough=thorough))
-    names = [request.origin]
-    if thorough and request.plan == "auto" and evaluator.settled.at_rest is None:
-        axes = [name for name, _ in request.axes]
-        names += [name for name in PRESETS if name != "auto" and is_possible(name, axes)]
     count = microbatches_in_call(evaluator)
 
     def search(some: Candidate) -> Proposals:
-        candidates = [replace(some, preset=name) for name in names]
+        candidates = [replace(some, preset=name) for name in evaluator.presets(thorough)]
         return fastest(candidates, request.memory_limit, evaluator, exactly=thorough)
 
     candidate = Candidate(request.origin, microbatches=count)
