@@ -93,6 +93,38 @@ def test_bfloat16_compute_with_float32_parameters(plan: str) -> None:
         assert 1e-6 < max(found["worst"].values()) < 3e-2, found["worst"]
 
 
+class Mixed(nn.Module):
+    """Layers at rest in different dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(SHAPE[0], SHAPE[1]), nn.Linear(SHAPE[1], SHAPE[2])
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.up.bfloat16()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def _reduced_at_the_step() -> tuple[bool, float]:
+    """Gradients that are summands until the optimizer steps."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    model, plain = compiled_pair(Mixed, 2, loss_fn=F.cross_entropy, plan="data_parallel", precision=policy)
+    with model.no_sync():
+        model(*batch(0)).backward()
+    plain_loss(plain, policy, *batch(0)).backward()
+    model.clip_grad_norm_(1e9)
+    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+    return all(p.grad.dtype == p.dtype for p, _ in pairs), max(off(p.grad, q.grad) for p, q in pairs)
+
+
+def test_gradients_that_are_reduced_late_have_the_dtypes_of_their_parameters() -> None:
+    for alike, worst in run_on_ranks(_reduced_at_the_step, world_size=2):
+        assert alike and worst < 1e-2
+
+
 def _bytes(policy: MixedPrecisionPolicy | None) -> tuple[dict[tuple[str, str], float], bool]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
