@@ -8,6 +8,7 @@ of other batches; only values show that, and a sample of them is shown, too (see
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -120,18 +121,18 @@ class Exchange:
         self._require_same_call(self.agreement.ask(row, f"call {self.calls} of {self.name}")(), lambda: text)
         raise error
 
-    def of_other(self, what: str, number: int = 0) -> list[int]:
+    def of_other(self, what: str, *numbers: float) -> list[list[float]]:
         """Shows the other ranks that something comes which all ranks do together; raises where theirs do not.
 
         Returns:
-            The ``number`` that each rank has brought, in the order of the mesh.
+            For each of ``numbers``, what the ranks have brought, in the order of the mesh.
         """
-        row = digest(what, self.name, self._counts()) + number.to_bytes(8, "little")
+        row = digest(what, self.name, self._counts()) + struct.pack(f"{len(numbers)}d", *numbers)
         table = self.agreement.ask(row, f"{what} of {self.name}")()
         self.agreement.require_same(
             table[:, :32], "the ranks use the model differently:", lambda: f"{what}; {self._so_far()}"
         )
-        return [int(number) for number in table[:, 32:40].contiguous().view(torch.int64).flatten()]
+        return table[:, 32 : 32 + 8 * len(numbers)].contiguous().view(torch.float64).T.tolist()
 
     def of_backward(self) -> Callable[[], None]:
         """Shows the other ranks that a backward comes; what is returned raises where none of this model does."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,9 +103,7 @@ class Meter:
     def _of_all(self, record: dict[str, Any]) -> dict[str, list[float]]:
         """What every rank measured."""
         names = [name for name in ("seconds", "peak_memory", "waited_seconds") if name in record]
-        numbers = struct.pack(f"{len(names)}d", *(record[name] for name in names))
-        table = self._model._kinds.exchange.agreement.ask(numbers, "Meter.step()")()
-        columns = table[:, : len(numbers)].contiguous().view(torch.float64).T.tolist()
+        columns = self._model._kinds.exchange.of_other("Meter.step()", *(record[name] for name in names))
         return dict(zip(names, columns, strict=True))
 
 

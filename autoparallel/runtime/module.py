@@ -7,7 +7,6 @@ import copy
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -154,8 +153,12 @@ class ParallelModule(Face):
             RuntimeError: where there is no plan yet.
         """
         rows, maker = self._rows(), self._kinds.maker
-        numbers = partial(self._kinds.exchange.of_other, "local_rows()")
-        return from_rows(batch, rows, maker.mesh, self._store.prefix, numbers)
+
+        def all_counts(mine: int) -> list[int]:
+            (counts,) = self._kinds.exchange.of_other("local_rows()", mine)
+            return list(map(int, counts))
+
+        return from_rows(batch, rows, maker.mesh, self._store.prefix, all_counts)
 
     def _rows(self) -> Rows:
         """Which rows this rank wants, by the first plan; all, in a pipeline."""

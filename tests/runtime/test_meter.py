@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import autoparallel
 from autoparallel.comm.traffic import count_traffic
+from autoparallel.comm.waiting import RankMismatchError
 from tests.runtime.support import Net, batch, compiled_pair, run_on_ranks
 
 
@@ -53,6 +55,20 @@ def test_a_dict_and_a_line_for_each_step(over_ranks: bool, tmp_path: Path) -> No
             rows = [records[i] for records, _ in results]
             for name in ("seconds", "peak_memory", "waited_seconds"):
                 assert rows[0]["ranks"][name] == rows[1]["ranks"][name] == [row[name] for row in rows]
+
+
+def _out_of_step() -> str:
+    model, _ = compiled_pair(Net, 2, plan="fsdp")
+    meter = autoparallel.Meter(model, over_ranks=True)
+    model(*batch()).backward()
+    with pytest.raises(RankMismatchError) as raised:
+        model(*batch()) if dist.get_rank() else meter.step()
+    return str(raised.value)
+
+
+def test_ranks_of_which_one_makes_no_step_are_told() -> None:
+    for message in run_on_ranks(_out_of_step, world_size=2):
+        assert "rank 0: Meter.step(); call 1 of model" in message and "call 2 of model" in message
 
 
 @pytest.mark.wide
