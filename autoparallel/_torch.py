@@ -295,11 +295,16 @@ def leave_open(tensor: torch.Tensor, dims: list[int]) -> None:
     torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
-def compile_by_inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+def compile_by_inductor(graph: fx.GraphModule, inputs: list[Any], tag: str) -> Callable[..., Any]:
     """A graph of Dynamo's compiled by Inductor, its backward at once; kept in Inductor's folder for other processes,
-    also where it has an ``autograd.Function``, whose traced backward is part of what it is found by."""
+    also where it has an ``autograd.Function``, whose traced backward is part of what it is found by.
+
+    Args:
+        tag: what else it is found by.
+    """
     settings = {"autograd_cache_allow_custom_autograd_functions": True, "force_non_lazy_backward_lowering": True}
-    with torch._functorch.config.patch(settings):
+    tag = f"{torch.compiler.config.cache_key_tag} {tag}"
+    with torch._functorch.config.patch(settings), torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")(graph, inputs)
     return compiled
 

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
 from autoparallel import operators
+from autoparallel.comm.collectives import redistribute
+from autoparallel.comm.groups import use_communicator
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.runtime.buckets import ParameterBucket
-from autoparallel.runtime.compiled import CompiledRegion, RegionCompiler, find_regions, one_at_a_time
+from autoparallel.runtime.compiled import CompiledRegion, RegionCompiler, find_regions, forms_of, one_at_a_time
 from tests.distributed import run_distributed
 from tests.models import GPTConfig, build, build_gpt
 from tests.parity.harness import AXES, difference
@@ -360,6 +364,46 @@ def test_who_waits_in_vain_compiles_too(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("autoparallel.runtime.compiled._PATIENCE", 0.1)
     with one_at_a_time("layer"), one_at_a_time("layer"):
         pass
+
+
+def test_devices_of_other_numbers_are_compiled_for_apart() -> None:
+    with FakeTensorMode():
+        first, second = (torch.empty(4, 8, device=f"cuda:{number}") for number in range(2))
+    assert str(forms_of([first, 3])) != str(forms_of([second, 3]))
+
+
+class _Copies:
+    """Ranks of which each has the same."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def size(self, axis: str) -> int:
+        return self.count
+
+    def index(self, axis: str) -> int:
+        return 0
+
+    def all_gather(self, x: Tensor, axis: str) -> Callable[[], Tensor]:
+        return lambda: torch.stack([x] * self.count)
+
+
+@pytest.mark.slow
+def test_what_is_compiled_for_some_ranks_is_not_loaded_for_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for count in (2, 4):
+        graph = fx.Graph()
+        gathered = graph.call_function(redistribute, (graph.placeholder("x"), "S0", "R", "mesh0/dp"))
+        graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (gathered, 2.0)),))
+        _forget_graphs()
+        before = use_communicator(_Copies(count))  # type: ignore[arg-type]
+        try:
+            (doubled,) = RegionCompiler("inductor")._compile(fx.GraphModule(nn.Module(), graph))(torch.ones(3, 8))
+        finally:
+            use_communicator(before)
+        assert torch.equal(doubled, torch.full((count * 3, 8), 2.0))
 
 
 def _found_in_caches(folder: str) -> tuple[int, int, float]:

@@ -10,7 +10,8 @@ layer, for a part of the step that does not grow with the model.  A graph withou
 [Note: one rank compiles] Ranks compile the same regions, and those of one machine share the folder in which Inductor
 keeps what it made. So the first that comes to a region compiles it, forward and backward; the others wait at a lock
 beside it and load it. The lock stands around Inductor only, in which ranks never talk to each other, and is the
-region's own: ranks whose regions differ never wait. It is gone when its holder dies; who waits in vain compiles, too.
+region's own: ranks whose regions differ never wait, nor those on devices of other numbers, which cannot load each
+other's. It is gone when its holder dies; who waits in vain compiles, too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import fx, nn
 
 from autoparallel import _torch, operators
 from autoparallel.comm import ranges
+from autoparallel.comm.groups import axis_size
 from autoparallel.graph.layers import layer_of
 from autoparallel.operators import control_flow, kept, opaque
 from autoparallel.passes import split_weight_gradients
@@ -113,10 +115,11 @@ class RegionCompiler:
 
         The forward and not the module itself, which reports every exception: see ``Region.function``."""
 
+        sizes = _sizes_of_groups(program.graph)
+
         def inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            forms = [(tuple(map(str, x.shape)), x.dtype) if isinstance(x, torch.Tensor) else str(x) for x in inputs]
-            with one_at_a_time(hashlib.sha256(f"{program.code}{forms}".encode()).hexdigest()):
-                return _torch.compile_by_inductor(graph, inputs)
+            with one_at_a_time(hashlib.sha256(f"{program.code}{sizes}{forms_of(inputs)}".encode()).hexdigest()):
+                return _torch.compile_by_inductor(graph, inputs, sizes)
 
         backend = inductor if self.backend == "inductor" else self.backend
         compiled = torch.compile(program.forward, fullgraph=True, dynamic=False, backend=backend)
@@ -128,6 +131,19 @@ class RegionCompiler:
             return compiled(*arguments)
 
         return run
+
+
+def forms_of(inputs: Sequence[Any]) -> list[object]:
+    """What Inductor finds a graph by beside its text; ranks on devices of other numbers compile apart."""
+    return [(tuple(map(str, x.shape)), x.dtype, x.device) if isinstance(x, torch.Tensor) else str(x) for x in inputs]
+
+
+def _sizes_of_groups(graph: fx.Graph) -> str:
+    """How many ranks the groups have over which a graph's calls communicate: the shapes of what they make follow from
+    it, and neither the text of the graph nor the shapes of what it reads say so."""
+    ours = [n for n in graph.nodes if n.op == "call_function" and "autoparallel" in getattr(n.target, "__module__", "")]
+    groups = sorted({arguments(node)["group"] for node in ours if "group" in arguments(node)})
+    return ", ".join(f"{group}: {axis_size(group)}" for group in groups)
 
 
 @contextmanager
