@@ -13,6 +13,7 @@ import dis
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -50,7 +51,8 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    if frame is None or getattr(args[0], "constant", None) is not None:
+    asked = next(iter((*args, *kwargs.values())))
+    if frame is None or getattr(asked, "constant", None) is not None:
         return func(*args, **kwargs)
     passes = _passing(frame.f_code, frame.f_lasti)
     if passes is None or _is_caught(frame):
@@ -118,16 +120,31 @@ def _is_caught(frame: FrameType | None) -> bool:
     while frame is not None and (name := frame.f_code.co_filename) != _OUTERMOST:
         if not name.startswith((_PACKAGE, _TORCH)) or name.startswith(_CHECKS_OF_TORCH):
             place, tree = _place_in(frame), _parsed(name)
-            if place is None or tree is None or any(_catches(node, place) for node in _path(tree, place)):
+            if place is None or tree is None or frame.f_code.co_name in _ASKED_BY_PYTHON:
+                return True
+            if any(_catches(node, place, frame) for node in _path(tree, place)):
                 return True
         frame = frame.f_back
     return False
 
 
-def _catches(node: ast.AST, place: _Place) -> bool:
+_ASKED_BY_PYTHON = ("__next__", "__getitem__", "__getattr__")
+"""Methods whose errors tell Python something: that a loop is over, or that there is no such attribute."""
+
+
+def _catches(node: ast.AST, place: _Place, frame: FrameType) -> bool:
     if isinstance(node, ast.With | ast.AsyncWith):
-        return any("suppress" in ast.dump(item.context_expr) for item in node.items)
+        return not all(_lets_pass(item.context_expr, frame) for item in node.items)
     return isinstance(node, ast.Try | ast.TryStar) and bool(node.handlers) and any(map(place.is_in, node.body))
+
+
+def _lets_pass(manager: ast.expr, frame: FrameType) -> bool:
+    """Whether a context manager is known to catch nothing, as those of torch are."""
+    first, *names = ast.unparse(manager.func if isinstance(manager, ast.Call) else manager).split(".")
+    value = {**frame.f_globals, **frame.f_locals}.get(first)
+    for name in names:
+        value = getattr(value, name, None)
+    return value is nullcontext or str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
 
 
 def _path(tree: ast.AST, place: _Place) -> list[ast.AST]:

@@ -331,7 +331,7 @@ class ChecksThatOnlyRaise(Two):
             message = f"{x.shape} is not finite"
             raise ValueError(message)
         with torch.no_grad():
-            assert torch.allclose(x, x) and torch.equal(x, x)
+            assert torch.allclose(x, x) and torch.equal(x, x) and torch.equal(input=x, other=x)
         if (x > 1e3).any().item():
             raise ValueError("large")
         if (x < 1e3).all():
@@ -367,6 +367,45 @@ class CallerCatchesTheCheck(Two):
             self.check(h)
             h = 2 * h
         return self.b(h)
+
+
+@contextmanager
+def unless_too_wide() -> Iterator[None]:
+    with suppress(TooWide):
+        yield
+
+
+@program(refused="torch.where")
+class ContextCatchesTheCheck(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with unless_too_wide():
+            if h.min() < 100:  # refused
+                raise TooWide
+            h = 2 * h
+        return self.b(h)
+
+
+class Halved:
+    """Halves of a tensor, as long as they are large."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __iter__(self) -> Halved:
+        return self
+
+    def __next__(self) -> Tensor:
+        self.x = self.x / 2
+        if self.x.abs().max() < 0.1:  # refused
+            raise StopIteration
+        return self.x
+
+
+@program(refused="torch.where")
+class LoopUntilAnIteratorRaises(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(sum(Halved(self.a(x))))
 
 
 @program(refused="torch.where")
