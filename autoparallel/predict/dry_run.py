@@ -8,7 +8,8 @@ gathered again, what is kept and what overlaps is observed, not guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,12 +81,12 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
     communicator, ledger = MeteredCommunicator(plan, profile, clock), Ledger(clock)
     meter = Meter(profile, plan.axis_sizes, clock, ledger, communicator.begin)
     around = {region: region.around for region in program.regions.values()}
-    rank = _DryRank(program, plan, communicator, meter, roots)
     before = use_communicator(communicator)
     try:
-        # What the user asks of autograd meanwhile (set_detect_anomaly) reads values, which there are none of.
-        with meter, torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
-            rank.step()
+        with _plain_autograd():
+            rank = _DryRank(program, plan, communicator, meter, roots)
+            with meter:
+                rank.step()
     finally:
         use_communicator(before)
         for region, own in around.items():  # of the runner that the program has got meanwhile
@@ -101,6 +102,19 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
         rank.store.reached,
         clock.spans,
     )
+
+
+@contextmanager
+def _plain_autograd() -> Iterator[None]:
+    """Inside, autograd is as in training, whatever it is where a prediction is asked for: in an evaluation there are no
+    gradients, and hooks on saved tensors and ``set_detect_anomaly`` read values, which there are none of."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_detect_anomaly(False),
+        _torch.saved_as_they_are(),
+    ):
+        yield
 
 
 class _DryRank:

@@ -341,8 +341,8 @@ class GradientStore:
         sums: Tensors = []
         addends: Tensors = []
         parameters = [self.parameters[chain.name] for chain in chains]
-        rows = zip(chains, parameters, _torch.grads_of(parameters), cast(values, chains[0].rest_dtype), strict=True)
-        for chain, parameter, grad, value in rows:
+        for chain, parameter, grad, value in zip(chains, parameters, _torch.grads_of(parameters), values, strict=True):
+            value = value if value.dtype == chain.rest_dtype else value.to(chain.rest_dtype)
             if grad is None:
                 # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
                 contiguous = torch.contiguous_format

@@ -6,6 +6,7 @@ import gc
 import logging
 import pickle
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -46,6 +47,21 @@ def test_no_step_waits_for_a_prediction_that_nobody_reads(monkeypatch: pytest.Mo
     assert not made
     travelled = pickle.loads(pickle.dumps(model.plan))
     assert [model.plan.prediction] == made == [travelled.prediction]
+
+
+def _predicted(around: AbstractContextManager[Any]) -> Prediction | None:
+    model = autoparallel.compile(nn.Linear(4, 2), loss_fn=nn.functional.mse_loss, plan="data_parallel")
+    model(torch.randn(8, 4), torch.randn(8, 2)).backward()
+    with around:
+        return model.plan.prediction
+
+
+def test_a_prediction_is_the_same_wherever_it_is_asked_for() -> None:
+    expected = _predicted(nullcontext())
+    assert expected is not None and expected.backward_seconds
+    save_on_cpu: Any = torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(), torch.from_numpy)
+    for around in (torch.inference_mode(), torch.no_grad(), save_on_cpu):
+        assert _predicted(around) == expected
 
 
 def test_nothing_is_printed_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
