@@ -88,6 +88,9 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> Kept:
     chunked = {node for head in heads for node in (head.product, *head.between)}
     left = (saved_nodes | beside.keys()) - chunked
     parts = {node: float(node in saved_nodes) + beside.get(node, 0.0) for node in graph.nodes if node in left}
+    # Logits are the largest tensor of a step, and alive as they are made when the worst moment may be: at the loss.
+    logits = {head.product for head in find_heads(graph, alone=False)} - chunked
+    parts |= {node: max(1.0, parts.get(node, 0.0)) for node in logits}
     alone = {x: ways == {x} for owner, ways in read.items() if owner in left for x in ways if x is not None}
     return Kept(parts, alone)
 

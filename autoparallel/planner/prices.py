@@ -168,7 +168,9 @@ class Pricer:
         differs = np.array([[layout != column for column in columns] for layout in results])
         sums = np.array([["P" in (p.kind for p in layout)] for layout in results])
         none = np.zeros(differs.shape)
-        found = none if alone is None else differs * (after - before * alone)
+        # A view's bytes are counted with what it looks at, which may lie otherwise.
+        counted = before if node in self.kept.parts else np.minimum(before, after)
+        found = none if alone is None else differs * (after - counted * alone)
         # With all but the products, a sum is not made again, but kept where the others read it.
         again = none if product is False else differs * sums * (after - before * bool(product))
         table = np.stack([found, again, none], axis=-1)
