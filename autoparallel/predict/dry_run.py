@@ -35,7 +35,7 @@ from autoparallel.predict.unseen import is_unseen, stand_in
 from autoparallel.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
 from autoparallel.runtime.backwards import BackwardPass, Gather, Grads, Tensors, Travel, reached
-from autoparallel.runtime.gradients import GradientStore, cast
+from autoparallel.runtime.gradients import GradientStore, cast, local_at_end
 from autoparallel.runtime.runner import Runner
 
 ACTIVATIONS, GATHERED, WORKING = "activations", "gathered parameters", "working memory"
@@ -262,11 +262,11 @@ class _DryStore(GradientStore):
     def start(self, tensors: Tensors, paths: Sequence[Sequence[Step]], *, owned: bool = False) -> Travel:
         """As on a real rank; every step counts in its phase."""
         kind, each = (GATHERED, len(paths[0])) if self._each is None else (GRADIENT_BUFFERS, self._each)
-        begins = []
-        for i, step in enumerate(zip(*paths, strict=True)):
+        begins, steps = [], list(zip(*paths, strict=True))
+        for i, step in enumerate(steps):
             phase = self.communicator.phase if i < each else GRADIENTS
             begins.append(partial(self._begin, kind, phase, partial(self._start_step, step, owned and not i)))
-        return Travel(tensors, begins)
+        return Travel(tensors, begins, local_at_end(steps))
 
     def along(self, value: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
         """As on a real rank."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -38,23 +38,32 @@ class Travel:
         tensors: what it begins with.
         steps: each starts a collective for the tensors, and returns a function that waits for its results. The first
             is started at once.
+        local: how many of the last steps send nothing.
 
     Attributes:
         name: what it brings, in a profile.
     """
 
-    def __init__(self, tensors: Tensors, steps: Sequence[Callable[[Tensors], Callable[[], Tensors]]]) -> None:
+    def __init__(
+        self, tensors: Tensors, steps: Sequence[Callable[[Tensors], Callable[[], Tensors]]], local: int = 0
+    ) -> None:
         self.name: Callable[[], str] | None = None
-        self._steps = list(steps[1:])
+        self._steps, self._local = list(steps[1:]), local
         self._wait: Callable[[], Tensors] | None = steps[0](tensors) if steps else lambda: tensors
 
     def __call__(self) -> Tensors:
         """The tensors at the end of the way; asked for once."""
-        with ranges.named(self.name) if self.name is not None else nullcontext():
+        with self._named():
             values = self._take()
             while self._steps:
                 values = self._steps.pop(0)(values)()
             return values
+
+    def advance(self) -> None:
+        """Waits for the collective that is under way, where another comes after it, which starts."""
+        if len(self._steps) > self._local:
+            with self._named():
+                self._wait = self._steps.pop(0)(self._take())
 
     def finish(self) -> None:
         """Brings the tensors to the end, where they stay until they are asked for; what was sent ends now, and so does
@@ -72,6 +81,9 @@ class Travel:
         self._steps.clear()
         if self._wait is not None:
             self._take()
+
+    def _named(self) -> AbstractContextManager[None]:
+        return ranges.named(self.name) if self.name is not None else nullcontext()
 
     def _take(self) -> Tensors:
         assert self._wait is not None
@@ -118,7 +130,10 @@ class BackwardPass:
     is_counted: bool = False
 
     def expect(self, travel: Travel, receive: Callable[[Tensors], None]) -> None:
-        """Notes gradients that have set out; waits for those that did long before."""
+        """Notes gradients that have set out; those before them go on to their next collective, and those that set out
+        long before are waited for."""
+        if self.reductions:
+            self.reductions[-1][0].advance()
         self.reductions.append((travel, receive))
         if len(self.reductions) > IN_FLIGHT:
             self.reductions[-1 - IN_FLIGHT][0].finish()

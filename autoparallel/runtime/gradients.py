@@ -29,7 +29,7 @@ from autoparallel.comm.collectives import Extent, extent_of, pack, start_transfe
 from autoparallel.comm.groups import group_name
 from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.placements import Layout, action, to_dtensor_placements
+from autoparallel.placements import COLLECTIVES, Layout, action, to_dtensor_placements
 from autoparallel.placements.redistribution import Step
 from autoparallel.runtime.backwards import BackwardPass, BackwardPasses, Gather, Grads, Rows, Tensors, Travel, reached
 from autoparallel.runtime.hooks import (
@@ -168,7 +168,8 @@ class GradientStore:
         """Takes each tensor along its path; all paths go the same way, as those of a bucket do.  The first collective
         starts at once, in the tensors' own memory if that is ``owned``."""
         steps = [step for step in zip(*paths, strict=True) if action(step[0].src, step[0].dst) != "nothing"]
-        return Travel(tensors, [partial(self._start_step, step, owned and not i) for i, step in enumerate(steps)])
+        begins = [partial(self._start_step, step, owned and not i) for i, step in enumerate(steps)]
+        return Travel(tensors, begins, local_at_end(steps))
 
     def _start_step(self, steps: Sequence[Step], owned: bool, tensors: Tensors) -> Callable[[], Tensors]:
         group = group_name(self.prefix, self.names, steps[0].axes)
@@ -472,6 +473,12 @@ class GradientStore:
 def cast(values: Tensors, dtype: torch.dtype) -> Tensors:
     """The same values in a dtype; a tensor itself where it has that already."""
     return [value if value.dtype == dtype else value.to(dtype) for value in values]
+
+
+def local_at_end(steps: Sequence[Sequence[Step]]) -> int:
+    """How many of the last steps of some paths, which all go the same way, send nothing."""
+    sends = [action(step[0].src, step[0].dst) in COLLECTIVES for step in steps]
+    return sends[::-1].index(True) if True in sends else len(sends)
 
 
 def _name(what: str, chains: Sequence[ParameterChain]) -> str:

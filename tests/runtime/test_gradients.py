@@ -541,3 +541,32 @@ def test_no_more_than_two_reductions_are_under_way_and_what_is_through_keeps_no_
         assert value.tolist() == [number, number]
         sizes.append(value.untyped_storage().nbytes())
     assert sizes == [8, 8, 8, 32, 32] and ended == [0, 1, 2, 3, 4]
+
+
+def test_a_second_collective_starts_behind_the_next_gradients_and_nothing_local_is_waited_for_so_early() -> None:
+    happened: list[str] = []
+
+    def step(name: str) -> Callable[[list[Tensor]], Callable[[], list[Tensor]]]:
+        def start(tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+            happened.append(f"{name} starts")
+
+            def wait() -> list[Tensor]:
+                happened.append(f"{name} ends")
+                return tensors
+
+            return wait
+
+        return start
+
+    running = BackwardPass()
+    for number in range(3):
+        steps = [step(f"{number} scatter"), step(f"{number} reduce"), step(f"{number} slice")]
+        running.expect(Travel([torch.zeros(2)], steps, local=1), lambda values: None)
+    assert happened == [
+        "0 scatter starts", "1 scatter starts",
+        "0 scatter ends", "0 reduce starts", "2 scatter starts",
+        "1 scatter ends", "1 reduce starts",
+        "0 reduce ends", "0 slice starts", "0 slice ends",
+    ]  # fmt: skip
+    running.abandon()
+    assert happened[10:] == ["1 reduce ends", "2 scatter ends"]
