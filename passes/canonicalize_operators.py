@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -106,19 +107,21 @@ def _rows_of(emit: Emitter, x: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.No
         if x.target in (aten.transpose.int, aten.permute.default) and [order_of(x)[d] for d in order] == [*range(rank)]:
             return cast(fx.Node, x.args[0]), target
         return emit(aten.permute.default, x, order), target
-    rows, classes = _before_reshape(x), _before_reshape(target)
+    (rows, *casts), (classes, *_) = _before_reshape(x), _before_reshape(target)
     shapes = [[expression(size) for size in shape_of(node)] for node in (rows, classes, x)]
     if len(shapes[1]) < 2 or shapes[0] != [*shapes[1], shapes[2][-1]]:
         return x, target
-    return _as(emit, rows, x), _as(emit, classes, target)
+    return functools.reduce(partial(_as, emit), casts, rows), _as(emit, classes, target)
 
 
-def _before_reshape(node: fx.Node) -> fx.Node:
-    """What a reshape reads whose result is at most copied after it; the node itself where there is none."""
-    made = node
+def _before_reshape(node: fx.Node) -> list[fx.Node]:
+    """What a reshape reads whose result is at most copied after it, and these copies, each of which may round; the node
+    itself where there is none."""
+    made, copies = node, []
     while made.target in (aten._to_copy.default, aten.clone.default, aten.alias.default):
+        copies.append(made)
         made = cast(fx.Node, made.args[0])
-    return cast(fx.Node, made.args[0]) if made.target is aten.reshape.default else node
+    return [cast(fx.Node, made.args[0]), *reversed(copies)] if made.target is aten.reshape.default else [node]
 
 
 def _nll_loss(emit: Emitter, node: fx.Node) -> Any:

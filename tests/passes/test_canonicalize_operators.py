@@ -49,6 +49,19 @@ class TestTheExample:
         ]
 
 
+class TestRowsOfLosses:
+    def test_those_that_were_flattened_stay_in_their_dims_and_are_rounded_as_they_were(self) -> None:
+        def loss(x: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(x.view(-1, 10).bfloat16().float(), target.view(-1))
+
+        logits, target = torch.rand(8, 2, 10), torch.randint(0, 10, (8, 2))
+        assert lines_of(loss, logits, target)[2:5] == [
+            "_to_copy_default = aten._to_copy(args_0, dtype=torch.bfloat16)",
+            "_to_copy_default_1 = aten._to_copy(_to_copy_default, dtype=torch.float32)",
+            "cross_entropy_sum = losses.cross_entropy_sum(_to_copy_default_1, args_1, None, -100, 0.0)",
+        ]
+
+
 class TestRandomness:
     def test_every_dropout_has_a_number_of_its_own(self) -> None:
         lines = lines_of(lambda x: F.dropout(F.dropout(x, 0.5, True) + 1, 0.1, True), torch.rand(8, 4))
