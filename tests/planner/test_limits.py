@@ -14,13 +14,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoparallel.comm.world import Axes
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, PROFILES, Profile
+from autoparallel.planner.candidates import Candidate, Proposals
 from autoparallel.planner.draft import Draft, call_of
+from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import PRESETS, is_possible
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.planner.signatures import Signatures
 from tests.captures import draft, shared_captures
+from tests.models.gpt import GPT, GPTConfig
 from tests.planner.blocks import Blocks
 
 LAYERS, WIDTH, ROWS = 6, 16, 512
@@ -141,3 +144,26 @@ def test_autograd_is_asked_what_the_backward_finds() -> None:
     parts = kept_parts(captured.graph, Signatures(captured.actual)).parts
     kept = {node.meta["key"].rpartition("/")[2]: part for node, part in parts.items() if node.op == "call_function"}
     assert kept == {"aten.linear#0": 1.0, "aten.add.Tensor#0": 1.0, "aten.softmax.int#0": 1.0}
+
+
+def _sparing() -> Proposals:
+    """The plan that adds up to the least memory."""
+    free = yield Candidate("auto")
+    return (yield replace(free.candidate, may_recompute=True, sparing=True))
+
+
+def test_what_adds_up_to_least_memory_needs_little() -> None:
+    """Bytes are taken off where they are counted: of what lies as views do, once."""
+    request = Request((("dp", 2), ("tp", 8)), H100, loss_fn=_flat_loss, memory_limit=1e9)
+    tokens = torch.empty(64, 512, dtype=torch.int64, device="meta")
+    call = call_of((tokens, tokens), with_target=True)
+    model = GPT(GPTConfig(context=512, layers=2, width=512, heads=8)).to("meta")
+    evaluator = Evaluator(request, Planner(model, request).capture(call, training=True), call)
+    plan = evaluator.best(_sparing()).require()
+    assert plan.estimate is not None
+    at_rest = sum(p.numel() for p in model.parameters()) * 4 * 4 / 16
+    assert at_rest <= plan.estimate.memory <= evaluator.forecast(plan).memory < 0.2e9
+
+
+def _flat_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
