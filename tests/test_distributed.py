@@ -95,10 +95,11 @@ class TestErrors:
         assert "(so did rank 1)" in str(caught.value) and "in raise_on" in str(caught.value)
 
     def test_pool_survives_when_asked(self) -> None:
-        before = run_distributed(environment, world_size=2)
-        with pytest.raises(ProcessError):
-            run_distributed(raise_on, None, world_size=2, keep_after_error=True)
-        assert run_distributed(environment, world_size=2) == before
+        with open_pool(2) as pool:  # of its own: the shared one is made anew every so many calls
+            before = run_in(pool, environment)
+            with pytest.raises(ProcessError):
+                run_in(pool, raise_on, None, keep_after_error=True)
+            assert run_in(pool, environment) == before
 
     def test_one_rank_raises_while_the_others_wait(self) -> None:
         start = time.monotonic()
