@@ -342,8 +342,8 @@ class GradientStore:
         sums: Tensors = []
         addends: Tensors = []
         parameters = [self.parameters[chain.name] for chain in chains]
-        for chain, parameter, grad, value in zip(chains, parameters, _torch.grads_of(parameters), values, strict=True):
-            value = value if value.dtype == chain.rest_dtype else value.to(chain.rest_dtype)
+        rows = zip(chains, parameters, _torch.grads_of(parameters), cast(values, chains[0].rest_dtype), strict=True)
+        for chain, parameter, grad, value in rows:
             if grad is None:
                 # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
                 contiguous = torch.contiguous_format
