@@ -39,7 +39,7 @@ from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.meshes import MeshSearch
 from autoparallel.planner.pins import parse_pins
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import PRESETS, is_possible
+from autoparallel.planner.presets import possible_presets
 from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request, limit_in_bytes
 from benchmarks import plan as planning
@@ -222,9 +222,7 @@ def _presets(request: Request, captured: Captured, call: Call, evaluator: Evalua
     """The best preset within the limit, and whether it is what was chosen."""
     known: dict[str, float] = {}
     chosen = "searched"
-    for preset in PRESETS:
-        if preset == "auto" or not is_possible(preset, [name for name, _ in request.axes]):
-            continue
+    for preset in possible_presets([name for name, _ in request.axes])[1:]:
         found, seconds = _within(evaluator.about(preset))
         if found is not None:
             known[preset] = seconds

@@ -26,7 +26,7 @@ from autoparallel.planner.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.fits import differing, returns_loss_alone
 from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.presets import PRESETS, is_possible
+from autoparallel.planner.presets import possible_presets
 from autoparallel.planner.programs import adapt, build
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
@@ -92,10 +92,9 @@ class Evaluator:
     def presets(self, thorough: bool) -> list[str]:
         """Whose layouts are looked at: what is asked for, and beside "auto" every preset that the mesh has axes for."""
         request = self.request
-        beside = thorough and request.plan == "auto" and self.settled.at_rest is None
-        axes = [name for name, _ in request.axes]
-        others = [name for name in PRESETS if name != "auto" and is_possible(name, axes)]
-        return [request.origin, *(others if beside else ())]
+        if not thorough or request.plan != "auto" or self.settled.at_rest is not None:
+            return [request.origin]
+        return [*possible_presets([name for name, _ in request.axes])]
 
     def about(self, plan: str) -> Evaluator:
         """The evaluator of the same request for another preset; both share what they find out."""

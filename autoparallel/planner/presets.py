@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -120,10 +121,11 @@ def constraints_for(preset: str, axis_names: Sequence[str]) -> Constraints:
     return Constraints(data, sharded, tensor, sequence, expert, needs_experts=preset == "expert_parallel")
 
 
-def is_possible(preset: str, axis_names: Sequence[str]) -> bool:
-    """Whether the mesh has the axes for a preset."""
-    try:
-        constraints_for(preset, axis_names)
-    except PlanError:
-        return False
-    return True
+def possible_presets(axis_names: Sequence[str]) -> list[Preset]:
+    """The presets that a mesh has the axes for, "auto" first."""
+    possible: list[Preset] = []
+    for preset in PRESETS:
+        with suppress(PlanError):
+            constraints_for(preset, axis_names)
+            possible.append(preset)
+    return possible

@@ -27,7 +27,7 @@ from autoparallel.planner.meshes import MeshSearch, refusal
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import PRESETS, Preset, is_possible
+from autoparallel.planner.presets import PRESETS, Preset, possible_presets
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request import Request, limit_in_bytes, profile_of_run
 from autoparallel.predict.cost import workload_of
@@ -292,7 +292,7 @@ def _presets(options: argparse.Namespace, request: Request) -> list[str]:
         if unknown:
             raise UsageError(f"unknown preset {unknown[0]!r} in --compare: expected {', '.join(PRESETS)}")
         return names
-    return [n for n in PRESETS if n != request.plan and is_possible(n, [name for name, _ in request.axes])]
+    return [n for n in possible_presets([name for name, _ in request.axes]) if n != request.plan]
 
 
 def compare(

@@ -19,7 +19,7 @@ from autoparallel.planner.draft import Draft, call_of
 from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import PRESETS, is_possible
+from autoparallel.planner.presets import possible_presets
 from autoparallel.planner.request import Request, limit_in_bytes
 from autoparallel.planner.signatures import Signatures
 from tests.captures import draft, shared_captures
@@ -69,9 +69,7 @@ def test_no_preset_is_faster_than_auto_within_the_same_limit(profile: Profile) -
     assert auto.prediction.total_memory <= limit
     assert auto.plan.gap is not None and 0 <= auto.plan.gap < 0.5
     fitting = 0
-    for preset in PRESETS[1:]:
-        if not is_possible(preset, ["dp", "tp"]):
-            continue
+    for preset in possible_presets(["dp", "tp"])[1:]:
         try:
             found = _draft(limit, preset, profile=profile)
         except PlanError as error:
