@@ -151,11 +151,12 @@ def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
     for guard in env.guards:
         asked = getattr(guard.sloc.framework_loc, "filename", "")
         condition = env.replace(guard.expr)
-        found[condition] = found.get(condition, True) and asked.startswith(_TORCH)
+        found[condition] = found.get(condition, True) and asked.startswith(FOLDER)
     return list(found.items())
 
 
-_TORCH = torch.__file__.rpartition("/")[0] + "/"
+FOLDER = torch.__file__.rpartition("/")[0] + "/"
+"""Where torch's own Python lies."""
 
 
 def cast_module(module: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:

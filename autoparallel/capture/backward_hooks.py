@@ -5,7 +5,6 @@ What else a model's Python asks of autograd in its forward is refused here, too,
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,8 @@ from torch import Tensor, nn
 from autoparallel import _torch
 from autoparallel.capture.trace import Trace, fresh, listening, refuse, register, with_made
 from autoparallel.graph.hooks import make_template
+from autoparallel.graph.python_state import OURS
 from autoparallel.operators.opaque import Unsupported
-
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-
 
 # --------------------------------------------------------------------------------------------------- tensor hooks
 
@@ -42,7 +38,7 @@ class _Handle:
 def _register_hook(trace: Trace, func: Any, tensor: Tensor, hook: Any) -> Any:
     if not tensor.requires_grad:
         return func(tensor, hook)  # torch's own error
-    if _caller().startswith(_TORCH):
+    if _caller().startswith(_torch.FOLDER):
         raise refuse(
             "torch hooks several tensors at once",
             "use Tensor.register_hook on each of them, or a module's backward hook",
@@ -76,7 +72,7 @@ def _register_hook(trace: Trace, func: Any, tensor: Tensor, hook: Any) -> Any:
 
 def _caller() -> str:
     """The file of the code that called a method of a tensor."""
-    skipped = (f"{_TORCH}_tensor.py", f"{_TORCH}overrides.py", f"{_TORCH}_ops.py", _OURS)
+    skipped = (f"{_torch.FOLDER}_tensor.py", f"{_torch.FOLDER}overrides.py", f"{_torch.FOLDER}_ops.py", OURS)
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(skipped) or "__torch_function__" in frame.f_code.co_name
@@ -97,7 +93,7 @@ def _retain_grad(trace: Trace, func: Any, *args: Any) -> Any:
 
 
 def _grad_fn(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
-    if _caller().startswith(_TORCH):
+    if _caller().startswith(_torch.FOLDER):
         return func(tensor, *rest)
     raise refuse(
         "the graph of autograd is read (grad_fn), which the program does not have",
@@ -114,8 +110,8 @@ def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) -> Any:
-    module = f"{_TORCH}nn/modules/module.py"
-    if tensor.requires_grad == value or _caller().startswith(_TORCH) and _caller() != module:
+    module = f"{_torch.FOLDER}nn/modules/module.py"
+    if tensor.requires_grad == value or _caller().startswith(_torch.FOLDER) and _caller() != module:
         return func(tensor, value)
     if value and tensor.is_leaf and id(tensor) not in trace.given and not isinstance(tensor, nn.Parameter):
         # Its gradient stays with a tensor that no user has; what flows to parameters is the same.

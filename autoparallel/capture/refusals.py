@@ -16,6 +16,7 @@ from autoparallel._torch import free_unbacked_symbols
 from autoparallel.capture.data_access import explain_new_memory
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of
+from autoparallel.graph.python_state import OURS
 from autoparallel.passes.resolve_control_flow import INSTEAD_OF_FLEX
 from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.rules import operator_name
@@ -107,8 +108,7 @@ _PRODUCTS = (
 
 def _own_frames(frames: Collection[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Those of an error's frames that are neither torch's nor ours: the model's and its libraries'."""
-    package = __file__.rpartition("/capture/")[0]
-    return [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((f"{package}/", "<"))]
+    return [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith((OURS, "<"))]
 
 
 def place_of(error: BaseException) -> object:

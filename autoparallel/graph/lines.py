@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from autoparallel.graph.python_state import is_library
+from autoparallel.graph.python_state import OURS, is_library
 
-_OURS = f'File "{__file__.rpartition("/graph/")[0]}/'
+_OURS = f'File "{OURS}'
 
 
 def line_of(node: fx.Node) -> str:

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from autoparallel import _torch
+
 MISSING: Any = object()
 """Stands for an attribute or a global that is not there."""
 
@@ -205,5 +207,7 @@ def is_library(filename: str) -> bool:
     return filename.startswith(("<", *_PREFIXES))
 
 
-_PREFIXES = tuple({enum.__file__.rpartition("/")[0] + "/", torch.__file__.rpartition("/")[0] + "/",
-                   __file__.rpartition("/graph/")[0] + "/"})  # fmt: skip
+OURS = __file__.rpartition("/graph/")[0] + "/"
+"""Where our own Python lies."""
+
+_PREFIXES = tuple({enum.__file__.rpartition("/")[0] + "/", _torch.FOLDER, OURS})
