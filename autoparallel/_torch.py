@@ -24,6 +24,7 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._compile import _disable_dynamo
 from torch._decomp import decompositions as decompositions
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._guards import tracing
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled

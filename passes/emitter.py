@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoparallel import _torch
 from autoparallel.graph.lines import marks_of
 from autoparallel.rules.calls import shape_of
 
@@ -24,7 +25,9 @@ class Emitter:
             new = self.graph.call_function(target, args, kwargs)
         new.meta = marks_of(self.node)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with _mode_in((values, named, self.node.meta.get("val"))) or _mode_of(self.graph), torch.no_grad():
+        mode = _mode_in((values, named, self.node.meta.get("val"))) or _mode_of(self.graph)
+        # As the tracer has it: in torch 2.11 a linear layer of a symbolic batch has no value without the dispatcher.
+        with mode, _torch.enable_python_dispatcher(), torch.no_grad():
             new.meta["val"] = target(*values, **named)
         return new
 
