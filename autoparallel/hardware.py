@@ -92,8 +92,9 @@ class Profile:
             of what computes.
         copies: the kinds of collectives whose whole the backend has in memory of its own while they run, as gloo has
             what it reduces and scatters, and what it gathers.
+        unfolds: whether convolutions in float64 have their input unfolded while they run, as those of a CPU have.
         links: what was measured, in place of the numbers above.
-        fuses: whether programs run through Inductor, which fuses pointwise operators and reductions; the prediction of
+        fuses: whether layers run through Inductor, which fuses pointwise operators and reductions; the prediction of
             a program knows of it, while the search prices operators one by one.
         optimizer: what parameters are updated by.
     """
@@ -116,6 +117,7 @@ class Profile:
     network_hop: float = 0.0
     overlap: float = 0.0
     copies: tuple[str, ...] = ()
+    unfolds: bool = False
     links: tuple[Link, ...] = ()
     fuses: bool = False
     optimizer: OptimizerCost = ADAMW
@@ -247,6 +249,7 @@ CPU = Profile(
     # gloo's halves of an all-reduce take nearly as long as a whole one.
     links=(Link("all_gather", 2, 1, 2.5e-4, 6e8), Link("reduce_scatter", 2, 1, 2.5e-4, 6e8)),
     copies=("all_gather", "reduce_scatter"),
+    unfolds=True,
 )
 
 

@@ -21,6 +21,7 @@ from autoparallel import _torch
 from autoparallel.comm.groups import use_communicator
 from autoparallel.comm.traffic import Traffic
 from autoparallel.decisions.prediction import PredictedSpan
+from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.operators.kept import Keeping
@@ -85,6 +86,7 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
     try:
         with _plain_autograd():
             rank = _DryRank(program, plan, communicator, meter, roots)
+            meter.layered = _has_layers(program.body)
             with meter:
                 rank.step()
     finally:
@@ -319,8 +321,13 @@ class _Body(fx.Interpreter):
         if target in self.rank.runner.modules:
             return self.rank.runner.modules[target]()
         region = self.rank.program.regions[target]
-        # An interpreter for each run: one that is stopped in the middle would hold what it has made.
-        return region.run(lambda *inputs: _Body(self.rank, region.program).run(*inputs), *args)
+        meter = self.rank.store.meter
+        before, meter.layered = meter.layered, _has_layers(region.program)
+        try:
+            # An interpreter for each run: one that is stopped in the middle would hold what it has made.
+            return region.run(lambda *inputs: _Body(self.rank, region.program).run(*inputs), *args)
+        finally:
+            meter.layered = before
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, Keeping):
@@ -330,6 +337,11 @@ class _Body(fx.Interpreter):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         return super().call_function(target, args, kwargs)
+
+
+def _has_layers(program: fx.GraphModule) -> bool:
+    """Whether some of a graph's calls are a layer's; in its order, as they are mostly among the first."""
+    return any(layer_of(node) for node in program.graph.nodes if node.op == "call_function")
 
 
 def _empty(shape: Sequence[int], layout: Layout, dtype: torch.dtype, plan: Plan) -> torch.Tensor:

@@ -4,7 +4,8 @@
 stays in registers.  So what such an operator makes is pending: nothing is written.  When an operator that is not fused
 (a product, attention, a collective) reads it, one kernel reads what it follows from and writes it.  What is read again
 after another kernel ran (a residual stream, an activation that the backward needs) is written once and read, or made
-again from what it follows from, whichever moves fewer bytes, as the compiler's partitioner would.
+again from what it follows from, whichever moves fewer bytes, as the compiler's partitioner would.  What one layer hands
+on to the next is written and read, because each layer is compiled apart (see [Note: regions] in ``runtime.compiled``).
 """
 
 from __future__ import annotations
@@ -39,15 +40,19 @@ class Fusion:
         self._kernels = 0  # that ran so far and are not fused
         self._numbers: Any = WeakIdKeyDictionary()  # of storages
         self._next = itertools.count()
-        # Storages that are pending: before which kernel they were made, and what they follow from, by number, to bytes.
+        # Storages that are pending: before which kernel they were made, in which layer, and what they follow from, by
+        # number, to bytes.
         self._pending: Any = WeakIdKeyDictionary()
         self._read: dict[int, int] = {}  # by number, before which kernel a storage was read last
 
-    def moved(self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], *, fused: bool) -> int:
+    def moved(
+        self, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], *, fused: bool, layer: str | None = None
+    ) -> int:
         """Bytes that fused kernels move because of an operator.
 
         Args:
             fused: whether it is one that a compiler fuses; else what it moves itself is not counted.
+            layer: whose operator it is; None where a program is compiled whole.
         """
         if not fused:
             moved = sum(self._written(x.untyped_storage()) for x in inputs)
@@ -55,15 +60,16 @@ class Fusion:
             return moved
         moved, sources = 0, dict[int, int]()
         for storage in [x.untyped_storage() for x in inputs]:
-            made, follows = self._pending.get(storage, (self._kernels, {}))
-            if made != self._kernels and 2 * storage.nbytes() <= sum(follows.values()):
+            made, origin, follows = self._pending.get(storage, (self._kernels, layer, {}))
+            again = made == self._kernels or 2 * storage.nbytes() > sum(follows.values())
+            if origin != layer or not again:
                 moved += self._written(storage)
             if storage in self._pending:
                 sources |= follows
             else:
                 sources[self._number(storage)] = storage.nbytes()
         for x in outputs:
-            self._pending[x.untyped_storage()] = self._kernels, sources
+            self._pending[x.untyped_storage()] = self._kernels, layer, sources
         return moved
 
     def _number(self, storage: Any) -> int:
@@ -76,7 +82,7 @@ class Fusion:
         from meanwhile writes it with what else it writes."""
         if storage not in self._pending:
             return 0
-        made, sources = self._pending.pop(storage)
+        made, _, sources = self._pending.pop(storage)
         unread = [number for number in sources if self._read.get(number, -1) < made]
         self._read |= dict.fromkeys(unread, self._kernels)
         return storage.nbytes() + sum(sources[number] for number in unread)

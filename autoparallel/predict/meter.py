@@ -27,6 +27,7 @@ from autoparallel.comm.collectives import local_shape
 from autoparallel.comm.groups import axis_size, communicator_of
 from autoparallel.comm.traffic import CountingMode
 from autoparallel.decisions.prediction import COMPUTE, NETWORK, PredictedSpan
+from autoparallel.graph.layers import layer_around
 from autoparallel.hardware import Profile
 from autoparallel.placements import COLLECTIVES, action, parse_placement
 from autoparallel.predict.fusion import Fusion, is_fused
@@ -152,6 +153,9 @@ class Meter(TorchDispatchMode):
         axis_sizes: the mesh's.
         clock, ledger: what is told.
         begin: starts a collective of a kind over an axis, of so many bytes in all and so many ranks; when it is done.
+
+    Attributes:
+        layered: whether what runs has layers: then they alone are compiled, where programs are.
     """
 
     def __init__(
@@ -165,6 +169,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.profile, self.axis_sizes = profile, tuple(axis_sizes)
         self.clock, self.ledger = clock, ledger
+        self.layered = False
         self._queued = replace(profile, launch=0.0)
         self._fusion = Fusion() if profile.fuses else None
         self._done: list[float] = []  # when the collectives of the operator that runs are done
@@ -189,14 +194,13 @@ class Meter(TorchDispatchMode):
             done, result, _ = self._in_flight.pop(args[0])
             self.clock.wait(done)
             return result
-        # What a collective inside an operator needs beside its operand and its result.
-        beside = _beside(name, args, self.profile.copies)
-        extra = args[0].new_empty(beside) if beside else None
-        if extra is not None:
-            self.ledger.add(extra)
         self._sent.count(func, args, kwargs or {})
         done, self._done = max(self._done, default=self.clock.now), []
         result = call_on_meta(func, args, kwargs or {})
+        beside = _beside(name, args, result, self.profile)
+        extra = args[0].new_empty(beside) if beside else None
+        if extra is not None:
+            self.ledger.add(extra)
         if name == "autoparallel::start_transfer":
             x, src, dst, group = args
             shape = local_shape(x.shape, parse_placement(src), parse_placement(dst), axis_size(group))
@@ -206,14 +210,26 @@ class Meter(TorchDispatchMode):
         self.clock.wait(done)
         self.ledger.add(result)
         self.clock.module = _torch.marked_module() or self.clock.module
-        self.clock.compute(self.seconds(name, args, kwargs or {}, result, fused=is_fused(func)))
+        layer = layer_around(self.clock.module) if self.layered else None
+        fused = is_fused(func) and (layer is not None or not self.layered)
+        self.clock.compute(self.seconds(name, args, kwargs or {}, result, fused=fused, layer=layer))
         return result
 
-    def seconds(self, name: str, args: Sequence[Any], kwargs: Any, result: Any, *, fused: bool = False) -> float:
+    def seconds(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Any,
+        result: Any,
+        *,
+        fused: bool = False,
+        layer: str | None = None,
+    ) -> float:
         """The time of one call.
 
         Args:
-            fused: whether the operator is one that a compiler fuses.
+            fused: whether it is compiled, and the operator one that a compiler fuses.
+            layer: whose it is; None where a program is compiled whole, or between layers.
         """
         if name in _FREE:
             return 0.0
@@ -227,7 +243,7 @@ class Meter(TorchDispatchMode):
             return 0.0
         if self._fusion is None or self.profile is self._queued:
             return self._own_seconds(name, args, kwargs, inputs, outputs)
-        moved = self._fusion.moved(inputs, outputs, fused=fused)
+        moved = self._fusion.moved(inputs, outputs, fused=fused, layer=layer)
         kernels = self.profile.compute_seconds(0.0, moved, outputs[0].dtype) if moved else 0.0
         return kernels + (0.0 if fused else self._own_seconds(name, args, kwargs, inputs, outputs))
 
@@ -251,10 +267,43 @@ class Meter(TorchDispatchMode):
         return self.profile.compute_seconds(flops, _torch.bytes_in(inputs) + _torch.bytes_in(outputs), dtype)
 
 
-def _beside(name: str, args: Sequence[Any], copies: Sequence[str]) -> int:
-    """Elements that a redistribution inside the body needs beside its operand and its result."""
-    if name not in ("autoparallel::transfer", "autoparallel::start_transfer"):
+def _beside(name: str, args: Sequence[Any], result: Any, profile: Profile) -> int:
+    """Elements that an operator has, while it runs, beside what it reads and makes."""
+    if name in ("autoparallel::transfer", "autoparallel::start_transfer"):
+        return _exchanged(args, profile.copies)
+    if name == "aten::convolution" and profile.unfolds:
+        return _unfolded(args[0], args[1], result, args[3:7])
+    if name == "aten::convolution_backward" and profile.unfolds and args[10][1]:  # else in the gradient's own memory
+        return _unfolded(args[1], args[2], args[0], args[4:8], backward=True)
+    return 0
+
+
+def _unfolded(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, how: Sequence[Any], backward: bool = False
+) -> int:
+    """Elements of the columns, ``[rows, channels * kernel, positions]``, that a convolution multiplies its weight with.
+
+    oneDNN takes no float64, and torch's own kernels unfold all rows at once, in the forward and again for the weight's
+    gradient (``aten/src/ATen/native/ConvolutionMM2d.cpp``, ``Convolution.cpp`` in three dims).  Dilated ones
+    (``NaiveDilatedConvolution.cpp``), the backward of transposed ones, and their forward in three dims
+    (``NaiveConvolutionTranspose2d.cpp``, ``3d.cpp``), go row by row.  A kernel of one element that leaves out nothing
+    reads a view.
+
+    Args:
+        how: stride, padding, dilation, and whether it is transposed.
+    """
+    stride, padding, dilation, transposed = how
+    if x.dtype != torch.float64:
         return 0
+    if {*weight.shape[2:], *stride} == {1} and not any(padding) and (backward or not transposed):
+        return 0
+    by_row = backward or x.ndim == 5 if transposed else any(step > 1 for step in dilation)
+    rows = 1 if by_row else x.shape[0]
+    return rows * weight[0].numel() * math.prod((x if transposed else out).shape[2:])
+
+
+def _exchanged(args: Sequence[Any], copies: Sequence[str]) -> int:
+    """Elements that a redistribution inside the body needs beside its operand and its result."""
     src, dst = parse_placement(args[1]), parse_placement(args[2])
     kind, size = action(src, dst), args[0].numel()
     communicator, axis = communicator_of(args[3])

@@ -70,6 +70,7 @@ def calibrate(mesh: DeviceMesh, name: str = "measured") -> Profile:
         network_bandwidth=base.network_bandwidth or base.bandwidth,
         overlap=overlap,
         copies=base.copies,
+        unfolds=base.unfolds,
         links=tuple(links),
     )
     texts: list[str] = [profile.to_json()]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,43 @@ class TestMeter:
                 y = x + 1
         assert ledger.live == {"values": y.numel() * 4}
 
+    @pytest.mark.parametrize(
+        ("kind", "how"),
+        [
+            (nn.Conv1d, {"kernel_size": 3, "padding": 1}),
+            (nn.Conv2d, {"kernel_size": 3, "padding": 1}),
+            (nn.Conv2d, {"kernel_size": 3, "stride": 2}),
+            (nn.Conv2d, {"kernel_size": 3, "dilation": 2}),
+            (nn.Conv2d, {"kernel_size": 1}),
+            (nn.Conv2d, {"kernel_size": 1, "stride": 2}),
+            (nn.Conv3d, {"kernel_size": 3, "padding": 1}),
+            (nn.ConvTranspose2d, {"kernel_size": 3, "stride": 2}),
+        ],
+    )
+    def test_a_convolution_in_float64_unfolds_its_input(self, kind: type[nn.Module], how: dict[str, int]) -> None:
+        def forward(device: str) -> Callable[[], torch.Tensor]:
+            convolution = kind(8, 16, bias=False, device=device, dtype=torch.float64, **how)
+            sizes = [9] * int(kind.__name__[-2])
+            return partial(
+                convolution, torch.ones(4, 8, *sizes, dtype=torch.float64, device=device, requires_grad=True)
+            )
+
+        def step(device: str) -> Callable[[], None]:
+            run = forward(device)
+
+            def stepped() -> None:
+                out = run()
+                out.backward(torch.empty_like(out))
+
+            return stepped
+
+        for run in (forward, step):
+            meter, _, ledger = self.meter()
+            metered = run("meta")
+            with meter, ledger.holding("values"):
+                metered()
+            assert sum(ledger.peak.values()) == pytest.approx(_most_allocated(run("cpu")), rel=0.01)
+
 
 class TestMeteredCommunicator:
     """A dry run gets tensors of the forms that ranks get, and counts and pays for what they send."""
@@ -178,6 +217,18 @@ class Net(nn.Module):
         return x
 
 
+def _most_allocated(run: Callable[[], object]) -> int:
+    """The most bytes that what runs has taken and not given back, as the CPU's allocator reports them."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiled.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    return max(itertools.accumulate(size for _, size in changes))
+
+
 def _peaks(cases: list[tuple[str, int, float | None]]) -> list[tuple[float, float, int]]:
     """Predicted and measured bytes of a step at its worst moment, on this rank, and how many layers are recomputed."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -194,18 +245,13 @@ def _peaks(cases: list[tuple[str, int, float | None]]) -> list[tuple[float, floa
         optimizer.zero_grad()
         kept = [x, y, *model.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
         local = [v.to_local() if isinstance(v, DTensor) else v for v in kept]
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            model(x, y).backward()
-            optimizer.step()
+
+        def step() -> None:
+            model(x, y).backward()  # noqa: B023
+            optimizer.step()  # noqa: B023
+
+        most = _most_allocated(step)
         optimizer.zero_grad()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            profiled.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        live = most = 0
-        for _, size in sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"):
-            live += size
-            most = max(most, live)
         assert model.plan.prediction is not None
         total = sum(v.untyped_storage().nbytes() for v in local) + most
         found.append((model.plan.prediction.total_memory, float(total), len(model.plan.recompute)))
@@ -235,7 +281,8 @@ class TestFusion:
         hardware = replace(CPU, memory_bandwidth=1.0, launch=0.0, flops={}, default_flops=1e30, fuses=fuses)
         with torch.device("meta"):
             x, weight = torch.empty(64, 32), torch.empty(32, 32)
-            with Meter(hardware, (2,), clock, ledger, lambda *sent: 0.0), ledger.holding("working"):
+            self.clock, self.meter = clock, Meter(hardware, (2,), clock, ledger, lambda *sent: 0.0)
+            with self.meter, ledger.holding("working"):
                 before = clock.now
                 x @ weight
                 product = clock.now - before
@@ -285,6 +332,17 @@ class TestFusion:
             return self.linear(gate * self.linear(x))  # two products read, one written
 
         assert self.moved(gated)[0] == 3 * self.N
+
+    def test_layers_are_compiled_each_apart_and_what_stands_between_them_is_not(self) -> None:
+        def layered(x: torch.Tensor) -> torch.Tensor:
+            self.meter.layered = True
+            for self.clock.module in ("blocks.0.norm", "blocks.1.norm"):
+                x = x.relu().exp()
+            self.clock.module = "norm"
+            return self.linear(x.relu().exp())
+
+        # Each layer reads what it begins with and writes what it hands on; the last two calls read and write each.
+        assert self.moved(layered)[0] == (2 + 2 + 4) * self.N
 
     def test_memory_is_told_as_without(self) -> None:
         def chain(x: torch.Tensor) -> torch.Tensor:
