@@ -11,12 +11,12 @@ from autoparallel.graph.captured import CaptureError
 from autoparallel.plan import Plan
 from autoparallel.planner.presets import Preset
 from autoparallel.rules import RuleError, register_rule
-from autoparallel.runtime.limits import ClipGradNorm
-from autoparallel.runtime.local_steps import register_optimizer
 from autoparallel.runtime.meter import Meter
 from autoparallel.runtime.module import ParallelModule
-from autoparallel.runtime.pipeline import PipelineError
+from autoparallel.runtime.norms.limits import ClipGradNorm
+from autoparallel.runtime.programs.pipeline import PipelineError
 from autoparallel.runtime.rerun import Finding, Rerun
+from autoparallel.runtime.steps.local_steps import register_optimizer
 from autoparallel.tools.launch import launch
 from autoparallel.tools.parity.verification import VerifyError, VerifyReport
 from autoparallel.tools.processes import ProcessError

@@ -24,18 +24,18 @@ from autoparallel.planner.presets import PRESETS, Preset
 from autoparallel.planner.request import Request, limit_in_bytes, profile_of_run
 from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.report.progress import Progress
-from autoparallel.runtime.agreement import Agreement, agreement_of
-from autoparallel.runtime.compiled import make_body_of, require_backend
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.limits import ClipGradNorm
+from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.module import ParallelModule
-from autoparallel.runtime.optimizers import note_replaced
-from autoparallel.runtime.randomness import STREAM
-from autoparallel.runtime.state import (
+from autoparallel.runtime.norms.limits import ClipGradNorm
+from autoparallel.runtime.parameters.state import (
     broadcast,
     make_dtensors,
     require_on_device,
 )
+from autoparallel.runtime.programs.compiled import make_body_of, require_backend
+from autoparallel.runtime.ranks.agreement import Agreement, agreement_of
+from autoparallel.runtime.ranks.randomness import STREAM
+from autoparallel.runtime.steps.optimizers import note_replaced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

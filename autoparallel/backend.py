@@ -34,12 +34,12 @@ from autoparallel.plan import Plan
 from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.request import Request, limit_in_bytes, profile_of_run
 from autoparallel.predict.optimizer import MakeOptimizer
-from autoparallel.runtime.agreement import Agreement, agreement_of, digest, is_same, tensor_digest
-from autoparallel.runtime.calls import run_call
-from autoparallel.runtime.compiled import make_body_of
-from autoparallel.runtime.exchange import Exchange
-from autoparallel.runtime.kinds import Kinds
-from autoparallel.runtime.lent import LentParameters
+from autoparallel.runtime.calls.call import run_call
+from autoparallel.runtime.calls.kinds import Kinds
+from autoparallel.runtime.gradients.lent import LentParameters
+from autoparallel.runtime.programs.compiled import make_body_of
+from autoparallel.runtime.ranks.agreement import Agreement, agreement_of, digest, is_same, tensor_digest
+from autoparallel.runtime.ranks.exchange import Exchange
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

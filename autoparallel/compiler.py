@@ -31,13 +31,13 @@ from autoparallel.predict.cost import workload_of
 from autoparallel.program import LocalProgram, StagedProgram, find_owners
 from autoparallel.report.explain import headline
 from autoparallel.report.progress import UNSHOWN, Progress
-from autoparallel.runtime.agreement import Agreement
-from autoparallel.runtime.compiled import Body, plain_body
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.kinds import Kind
-from autoparallel.runtime.pipeline import attach_stages
-from autoparallel.runtime.runner import Runner
-from autoparallel.runtime.state import lay_out, materialize
+from autoparallel.runtime.calls.kinds import Kind
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.parameters.state import lay_out, materialize
+from autoparallel.runtime.programs.compiled import Body, plain_body
+from autoparallel.runtime.programs.pipeline import attach_stages
+from autoparallel.runtime.programs.runner import Runner
+from autoparallel.runtime.ranks.agreement import Agreement
 
 
 @dataclass(frozen=True)

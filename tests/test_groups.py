@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import autoparallel
 from autoparallel import _torch
 from autoparallel.comm.groups import axis_of_group, bind, communicator_of, with_data_axis
-from autoparallel.runtime.agreement import agreement_of
+from autoparallel.runtime.ranks.agreement import agreement_of
 from tests.distributed import open_pool, run_distributed, run_in
 from tests.runtime.support import batch, make, parameters_off
 

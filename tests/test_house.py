@@ -134,8 +134,24 @@ def test_the_drawing_shows_every_room_in_the_order_of_imports() -> None:
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name != "passes"])  # there a name is what it does
 def test_a_package_names_its_files(package: str) -> None:
-    text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
-    assert not {path.stem for path in (ROOT / package).glob("[a-z]*.py")} - set(re.findall(r"``(\w+)``", text))
+    for init in (ROOT / package).rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(init.read_text())) or ""
+        files = {path.stem for path in init.parent.glob("[a-z]*.py")} | {
+            p.parent.name for p in init.parent.glob("*/*.py")
+        }
+        assert not files - set(re.findall(r"``(\w+)``", text)), init
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_packages_inside_of_one_import_each_other_in_no_circle(package: str) -> None:
+    arrows: dict[str, set[str]] = {}
+    for module, others in imports().items():
+        if room_of(module) == package:
+            inner = {other.split(".")[2] for other in others if room_of(other) == package and other.count(".") > 1}
+            arrows.setdefault(".".join(module.split(".")[2:3]), set()).update(inner)
+    for name, others in arrows.items():
+        others.discard(name)
+    assert len(list(TopologicalSorter(arrows).static_order())) == len(arrows)
 
 
 # ------------------------------------------------------------------------------------------------------ while it plans

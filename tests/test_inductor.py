@@ -30,8 +30,8 @@ from autoparallel import operators
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import use_communicator
 from autoparallel.passes.name_nodes import name_nodes
-from autoparallel.runtime.buckets import ParameterBucket
-from autoparallel.runtime.compiled import CompiledRegion, RegionCompiler, find_regions, forms_of, one_at_a_time
+from autoparallel.runtime.gradients.buckets import ParameterBucket
+from autoparallel.runtime.programs.compiled import CompiledRegion, RegionCompiler, find_regions, forms_of, one_at_a_time
 from tests.distributed import run_distributed
 from tests.models import GPTConfig, build, build_gpt
 from tests.parity.harness import AXES, difference
@@ -361,7 +361,7 @@ def test_others_wait_for_the_first_and_go_on_together(monkeypatch: pytest.Monkey
 
 def test_who_waits_in_vain_compiles_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("autoparallel.runtime.compiled._PATIENCE", 0.1)
+    monkeypatch.setattr("autoparallel.runtime.programs.compiled._PATIENCE", 0.1)
     with one_at_a_time("layer"), one_at_a_time("layer"):
         pass
 

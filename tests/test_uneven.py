@@ -40,7 +40,7 @@ from autoparallel.placements import (
     sent_bytes,
 )
 from autoparallel.placements.redistribution import Redistributor, Step, step_between, step_bytes
-from autoparallel.runtime.norm_program import NormProgram
+from autoparallel.runtime.norms.program import NormProgram
 from tests.rules.proof import combine, coordinates, cut
 
 NAMES = ("dp", "tp")

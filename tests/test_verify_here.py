@@ -17,8 +17,8 @@ from autoparallel.capture.recorder import Recorder
 from autoparallel.operators import RandomState
 from autoparallel.passes import canonicalize_operators
 from autoparallel.passes.replace_random_operators import _Numbering
-from autoparallel.runtime.clipping import Clipper
-from autoparallel.runtime.randomness import Stream
+from autoparallel.runtime.norms.clipping import Clipper
+from autoparallel.runtime.ranks.randomness import Stream
 from autoparallel.tools.parity.comparison import Record, compare
 from autoparallel.tools.parity.localize import localized
 from autoparallel.tools.parity.noise import measure

@@ -11,8 +11,8 @@ algorithm (``placements.sent_bytes``), whatever the backend really does.  A grou
 and a ``barrier`` count but send nothing; rows that travel to their experts count as if all experts were used alike;
 what a compiler traces inside with fake tensors is not counted.
 
-What ranks say to agree on a call, before it (``runtime.agreement``), is not training traffic: it is counted apart, in
-``control_collectives`` and ``control_bytes``, and is in no other number.
+What ranks say to agree on a call, before it (``runtime.ranks.agreement``), is not training traffic: it is counted
+apart, in ``control_collectives`` and ``control_bytes``, and is in no other number.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from autoparallel.comm.world import Axes, count_ranks, make_mesh, mesh_text
 from autoparallel.integrations.optimizers import hand_over, holds_all
 from autoparallel.planner.presets import SEQUENCE_AXES, TENSOR_AXIS
 from autoparallel.runtime.meter import Meter
-from autoparallel.runtime.microbatches import NotKept
 from autoparallel.runtime.module import ParallelModule
+from autoparallel.runtime.programs.microbatches import NotKept
 
 
 class MeterTracker(GeneralTracker):

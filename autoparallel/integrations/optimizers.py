@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.runtime.module import ParallelModule
-from autoparallel.runtime.norm import clip_coefficient
+from autoparallel.runtime.norms.norm import clip_coefficient
 
 
 def hand_over(optimizer: torch.optim.Optimizer) -> None:

@@ -35,9 +35,9 @@ from autoparallel.predict.meter import Clock, Ledger, Meter
 from autoparallel.predict.unseen import is_unseen, stand_in
 from autoparallel.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
-from autoparallel.runtime.backwards import BackwardPass, Gather, Grads, Tensors, Travel, reached
-from autoparallel.runtime.gradients import GradientStore, cast, local_at_end
-from autoparallel.runtime.runner import Runner
+from autoparallel.runtime.gradients.backwards import BackwardPass, Gather, Grads, Tensors, Travel, reached
+from autoparallel.runtime.gradients.store import GradientStore, cast, local_at_end
+from autoparallel.runtime.programs.runner import Runner
 
 ACTIVATIONS, GATHERED, WORKING = "activations", "gathered parameters", "working memory"
 GRADIENT_BUFFERS = "gradients"

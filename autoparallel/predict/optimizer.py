@@ -67,8 +67,8 @@ def kept(
     """What a parameter of a shape that lies so between steps costs each rank.
 
     An update reads and writes what is kept.  A matrix that is updated as a whole travels to one rank and back, packed
-    with others, and each rank has its share of the matrices (see ``runtime.owned_steps``); what is not a matrix is
-    updated by AdamW there, as is usual beside Muon, which takes matrices only.
+    with others, and each rank has its share of the matrices (see ``runtime.steps.owned_steps``); what is not a matrix
+    is updated by AdamW there, as is usual beside Muon, which takes matrices only.
 
     Args:
         itemsize: bytes of an element, which its gradient and states take, too.

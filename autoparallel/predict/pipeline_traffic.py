@@ -23,9 +23,9 @@ from autoparallel.predict.communicator import BACKWARD, FORWARD, UNSHARD
 from autoparallel.predict.dry_run import dry_run
 from autoparallel.predict.reductions import gradient_collectives
 from autoparallel.program import StagedProgram
-from autoparallel.runtime.microbatches import shared_forms
-from autoparallel.runtime.stages import form_of
-from autoparallel.runtime.tied import Tie, find_ties
+from autoparallel.runtime.programs.microbatches import shared_forms
+from autoparallel.runtime.programs.stages import form_of
+from autoparallel.runtime.programs.tied import Tie, find_ties
 
 
 def pipeline_traffic(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
-from autoparallel.runtime.slices import lay_like
+from autoparallel.runtime.parameters.slices import lay_like
 
 _TABLES = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",

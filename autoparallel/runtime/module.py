@@ -21,21 +21,21 @@ from autoparallel.comm.world import mesh_text
 from autoparallel.graph.calls import Call
 from autoparallel.graph.hooks import guard_direct_calls
 from autoparallel.plan import Plan
-from autoparallel.runtime.accumulation import T, Window, windows
-from autoparallel.runtime.agreement import Agreement
-from autoparallel.runtime.call_reader import CallReader
-from autoparallel.runtime.calls import run_call
-from autoparallel.runtime.clipping import Clipper
-from autoparallel.runtime.exchange import Exchange
+from autoparallel.runtime.calls.call import run_call
+from autoparallel.runtime.calls.kinds import KindMaker, Kinds
+from autoparallel.runtime.calls.reader import CallReader
+from autoparallel.runtime.calls.rows import Rows, RowSampler, batch_axes, count_samples, from_rows
 from autoparallel.runtime.face import Face
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.kinds import KindMaker, Kinds
-from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
-from autoparallel.runtime.optimizers import watch_optimizers
-from autoparallel.runtime.randomness import STREAM, from_tensor, may_draw, to_tensor
-from autoparallel.runtime.replicas import Replicas
-from autoparallel.runtime.rows import Rows, RowSampler, batch_axes, count_samples, from_rows
-from autoparallel.runtime.state import copy_parameter
+from autoparallel.runtime.gradients.accumulation import T, Window, windows
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.norms.clipping import Clipper
+from autoparallel.runtime.norms.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
+from autoparallel.runtime.parameters.state import copy_parameter
+from autoparallel.runtime.ranks.agreement import Agreement
+from autoparallel.runtime.ranks.exchange import Exchange
+from autoparallel.runtime.ranks.randomness import STREAM, from_tensor, may_draw, to_tensor
+from autoparallel.runtime.ranks.replicas import Replicas
+from autoparallel.runtime.steps.optimizers import watch_optimizers
 from autoparallel.runtime.whole import WholeModel, full_parameters
 
 

@@ -21,9 +21,9 @@ from autoparallel.comm.groups import settle
 from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.placements import Layout, Replicate, from_dtensor_placements
 from autoparallel.placements.redistribution import BUCKET_BYTES, Step
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.slices import local_view
-from autoparallel.runtime.state import broadcast, in_batches, slots
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.parameters.slices import local_view
+from autoparallel.runtime.parameters.state import broadcast, in_batches, slots
 
 
 def full_parameters(

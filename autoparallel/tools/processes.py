@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from autoparallel.comm import groups
-from autoparallel.runtime.agreement import forget_groups
+from autoparallel.runtime.ranks.agreement import forget_groups
 
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 GRACE = 5.0

@@ -18,7 +18,7 @@ from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import PythonState
 from autoparallel.passes import mark_gradients
 from autoparallel.passes.replace_random_operators import Draws
-from autoparallel.runtime import calls
+from autoparallel.runtime.calls import call as calls
 from autoparallel.tools.verify import verify
 from tests.capture.registry import programs
 from tests.capture.runner import STEPS, Program, defaults

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from autoparallel.runtime.backwards import IN_FLIGHT, BackwardPass, Travel
+from autoparallel.runtime.gradients.backwards import IN_FLIGHT, BackwardPass, Travel
 from tests.runtime.support import (
     Net,
     batch,

@@ -263,7 +263,7 @@ def test_a_tied_weight_counts_once() -> None:
 
 @pytest.mark.parametrize("p", NORMS)
 def test_an_empty_shard_adds_nothing(p: float) -> None:
-    from autoparallel.runtime import norm
+    from autoparallel.runtime.norms import norm
 
     full = torch.tensor([3.0, -4.0])
     parts = [[full], [torch.empty(0)], [torch.empty(0, 5), torch.empty(3, 0)]]
@@ -276,14 +276,14 @@ def test_an_empty_shard_adds_nothing(p: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_sums_are_wide(dtype: torch.dtype) -> None:
     """Ten thousand numbers whose sum of squares a narrow accumulator cannot hold."""
-    from autoparallel.runtime import norm
+    from autoparallel.runtime.norms import norm
 
     x = torch.full((10_000,), 100.0, dtype=dtype)
     assert math.isclose(norm.local_sum([x], 2.0).item(), 1e8, rel_tol=1e-6)
 
 
 def test_dtypes_may_be_mixed() -> None:
-    from autoparallel.runtime import norm
+    from autoparallel.runtime.norms import norm
 
     parts = [torch.full((4,), 2.0, dtype=d) for d in (torch.float16, torch.float32, torch.float64, torch.bfloat16)]
     assert norm.local_sum(parts, 2.0).item() == 64.0 and norm.local_sum(parts, INF).item() == 2.0
@@ -292,7 +292,7 @@ def test_dtypes_may_be_mixed() -> None:
 @pytest.mark.parametrize("value", [math.nan, INF, -INF])
 @pytest.mark.parametrize("p", NORMS)
 def test_local_sums_pass_on_what_is_not_finite(value: float, p: float) -> None:
-    from autoparallel.runtime import norm
+    from autoparallel.runtime.norms import norm
 
     total = norm.local_sum([torch.tensor([1.0, value]), torch.ones(3)], p)
     assert not math.isfinite(total.item()) and (not math.isnan(value) or math.isnan(total.item()))
@@ -302,7 +302,7 @@ def test_local_sums_pass_on_what_is_not_finite(value: float, p: float) -> None:
 
 def test_clipping_equals_torch_on_plain_tensors() -> None:
     """The same coefficient as ``torch.nn.utils.clip_grad_norm_``, epsilon included."""
-    from autoparallel.runtime import norm
+    from autoparallel.runtime.norms import norm
 
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([3.0, 4.0, 12.0])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from autoparallel.placements import parse_layout
-from autoparallel.runtime.norm_program import NormProgram
+from autoparallel.runtime.norms.program import NormProgram
 from tests.runtime.support import compiled_pair, mesh_of, off, raised, run_on_ranks, whole
 from tests.runtime.test_norm import INF, LAYOUTS, NORMS, reference, with_gradients
 
@@ -276,7 +276,7 @@ def test_bf16_gradients_give_a_wide_norm() -> None:
 
 def test_large_fp16_gradients_give_a_finite_norm() -> None:
     """Measured with torch: inf."""
-    from autoparallel.runtime import norm
+    from autoparallel.runtime.norms import norm
 
     large = [torch.full((1000,), 6e4, dtype=torch.float16)]
     assert torch.stack(torch._foreach_norm(large)).isinf().all(), "or nothing is shown"
@@ -363,7 +363,7 @@ def test_the_norm_costs_one_all_reduce_and_value_clipping_none() -> None:
 def test_nothing_waits_for_the_device() -> None:
     """Measured elsewhere: host synchronisations in the clip (torchtitan, Megatron-LM, Colossal-AI). On the meta device
     a value that is asked for is an error, and the program takes the way of every device that is not a CPU."""
-    from autoparallel.runtime import norm
+    from autoparallel.runtime.norms import norm
     from tests.runtime.support import OneRank
 
     with pytest.raises(Exception, match="meta"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autoparallel.placements import parse_layout
-from autoparallel.runtime import norm_program
-from autoparallel.runtime.norm_program import NormProgram
+from autoparallel.runtime.norms import program as norm_program
+from autoparallel.runtime.norms.program import NormProgram
 from tests.runtime.support import OneRank
 
 

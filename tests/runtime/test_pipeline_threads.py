@@ -22,10 +22,10 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import build, prepare
 from autoparallel.planner.request import Request
 from autoparallel.program import StagedProgram, find_owners
-from autoparallel.runtime.compiled import plain_body
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.pipeline import attach_stages
-from autoparallel.runtime.slices import local_slice
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.parameters.slices import local_slice
+from autoparallel.runtime.programs.compiled import plain_body
+from autoparallel.runtime.programs.pipeline import attach_stages
 
 SHAPE, NAMES = (2, 2), ("pp", "dp")
 

@@ -252,7 +252,7 @@ def test_what_cannot_be_run_is_refused_on_every_rank_before_anything_is_sent() -
 
 
 def _die_in_the_middle(rank: int) -> None:
-    from autoparallel.runtime.stages import Stage
+    from autoparallel.runtime.programs.stages import Stage
 
     model = compiled(pipeline_mesh(2))
     model(*data()).backward()

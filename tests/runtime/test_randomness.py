@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.operators import RandomState, plain_randomness
-from autoparallel.runtime.randomness import STREAM
+from autoparallel.runtime.ranks.randomness import STREAM
 from tests.distributed import run_distributed
 from tests.runtime.support import mesh_of
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
 from autoparallel._torch import local_of
-from autoparallel.runtime.replicas import Replicas
+from autoparallel.runtime.ranks.replicas import Replicas
 from tests.runtime.support import batch, make, mesh_of, raised, run_on_ranks
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
-from autoparallel.runtime.rows import Rows, RowSampler
+from autoparallel.runtime.calls.rows import Rows, RowSampler
 from tests.runtime.support import Net, gradients_off, make, off, raised, run_on_ranks, whole
 
 CASES: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {

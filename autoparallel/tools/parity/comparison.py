@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.runtime.agreement import tensor_digest
+from autoparallel.runtime.ranks.agreement import tensor_digest
 from autoparallel.tools.parity.verification import Difference
 
 Record = tuple[int, str, str, Tensor | None]

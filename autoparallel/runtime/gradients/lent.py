@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
-from autoparallel.runtime.backwards import Grads, reached
-from autoparallel.runtime.gradients import GradientStore, cast
+from autoparallel.runtime.gradients.backwards import Grads, reached
+from autoparallel.runtime.gradients.store import GradientStore, cast
 
 
 class LentParameters(GradientStore):

@@ -13,9 +13,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoparallel import _torch
-from autoparallel.runtime.clipping import Clipper
-from autoparallel.runtime.local_steps import LocalStep, Part, part_of, twin_of
-from autoparallel.runtime.owned_steps import OwnedStep
+from autoparallel.runtime.norms.clipping import Clipper
+from autoparallel.runtime.steps.local_steps import LocalStep, Part, part_of, twin_of
+from autoparallel.runtime.steps.owned_steps import OwnedStep
 
 _STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep | OwnedStep] = weakref.WeakKeyDictionary()
 _CLIPPERS: weakref.WeakKeyDictionary[Clipper, None] = weakref.WeakKeyDictionary()

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from autoparallel import _torch
 from autoparallel.comm.collectives import settled
-from autoparallel.runtime.slices import as_parameter, lay_like
+from autoparallel.runtime.parameters.slices import as_parameter, lay_like
 
 O = TypeVar("O", bound=type[Optimizer])  # noqa: E741
 Part = Literal["element", "parameter"]

@@ -25,7 +25,7 @@ from autoparallel import _torch
 from autoparallel.checkpoint.folder import bytes_of
 from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.comm.world import PIPELINE_AXIS
-from autoparallel.runtime.agreement import Agreement, digest
+from autoparallel.runtime.ranks.agreement import Agreement, digest
 
 SETS = 8
 """The sets of tensors that a rank shares with others: one for each set of a mesh's three axes; the first, of none, is

@@ -19,7 +19,7 @@ from autoparallel.graph.captured import InputSpec, describe_inputs
 from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.nesting import flatten
 from autoparallel.placements import Layout, from_dtensor_placements
-from autoparallel.runtime.kinds import Kinds, submodules
+from autoparallel.runtime.calls.kinds import Kinds, submodules
 
 
 class CallReader:

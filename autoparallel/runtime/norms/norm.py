@@ -1,4 +1,4 @@
-"""The arithmetic of the global gradient norm; ``norm_program`` puts it together.
+"""The arithmetic of the global gradient norm; ``program`` puts it together.
 
 Local sums are taken in float32 or the gradient's dtype, whichever is wider, and in float64 where that would overflow
 or vanish; what is added across tensors and ranks is float64.  Nothing here waits for a device: only on a CPU, where

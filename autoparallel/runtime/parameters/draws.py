@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.placements import from_dtensor_placements
-from autoparallel.runtime.slices import local_view
+from autoparallel.runtime.parameters.slices import local_view
 
 
 class WholeDraws:

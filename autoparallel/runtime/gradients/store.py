@@ -31,15 +31,24 @@ from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import COLLECTIVES, Layout, action, to_dtensor_placements
 from autoparallel.placements.redistribution import Step
-from autoparallel.runtime.backwards import BackwardPass, BackwardPasses, Gather, Grads, Rows, Tensors, Travel, reached
-from autoparallel.runtime.hooks import (
+from autoparallel.runtime.gradients.backwards import (
+    BackwardPass,
+    BackwardPasses,
+    Gather,
+    Grads,
+    Rows,
+    Tensors,
+    Travel,
+    reached,
+)
+from autoparallel.runtime.parameters.hooks import (
     are_registered,
     call_accumulated_hooks,
     call_gradient_hooks,
     has_accumulated_hooks,
     has_gradient_hooks,
 )
-from autoparallel.runtime.slices import as_parameter
+from autoparallel.runtime.parameters.slices import as_parameter
 
 
 class KeptCopy:

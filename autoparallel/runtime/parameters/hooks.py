@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from autoparallel import _torch
-from autoparallel.runtime.slices import as_parameter, lay_like
+from autoparallel.runtime.parameters.slices import as_parameter, lay_like
 
 Hook = Callable[[torch.Tensor], Any]
 

@@ -19,7 +19,7 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layo
 from autoparallel.placements import largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.placements.regions import own_region
-from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.gradients.store import GradientStore
 
 
 @dataclass(frozen=True)

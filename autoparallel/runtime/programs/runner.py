@@ -17,9 +17,9 @@ from autoparallel.operators import RandomState, draw_from
 from autoparallel.passes.name_modules import name_modules
 from autoparallel.placements import to_dtensor_placements
 from autoparallel.program import LocalProgram, require_divides
-from autoparallel.runtime.accumulation import Weight
-from autoparallel.runtime.buckets import ParameterBucket, RegatherHooks, gather_ahead
-from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.gradients.accumulation import Weight
+from autoparallel.runtime.gradients.buckets import ParameterBucket, RegatherHooks, gather_ahead
+from autoparallel.runtime.gradients.store import GradientStore
 
 
 class Runner:

@@ -19,12 +19,12 @@ from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec, leaf_value
 from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
-from autoparallel.runtime.accumulation import Weight
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.kinds import Kind, Kinds
-from autoparallel.runtime.microbatches import NotKept
-from autoparallel.runtime.randomness import STREAM
-from autoparallel.runtime.runner import Delivery, Outputs, refuse_detached
+from autoparallel.runtime.calls.kinds import Kind, Kinds
+from autoparallel.runtime.gradients.accumulation import Weight
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.programs.microbatches import NotKept
+from autoparallel.runtime.programs.runner import Delivery, Outputs, refuse_detached
+from autoparallel.runtime.ranks.randomness import STREAM
 
 
 def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) -> Any:

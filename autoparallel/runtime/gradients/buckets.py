@@ -20,8 +20,8 @@ from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
 from autoparallel.passes.hoist_parameter_chains import makes_tensor
 from autoparallel.passes.recompute_layers import Region
-from autoparallel.runtime.backwards import Gather, Tensors
-from autoparallel.runtime.gradients import GradientStore, KeptCopy
+from autoparallel.runtime.gradients.backwards import Gather, Tensors
+from autoparallel.runtime.gradients.store import GradientStore, KeptCopy
 
 
 class ParameterBucket(nn.Module):

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
-from autoparallel.runtime.hooks import move_hooks
-from autoparallel.runtime.initial_values import find_units, set_already
-from autoparallel.runtime.parameter_draws import WholeDraws
-from autoparallel.runtime.slices import local_slice
+from autoparallel.runtime.parameters.draws import WholeDraws
+from autoparallel.runtime.parameters.hooks import move_hooks
+from autoparallel.runtime.parameters.initial_values import find_units, set_already
+from autoparallel.runtime.parameters.slices import local_slice
 
 T = TypeVar("T")
 

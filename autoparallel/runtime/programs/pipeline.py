@@ -43,12 +43,12 @@ from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.program import LocalProgram, StagedProgram
 from autoparallel.rules.calls import may_have_gradient
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.messages import Form, pack, unpack
-from autoparallel.runtime.microbatches import Gradients, HandOut, NotKept, shared_forms
-from autoparallel.runtime.runner import Refuse
-from autoparallel.runtime.stages import Stage, StageGradients, form_of
-from autoparallel.runtime.tied import TiedParameters, find_ties
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.programs.microbatches import Gradients, HandOut, NotKept, shared_forms
+from autoparallel.runtime.programs.runner import Refuse
+from autoparallel.runtime.programs.stages import Stage, StageGradients, form_of
+from autoparallel.runtime.programs.tied import TiedParameters, find_ties
+from autoparallel.runtime.ranks.messages import Form, pack, unpack
 
 T = TypeVar("T")
 

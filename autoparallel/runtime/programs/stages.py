@@ -27,11 +27,11 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
 from autoparallel.placements import largest_piece
 from autoparallel.program import LocalProgram
-from autoparallel.runtime.backwards import Grads, Tensors, reached
-from autoparallel.runtime.buckets import ParameterBucket
-from autoparallel.runtime.gradients import GradientStore, cast
-from autoparallel.runtime.messages import Form
-from autoparallel.runtime.runner import Runner
+from autoparallel.runtime.gradients.backwards import Grads, Tensors, reached
+from autoparallel.runtime.gradients.buckets import ParameterBucket
+from autoparallel.runtime.gradients.store import GradientStore, cast
+from autoparallel.runtime.programs.runner import Runner
+from autoparallel.runtime.ranks.messages import Form
 
 
 class StageGradients(GradientStore):

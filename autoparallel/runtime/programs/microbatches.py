@@ -11,10 +11,10 @@ from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.cut_stages import StageGraph
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.messages import Form
-from autoparallel.runtime.stages import Stage
-from autoparallel.runtime.tied import TiedParameters
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.programs.stages import Stage
+from autoparallel.runtime.programs.tied import TiedParameters
+from autoparallel.runtime.ranks.messages import Form
 
 
 class NotKept:

@@ -17,10 +17,10 @@ import torch
 from autoparallel.comm.waiting import RankMismatchError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec
-from autoparallel.runtime.agreement import Agreement, digest, is_same, tensor_digest
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.randomness import STREAM, Place, pack, unpack
-from autoparallel.runtime.replicas import SIZE, Replicas
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.ranks.agreement import Agreement, digest, is_same, tensor_digest
+from autoparallel.runtime.ranks.randomness import STREAM, Place, pack, unpack
+from autoparallel.runtime.ranks.replicas import SIZE, Replicas
 
 CHECKED_CALLS = 3
 """On so many first calls all values of plain inputs are compared between the ranks."""

@@ -33,10 +33,10 @@ from autoparallel.graph.captured import Captured, InputSpec, NumberSpec
 from autoparallel.graph.python_state import PythonState
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
-from autoparallel.runtime.exchange import CHECKED_CALLS, Exchange
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.pipeline import PipelineRunner
-from autoparallel.runtime.runner import Runner
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.programs.pipeline import PipelineRunner
+from autoparallel.runtime.programs.runner import Runner
+from autoparallel.runtime.ranks.exchange import CHECKED_CALLS, Exchange
 from autoparallel.text import LOGGER
 
 MANY_VALUES = 3

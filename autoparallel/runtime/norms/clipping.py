@@ -23,10 +23,18 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
 from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_placements
-from autoparallel.runtime import norm as arithmetic
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.limits import ClipGradNorm, Groups, Limit, Limits, Norms, ParameterNames, require_nonfinite
-from autoparallel.runtime.norm_program import NormProgram
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.norms import norm as arithmetic
+from autoparallel.runtime.norms.limits import (
+    ClipGradNorm,
+    Groups,
+    Limit,
+    Limits,
+    Norms,
+    ParameterNames,
+    require_nonfinite,
+)
+from autoparallel.runtime.norms.program import NormProgram
 
 Mark = tuple[int, int, int]
 Place = tuple[int, int, torch.dtype]

@@ -24,11 +24,11 @@ from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of, group_name, whole_group
 from autoparallel.placements import from_dtensor_placements
 from autoparallel.placements.regions import Region, region_at, whole_region
-from autoparallel.runtime.gradients import GradientStore
-from autoparallel.runtime.local_steps import fill, gradient_of, lies_as, step_of, take_back, twin_of
-from autoparallel.runtime.messages import Form, pack, unpack
-from autoparallel.runtime.slices import as_parameter, lay_like
-from autoparallel.runtime.state import in_batches
+from autoparallel.runtime.gradients.store import GradientStore
+from autoparallel.runtime.parameters.slices import as_parameter, lay_like
+from autoparallel.runtime.parameters.state import in_batches
+from autoparallel.runtime.ranks.messages import Form, pack, unpack
+from autoparallel.runtime.steps.local_steps import fill, gradient_of, lies_as, step_of, take_back, twin_of
 
 BATCH_BYTES = 64 << 20
 """Of the parameters that one rank owns at a time."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from autoparallel.runtime.gradients import GradientStore
+from autoparallel.runtime.gradients.store import GradientStore
 
 T = TypeVar("T")
 WEIGHTS = ("loss", "equal")

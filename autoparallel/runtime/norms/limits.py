@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from autoparallel.runtime.norm import require_norm_type
+from autoparallel.runtime.norms.norm import require_norm_type
 
 Groups = Mapping[str, str | Sequence[str]] | Literal["module", "parameter"]
 """Name of a norm to the patterns of the parameters in it; or one norm for each submodule or parameter."""

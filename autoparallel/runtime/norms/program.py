@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autoparallel.comm.groups import group_name
 from autoparallel.placements import Layout
-from autoparallel.runtime.norm import count_once, finish_norm, local_sum, pack, reduce_packed, require_norm_type
+from autoparallel.runtime.norms.norm import count_once, finish_norm, local_sum, pack, reduce_packed, require_norm_type
 
 
 class NormProgram:
