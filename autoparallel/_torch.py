@@ -148,12 +148,12 @@ def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
         value: a fake tensor of the trace.
     """
     env = value.fake_mode.shape_env  # type: ignore[attr-defined]
-    found: dict[Any, bool] = {}
+    guards: dict[Any, bool] = {}
     for guard in env.guards:
-        asked = getattr(guard.sloc.framework_loc, "filename", "")
+        asker = getattr(guard.sloc.framework_loc, "filename", "")
         condition = env.replace(guard.expr)
-        found[condition] = found.get(condition, True) and asked.startswith(FOLDER)
-    return list(found.items())
+        guards[condition] = guards.get(condition, True) and asker.startswith(FOLDER)
+    return list(guards.items())
 
 
 FOLDER = torch.__file__.rpartition("/")[0] + "/"
@@ -513,12 +513,12 @@ def refill(optimizer: torch.optim.Optimizer, filled: Sequence[Filled], grads: Se
     groups = zip(filled, grads, strict=True)
 
     def fill(_: dict[str, Any], params: list[Any], into: list[Any], *rest: list[Any]) -> Any:
-        known, new = next(groups)
-        params += known.params
+        noted, new = next(groups)
+        params += noted.params
         into += new
-        for some, values in zip(rest, known.rest, strict=True):
+        for some, values in zip(rest, noted.rest, strict=True):
             some += values
-        return known.result
+        return noted.result
 
     setattr(optimizer, FILLER, fill)
 

@@ -91,21 +91,21 @@ class Options:
         Raises:
             TypeError, ValueError: naming the option and what to pass.
         """
-        given = dict(options or {})
+        passed = dict(options or {})
         if mode is not None:
             raise ValueError(f"torch.compile(mode={mode!r}) means nothing to the backend 'autoparallel': leave it out")
-        if not isinstance(given.get("mesh"), DeviceMesh):
+        if not isinstance(passed.get("mesh"), DeviceMesh):
             raise ValueError(
                 "the backend 'autoparallel' needs to know the mesh: torch.compile(model, backend='autoparallel', "
                 "options={'mesh': mesh}), where mesh = init_device_mesh(...)"
             )
         names = [field.name for field in fields(Options)]
-        for name in given:
+        for name in passed:
             if name in MEANINGLESS:
                 raise ValueError(f"{name!r} means nothing to the backend 'autoparallel': {MEANINGLESS[name]}")
             if name not in names:
                 raise ValueError(f"unknown option {name!r}: expected one of {', '.join(names)}")
-        parsed = Options(**given)
+        parsed = Options(**passed)
         require_options(
             parsed.plan, parsed.pins, parsed.forbid, "gather", parsed.backend, parsed.precision, parsed.check_inputs
         )

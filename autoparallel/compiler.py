@@ -100,8 +100,8 @@ class Compiler:
 
         The parameters of both lie alike: as they do now, or from when one of them is planned.
         """
-        own = self.settings.store
-        store = GradientStore(own.mesh, own.prefix, dict(model.named_parameters()), own.everyone)
+        original = self.settings.store
+        store = GradientStore(original.mesh, original.prefix, dict(model.named_parameters()), original.everyone)
         other = Compiler(replace(self.settings, model=model, store=store), self.mesh, self.request, self.is_open)
         other._alike = self._alike
         self._alike.append(weakref.ref(other))

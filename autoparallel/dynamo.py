@@ -33,8 +33,12 @@ def find_graph_break(module: fx.GraphModule) -> str | None:
     noted = _torch.graph_break_of(module)
     if noted is not None:
         reason, stack = noted
-        own = [f for f in stack if not is_library(f.filename)] or stack
-        where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}' if own else "unknown"
+        frames = [f for f in stack if not is_library(f.filename)] or stack
+        where = (
+            f'"{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}'
+            if frames
+            else "unknown"
+        )
         return _explain_break(where, reason.strip().splitlines())
     frame = sys._getframe(1)
     running: Any = None
@@ -94,21 +98,21 @@ class Piece:
         roots = {paths[i][0] for i, state in is_state.items() if state}
         self.states: dict[int, State] = {}
         self.scopes_with_root = len(roots) > 1
-        taken: set[str] = set()
+        names: set[str] = set()
         for i, x in enumerate(example_inputs):
             if is_state[i]:
                 name = ".".join(paths[i] if self.scopes_with_root else paths[i][1:])
-                if not name or name in taken or not _is_path(name.split(".")):
+                if not name or name in names or not _is_path(name.split(".")):
                     name = nodes[i].name
-                taken.add(name)
+                names.add(name)
                 self.states[i] = State(name, x.shape, x.dtype, x.requires_grad, isinstance(x, nn.Parameter))
         traced = [n.meta.get("example_value") for n in nodes]
         self.sizes: dict[int, tuple[int, int]] = {}
         for i, value in enumerate(traced):
             if isinstance(value, torch.SymInt):
-                found = _dim_of(value, traced)
-                if found is not None:
-                    self.sizes[i] = found
+                place = _dim_of(value, traced)
+                if place is not None:
+                    self.sizes[i] = place
         self.inputs = [i for i in range(len(nodes)) if i not in self.states and i not in self.sizes]
         self.dynamic = {
             i for i in self.inputs
@@ -147,8 +151,8 @@ def _is_state(node: fx.Node) -> bool:
 def _dim_of(size: torch.SymInt, traced: Sequence[Any]) -> tuple[int, int] | None:
     for i, value in enumerate(traced):
         if isinstance(value, torch.Tensor):
-            for dim, known in enumerate(value.shape):
-                if isinstance(known, torch.SymInt) and known.node.expr == size.node.expr:
+            for dim, length in enumerate(value.shape):
+                if isinstance(length, torch.SymInt) and length.node.expr == size.node.expr:
                     return i, dim
     return None
 
@@ -306,12 +310,12 @@ class GraphModel(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         piece: Piece = self._piece.value
-        given = dict(zip(piece.inputs, inputs, strict=True))
+        values = dict(zip(piece.inputs, inputs, strict=True))
         for i, state in piece.states.items():
             scope, _, leaf = state.name.rpartition(".")
-            given[i] = getattr(self.get_submodule(scope), leaf)
+            values[i] = getattr(self.get_submodule(scope), leaf)
         for i, (tensor, dim) in piece.sizes.items():
-            given[i] = given[tensor].shape[dim]
+            values[i] = values[tensor].shape[dim]
 
         def enter(node: fx.Node) -> nn.Module | None:
             path = self._paths.value.get(node)
@@ -319,4 +323,4 @@ class GraphModel(nn.Module):
 
         replay = _Replay(piece.module, enter, self._functions.value)
         with preserve_node_meta():  # so that what is traced now keeps the user's lines
-            return replay.run(*(given[i] for i in range(len(given))), enable_io_processing=False)
+            return replay.run(*(values[i] for i in range(len(values))), enable_io_processing=False)

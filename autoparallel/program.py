@@ -293,7 +293,7 @@ def program_passes(
                 verify=_verify,
             )
         )
-    return PassList(passes, given=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED})
+    return PassList(passes, premises=CAPTURED, promised={Fact.BUCKETED, Fact.REGIONS, Fact.CHUNKED})
 
 
 def _verify(module: fx.GraphModule, findings: Findings) -> None:
@@ -411,15 +411,15 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
         raise PlanError(str(error)) from error
     nodes = {node.name: node for node in captured.graph.nodes}
     whole = (Invariant,) * len(plan.axis_sizes)
-    crossings = {c.number: c for graph in graphs for c in graph.sent}
+    crossings = {c.number: c for graph in graphs for c in graph.outgoing}
     layouts = {c.name: boundary_layout(nodes[c.name], plan) for c in crossings.values()}
     programs: list[LocalProgram] = []
     for stage, graph in enumerate(graphs):
         count = len(graph.captured.mutated_buffers) + len(graph.results)
         recompute = {layer: much for layer, much in plan.recompute.items() if (stage, layer) in layers}
-        received = {c.name: layouts[c.name] for c in graph.received}
-        sent = [whole] * count + [layouts[c.name] for c in graph.sent]
-        programs.append(build_program(graph.captured, replace(plan, recompute=recompute), target, received, sent))
+        received = {c.name: layouts[c.name] for c in graph.incoming}
+        outputs = [whole] * count + [layouts[c.name] for c in graph.outgoing]
+        programs.append(build_program(graph.captured, replace(plan, recompute=recompute), target, received, outputs))
     ordered = tuple(crossings[number] for number in sorted(crossings))
     return StagedProgram(captured, pipeline, tuple(graphs), tuple(programs), ordered)
 

@@ -138,14 +138,14 @@ def _rich_table(table: Table, width: int) -> RichTable:
     columns = ([line for row in table.rows for line in row[i].split("\n")] for i in range(len(table.heads)))
     widths = [max(map(len, lines), default=0) for lines in columns]
     right = [head in table.right for head in table.heads]
-    kept = [number or i == 0 and widths[i] <= NAME for i, number in enumerate(right)]
+    unfolded = [number or i == 0 and widths[i] <= NAME for i, number in enumerate(right)]
     heads = list(table.heads)
     if sum(map(max, widths, map(len, heads))) + GAP * len(heads) > width:
         heads = [head.replace(" ", "\n") if number else head for head, number in zip(heads, right, strict=True)]
     wide = [max(least, *map(len, head.split("\n"))) + GAP for least, head in zip(widths, heads, strict=True)]
-    fits = sum(size if keep else min(size, 10) for size, keep in zip(wide, kept, strict=True)) < width
+    fits = sum(size if keep else min(size, 10) for size, keep in zip(wide, unfolded, strict=True)) < width
     printed = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head, number, keep in zip(heads, right, kept, strict=True):
+    for head, number, keep in zip(heads, right, unfolded, strict=True):
         printed.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=keep and fits)
     for row in table.rows:
         printed.add_row(*row)

@@ -100,8 +100,8 @@ def _drop(node: fx.Node) -> None:
 def _layouts(node: fx.Node) -> Iterator[tuple[str, Change, str]]:
     layout: Layout = node.meta["placements"]
     for axis, placement in enumerate(layout):
-        for other in _others(placement, node.meta["val"].ndim)[::2]:  # every other one: they are many
-            changed = (*layout[:axis], other, *layout[axis + 1 :])
+        for moved in _others(placement, node.meta["val"].ndim)[::2]:  # every other one: they are many
+            changed = (*layout[:axis], moved, *layout[axis + 1 :])
             detail = f"said to lie as {format_layout(changed)}, not as {format_layout(layout)}"
 
             def change(n: fx.Node, changed: Layout = changed) -> None:
@@ -250,11 +250,11 @@ def _syncs(chain: ParameterChain, asked: Specification) -> Found:
                 return replace(c, sync=sync)
 
             yield f"{kind} {'changed' if other is not None else 'dropped'}", f"{step} as {other}", change
-    for axis, placement in enumerate(chain.made):
-        for other_made in _others(placement, len(chain.shape)):
-            made = (*chain.made[:axis], other_made, *chain.made[axis + 1 :])
-            detail = f"made as {format_layout(made)}"
-            yield f"{kind} moved", detail, lambda c, made=made: replace(c, made=made)  # type: ignore[misc]
+    for axis, placement in enumerate(chain.gradient_layout):
+        for moved in _others(placement, len(chain.shape)):
+            layout = (*chain.gradient_layout[:axis], moved, *chain.gradient_layout[axis + 1 :])
+            detail = f"made as {format_layout(layout)}"
+            yield f"{kind} moved", detail, lambda c, layout=layout: replace(c, gradient_layout=layout)  # type: ignore[misc]
 
 
 def _gathers(chain: ParameterChain) -> Found:

@@ -235,7 +235,7 @@ class _Rank:
     def _to(self, grad: Tensor, chain: ParameterChain, layout: Layout) -> Tensor:
         """A use's gradient in the layout in which those of all uses are added up."""
         path = self.program.redistributor.path
-        steps = path(layout, chain.made, chain.shape, chain.dtype.itemsize, True, False, uneven=True)
+        steps = path(layout, chain.gradient_layout, chain.shape, chain.dtype.itemsize, True, False, uneven=True)
         return self._along(grad, steps)
 
 

@@ -32,7 +32,7 @@ def padding_passes(parameters: Mapping[str, str], rows: Mapping[str, int]) -> Pa
         partial(pad_vocabulary, parameters=parameters, padded=rows),
         requires={Fact.CANONICAL, Fact.DIFFERENTIABLE, Fact.NAMED, Fact.BACKWARD, Fact.GLOBAL},
     )
-    return PassList([pad], given=CAPTURED, promised=CAPTURED)
+    return PassList([pad], premises=CAPTURED, promised=CAPTURED)
 
 
 def leaving_passes(buffers: int, loss: int) -> PassList:
@@ -51,7 +51,7 @@ def leaving_passes(buffers: int, loss: int) -> PassList:
         ),
         MARK_BACKWARD,
     ]
-    return PassList(passes, given=CAPTURED, promised=CAPTURED)
+    return PassList(passes, premises=CAPTURED, promised=CAPTURED)
 
 
 def pad(captured: Captured, rows: Mapping[str, int], watch: Watch = ignore) -> None:

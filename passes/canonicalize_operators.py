@@ -86,12 +86,12 @@ def _cross_entropy(emit: Emitter, node: fx.Node) -> Any:
     x, target, weight = v["self"], v["target"], v["weight"]
     if v["reduction"] == 0 or target.meta["val"].is_floating_point():
         return None
-    given = x
+    original = x
     x, target = _rows_of(emit, x, target)
     total = emit(operators.cross_entropy_sum, x, target, weight, v["ignore_index"], v["label_smoothing"])
     if v["reduction"] == 1:
         total = emit(aten.div.Tensor, total, _valid_weight(emit, total, target, weight, v["ignore_index"]))
-    return _as(emit, total, given)  # half precision is summed in float32
+    return _as(emit, total, original)  # half precision is summed in float32
 
 
 def _rows_of(emit: Emitter, x: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -117,11 +117,11 @@ def _rows_of(emit: Emitter, x: fx.Node, target: fx.Node) -> tuple[fx.Node, fx.No
 def _before_reshape(node: fx.Node) -> list[fx.Node]:
     """What a reshape reads whose result is at most copied after it, and these copies, each of which may round; the node
     itself where there is none."""
-    made, copies = node, []
-    while made.target in (aten._to_copy.default, aten.clone.default, aten.alias.default):
-        copies.append(made)
-        made = cast(fx.Node, made.args[0])
-    return [cast(fx.Node, made.args[0]), *reversed(copies)] if made.target is aten.reshape.default else [node]
+    source, copies = node, []
+    while source.target in (aten._to_copy.default, aten.clone.default, aten.alias.default):
+        copies.append(source)
+        source = cast(fx.Node, source.args[0])
+    return [cast(fx.Node, source.args[0]), *reversed(copies)] if source.target is aten.reshape.default else [node]
 
 
 def _nll_loss(emit: Emitter, node: fx.Node) -> Any:
@@ -136,14 +136,14 @@ def _valid_weight(emit: Emitter, total: fx.Node, target: fx.Node, weight: Any, i
     return emit(operators.cross_entropy_weight, target, weight, ignore_index, total.meta["val"].dtype)
 
 
-def _scaled(emit: Emitter, centred: fx.Node, inverse: fx.Node, weight: Any, bias: Any, given: fx.Node) -> fx.Node:
+def _scaled(emit: Emitter, centred: fx.Node, inverse: fx.Node, weight: Any, bias: Any, original: fx.Node) -> fx.Node:
     """The result of a batch norm, in the dtype of what it was given."""
     y = emit(aten.mul.Tensor, centred, inverse)
     if weight is not None:
-        y = emit(aten.mul.Tensor, y, _channels(emit, weight, given))
+        y = emit(aten.mul.Tensor, y, _channels(emit, weight, original))
     if bias is not None:
-        y = emit(aten.add.Tensor, y, _channels(emit, bias, given))
-    return _as(emit, y, given)
+        y = emit(aten.add.Tensor, y, _channels(emit, bias, original))
+    return _as(emit, y, original)
 
 
 def _channels(emit: Emitter, x: fx.Node, like: fx.Node) -> fx.Node:
@@ -183,12 +183,12 @@ def _batch_statistics_norm(
     """Batch norm with the statistics of the global batch (Ioffe and Szegedy 2015), mean and then variance: the result,
     both statistics, and the dims they are taken over."""
     dims = [d for d in range(len(shape_of(x))) if d != 1]
-    given, x = x, _in_float32(emit, x)
+    original, x = x, _in_float32(emit, x)
     mean = emit(aten.mean.dim, x, dims, True)
     centred = emit(aten.sub.Tensor, x, mean)
     variance = emit(aten.mean.dim, emit(aten.mul.Tensor, centred, centred), dims, True)
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, eps))
-    return _scaled(emit, centred, inverse, weight, bias, given), mean, variance, dims
+    return _scaled(emit, centred, inverse, weight, bias, original), mean, variance, dims
 
 
 def _in_float32(emit: Emitter, x: fx.Node) -> fx.Node:
@@ -218,10 +218,10 @@ def _ratio(emit: Emitter, count: Any) -> Any:
 def _frozen_norm(
     emit: Emitter, x: fx.Node, weight: Any, bias: Any, running_mean: Any, running_var: Any, eps: Any
 ) -> fx.Node:
-    given, x = x, _in_float32(emit, x)
+    original, x = x, _in_float32(emit, x)
     mean = _channels(emit, running_mean, x)
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, _channels(emit, running_var, x), eps))
-    return _scaled(emit, emit(aten.sub.Tensor, x, mean), inverse, weight, bias, given)
+    return _scaled(emit, emit(aten.sub.Tensor, x, mean), inverse, weight, bias, original)
 
 
 def _frozen_batch_norm(emit: Emitter, node: fx.Node) -> Any:

@@ -71,16 +71,16 @@ class StageGraph:
     """One stage's forward graph.
 
     Attributes:
-        captured: the graph, described as that of a whole model: its ``inputs`` are the model's, then the values
-            ``received``; its results are new values of buffers, the model's outputs that it makes, the values ``sent``.
+        captured: the graph, described as that of a whole model: its ``inputs`` are the model's, then ``incoming``; its
+            results are new values of buffers, the model's outputs that it makes, and ``outgoing``.
         results: for each of the model's outputs that it makes, its number among the results of the whole graph.
-        received, sent: the values that cross into it, and out of it.
+        incoming, outgoing: the values that cross into it, and out of it.
     """
 
     captured: Captured
     results: tuple[int, ...]
-    received: tuple[Crossing, ...]
-    sent: tuple[Crossing, ...]
+    incoming: tuple[Crossing, ...]
+    outgoing: tuple[Crossing, ...]
 
 
 def staged_nodes(captured: Captured) -> list[fx.Node]:
@@ -89,12 +89,12 @@ def staged_nodes(captured: Captured) -> list[fx.Node]:
     Those that depend on both a parameter and an input, or on a buffer that the graph changes.
     """
     changed = {name for name, path in captured.buffers.items() if path in captured.mutated_buffers}
-    given = {name for name in captured.inputs if name is not None}
+    inputs = {name for name in captured.inputs if name is not None}
     depends: dict[fx.Node, tuple[bool, bool, bool]] = {}
     staged: list[fx.Node] = []
     for node in captured.graph.nodes:
         if node.op == "placeholder":
-            depends[node] = node.name in captured.parameters, node.name in given, node.name in changed
+            depends[node] = node.name in captured.parameters, node.name in inputs, node.name in changed
         elif node.op == "call_function":
             rows = [depends[x] for x in node.all_input_nodes if _carries(x)]
             flags = tuple(any(row[i] for row in rows) for i in range(3))
@@ -130,29 +130,29 @@ def stages_of(captured: Captured, cuts: Sequence[str]) -> dict[fx.Node, int]:
     stages: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
         stage = sum(i >= begin for begin in begins)
-        made = node.args[0] if node.target is operator.getitem else node
-        stages[node] = stages.get(made, stage) if node.target is operator.getitem else stage  # type: ignore[arg-type]
+        producer = node.args[0] if node.target is operator.getitem else node
+        stages[node] = stages.get(producer, stage) if node.target is operator.getitem else stage  # type: ignore[arg-type]
     return stages
 
 
 def cut_stages(
     captured: Captured,
     cuts: Sequence[str],
-    kept: Collection[int],
+    outputs: Collection[int],
     price: Callable[[int, int], float] = lambda giver, taker: 0.0,
 ) -> list[StageGraph]:
     """The graphs of the stages; ``captured`` is left as it is.
 
     Args:
         cuts: the keys of the nodes with which the stages but the first begin.
-        kept: the numbers of the model's outputs to keep, among the results of the graph.
+        outputs: the numbers of the model's outputs to keep, among the results of the graph.
         price: what it costs to send a value from one stage to another. A value that skips stages comes from the
             cheapest stage that has it; among equals, from the one that makes it.
 
     Raises:
         CutError: when the model cannot be cut so.
     """
-    cutter = _Cutter(captured, stages_of(captured, cuts), len(cuts) + 1, kept, price)
+    cutter = _Cutter(captured, stages_of(captured, cuts), len(cuts) + 1, outputs, price)
     return [cutter.build(stage) for stage in range(len(cuts) + 1)]
 
 
@@ -162,7 +162,7 @@ class _Cutter:
         captured: Captured,
         stages: dict[fx.Node, int],
         count: int,
-        kept: Collection[int],
+        outputs: Collection[int],
         price: Callable[[int, int], float],
     ) -> None:
         self.captured, self.stages, self.count, self.price = captured, stages, count, price
@@ -174,11 +174,11 @@ class _Cutter:
         loss = captured.objective
         home = last if loss is None else stages.get(self.results[loss], last)
         weight = captured.weight.output if captured.weight is not None else None
-        self.made: dict[int, list[int]] = {}  # stage to the numbers of the results that it makes
+        self.produced: dict[int, list[int]] = {}  # stage to the numbers of the results that it makes
         for i, node in enumerate(self.results):
-            if i < buffers or i in kept:
+            if i < buffers or i in outputs:
                 stage = stages.get(node, home if i == weight else last)
-                self.made.setdefault(stage, []).append(i)
+                self.produced.setdefault(stage, []).append(i)
         self.needs = [self._needed(stage) for stage in range(count)]
         self.crossings = self._crossings()
 
@@ -197,7 +197,7 @@ class _Cutter:
         """What a stage computes or reads; sizes of a value that it does not have come with what to ask instead."""
         needed: dict[fx.Node, fx.Node | None] = {}
         roots = [node for node, s in self.stages.items() if s == stage]
-        pending = [*roots, *(self.results[i] for i in self.made.get(stage, ()))]
+        pending = [*roots, *(self.results[i] for i in self.produced.get(stage, ()))]
         while pending:
             node = pending.pop()
             if node in needed:
@@ -216,10 +216,10 @@ class _Cutter:
 
     def _holder(self, size: fx.Node) -> fx.Node | None:
         """An input that has a size in some dim."""
-        given = {name for name in self.captured.inputs if name is not None}
+        inputs = {name for name in self.captured.inputs if name is not None}
         value = expression(size.meta["val"])
         for node in self.captured.graph.nodes:
-            if node.op == "placeholder" and node.name in given and any(expression(s) == value for s in shape_of(node)):
+            if node.op == "placeholder" and node.name in inputs and any(expression(s) == value for s in shape_of(node)):
                 return node
         return None
 
@@ -249,8 +249,8 @@ class _Cutter:
         return bool(node.meta["differentiable"]) and any(user.meta.get("backward") for user in users)
 
     def build(self, stage: int) -> StageGraph:
-        received = tuple(c for c in self.crossings if stage in c.targets)
-        sent = tuple(c for c in self.crossings if c.source == stage)
+        incoming = tuple(c for c in self.crossings if stage in c.targets)
+        outgoing = tuple(c for c in self.crossings if c.source == stage)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         needed = sorted(self.needs[stage], key=self.order.__getitem__)
@@ -270,15 +270,15 @@ class _Cutter:
                 if node.target in operators.DRAWS:
                     _note_microbatches(copies[node], self.captured)
         names = {node.name: node for node in self.order}
-        made = self.made.get(stage, [])
-        outputs = [copies[self.results[i]] for i in made] + [copies[names[c.name]] for c in sent]
-        graph.output(tuple(outputs)).meta = dict(self.captured.graph.output_node().meta)
-        buffers = [i for i in made if i < len(self.captured.mutated_buffers)]
+        numbers = self.produced.get(stage, [])
+        values = [copies[self.results[i]] for i in numbers] + [copies[names[c.name]] for c in outgoing]
+        graph.output(tuple(values)).meta = dict(self.captured.graph.output_node().meta)
+        buffers = [i for i in numbers if i < len(self.captured.mutated_buffers)]
         present = {node.name for node in copies if node.op == "placeholder"}
         whole = self.captured
         captured = replace(
             whole.part(graph),
-            inputs=[n if n in present else None for n in whole.inputs] + [c.name for c in received],
+            inputs=[n if n in present else None for n in whole.inputs] + [c.name for c in incoming],
             mutated_buffers=[whole.mutated_buffers[i] for i in buffers],
             outputs=[],
             loss=None,
@@ -286,7 +286,7 @@ class _Cutter:
             detached=[],
             weight=None,
         )
-        return StageGraph(captured, tuple(made[len(buffers) :]), received, sent)
+        return StageGraph(captured, tuple(numbers[len(buffers) :]), incoming, outgoing)
 
 
 def _note_microbatches(draw: fx.Node, captured: Captured) -> None:
@@ -295,13 +295,13 @@ def _note_microbatches(draw: fx.Node, captured: Captured) -> None:
     Raises:
         CutError: where what is drawn is no number for each row.
     """
-    given = arguments(draw)
-    bounds = [given[name] for name in ("n", "low", "last") if isinstance(given.get(name), fx.Node)]
+    values = arguments(draw)
+    bounds = [values[name] for name in ("n", "low", "last") if isinstance(values.get(name), fx.Node)]
     if bounds:
         raise CutError(
             f"{operator_name(draw.target)} draws among the rows of the batch, which a pipeline cuts into microbatches, "
             f"at {line_of(draw)}: draw outside of the model and pass the numbers in, or use a plan without a pipeline"
         )
-    if "shards" in given:
+    if "shards" in values:
         shards = [operators.MICROBATCH if captured.is_batch(size) else "" for size in shape_of(draw)]
         draw.args, draw.kwargs = with_argument(draw.args, draw.kwargs, draw, "shards", ";".join(shards))

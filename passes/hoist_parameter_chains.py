@@ -46,7 +46,7 @@ class ParameterChain:
         at_rest: its layout between steps.
         uses: the layouts it is used in, one or more; ``placeholders`` are the body's names for them.
         paths: the steps from rest to each use.
-        made: the layout in which the gradients of the uses are added up.
+        gradient_layout: the layout in which the gradients of the uses are added up.
         each: the steps that every microbatch's gradient takes from there (see ``reducing``).
         accumulator: the layout in which gradients of several microbatches are added up.
         sync: the steps from there to the gradient at rest, once for all microbatches.
@@ -63,7 +63,7 @@ class ParameterChain:
     uses: tuple[Layout, ...]
     placeholders: tuple[str, ...]
     paths: tuple[tuple[Step, ...], ...]
-    made: Layout
+    gradient_layout: Layout
     each: tuple[Step, ...]
     accumulator: Layout
     sync: tuple[Step, ...]
@@ -100,26 +100,35 @@ class ParameterChain:
                 the others, once (hybrid sharding; Zhao et al. 2023, PyTorch FSDP).
         """
         each, sync = self.ways[when]
-        layout = self.made
+        layout = self.gradient_layout
         for step in each:
             layout = step.apply(layout)
         return replace(self, each=each, accumulator=layout, sync=sync)
 
-    def with_made(self, made: Layout, redistributor: Redistributor) -> ParameterChain:
+    def with_gradient_layout(self, gradient_layout: Layout, redistributor: Redistributor) -> ParameterChain:
         """The same chain for gradients that are added up in another layout than its own uses make them in."""
-        if made == self.made:
+        if gradient_layout == self.gradient_layout:
             return self
-        ways = _ways(made, None, self.at_rest, self.shape, self.dtype, self.reduce_dtype, redistributor)
-        chain = replace(self, made=made, each=(), accumulator=made, sync=ways["per_step"][1], ways=ways)
+        ways = _ways(gradient_layout, None, self.at_rest, self.shape, self.dtype, self.reduce_dtype, redistributor)
+        chain = replace(
+            self,
+            gradient_layout=gradient_layout,
+            each=(),
+            accumulator=gradient_layout,
+            sync=ways["per_step"][1],
+            ways=ways,
+        )
         for when in chain.ways:
             require_complete(chain.reducing(when))
         return chain
 
     def __str__(self) -> str:
         uses = ", ".join(format_layout(u) for u in self.uses)
-        gradient = format_layout(self.made)
+        gradient = format_layout(self.gradient_layout)
         gradient += f" in {self.reduce_dtype}" if self.reduce_dtype != self.rest_dtype else ""
-        gradient += f", added up as {format_layout(self.accumulator)}" if self.made != self.accumulator else ""
+        gradient += (
+            f", added up as {format_layout(self.accumulator)}" if self.gradient_layout != self.accumulator else ""
+        )
         cast = f" as {self.dtype}" if self.dtype != self.rest_dtype else ""
         return f"{self.name}: {format_layout(self.at_rest)} -> {uses}{cast}; gradient {gradient}"
 
@@ -188,8 +197,8 @@ def _hoist(
             versions.append((version, path))
         for user in version.users:
             if user.target is redistribute:
-                done: Redistribution = user.meta["redistribution"]
-                follow(user, (*path, done.step))
+                redistribution: Redistribution = user.meta["redistribution"]
+                follow(user, (*path, redistribution.step))
 
     follow(node, ())
     if not versions:
@@ -213,9 +222,9 @@ def _hoist(
             raise GradientError(f"{name} reaches a use on two ways")
         graph.erase_node(link)
     trainable = bool(node.meta["differentiable"])
-    made = join_layouts([dual_layout(u) for u in uses])
+    gradient_layout = join_layouts([dual_layout(u) for u in uses])
     back = tuple(step.transposed() for step in reversed(paths[0])) if len(uses) == 1 else None
-    ways = _ways(made, back, at_rest, sizes.shape(node), node.meta["val"].dtype, dtypes[1], redistributor)
+    ways = _ways(gradient_layout, back, at_rest, sizes.shape(node), node.meta["val"].dtype, dtypes[1], redistributor)
     chain = ParameterChain(
         name,
         sizes.shape(node),
@@ -225,9 +234,9 @@ def _hoist(
         tuple(uses),
         tuple(p.name for p in placeholders),
         tuple(paths),
-        made,
+        gradient_layout,
         (),
-        made,
+        gradient_layout,
         ways["per_step"][1],
         ways,
         trainable,
@@ -236,7 +245,7 @@ def _hoist(
 
 
 def _ways(
-    made: Layout,
+    gradient_layout: Layout,
     back: tuple[Step, ...] | None,
     at_rest: Layout,
     shape: tuple[int, ...],
@@ -247,16 +256,16 @@ def _ways(
     """For each time of reducing, a gradient's steps before and after microbatches are added up.
 
     Args:
-        made: the layout in which the gradient is made.
+        gradient_layout: the layout in which the gradient is made.
         back: the steps from there to rest; None finds them.
     """
 
     def path(src: Layout, dst: Layout, itemsize: int) -> tuple[Step, ...]:
         return tuple(redistributor.path(src, dst, shape, itemsize, True, False, uneven=True))
 
-    sync = path(made, at_rest, dtype.itemsize) if back is None else back
-    scattered = tuple(rest if rest.kind == "S" else p for p, rest in zip(made, at_rest, strict=True))
-    hybrid = path(made, scattered, reduce_dtype.itemsize), path(scattered, at_rest, reduce_dtype.itemsize)
+    sync = path(gradient_layout, at_rest, dtype.itemsize) if back is None else back
+    scattered = tuple(rest if rest.kind == "S" else p for p, rest in zip(gradient_layout, at_rest, strict=True))
+    hybrid = path(gradient_layout, scattered, reduce_dtype.itemsize), path(scattered, at_rest, reduce_dtype.itemsize)
     return {"per_step": ((), sync), "per_microbatch": (sync, ()), "across_replicas_per_step": hybrid}
 
 
@@ -280,7 +289,7 @@ def require_complete(chain: ParameterChain) -> None:
             )
     if not chain.trainable:
         return
-    layout = _followed(chain.made, (*chain.each, *chain.sync), f"the gradient of {chain.name} is")
+    layout = _followed(chain.gradient_layout, (*chain.each, *chain.sync), f"the gradient of {chain.name} is")
     if layout != chain.at_rest or any(p.kind not in ("I", "S") for p in chain.at_rest):
         raise GradientError(
             f"the gradient of {chain.name} ends as {format_layout(layout)}, the parameter lies as "

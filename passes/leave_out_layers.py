@@ -17,12 +17,12 @@ from torch import fx
 from autoparallel.graph.layers import Run
 
 
-def leave_out_layers(graph: fx.Graph, runs: Sequence[Run], kept: Sequence[int]) -> fx.Graph:
+def leave_out_layers(graph: fx.Graph, runs: Sequence[Run], counts: Sequence[int]) -> fx.Graph:
     """A copy of a graph with so many layers of each run, the first ones, and without what only the others read."""
     nodes = {node.name: node for node in graph.nodes}
     left_out: set[fx.Node] = set()
     instead: dict[fx.Node, fx.Node] = {}  # of a run's last layer, which the rest of the graph reads
-    for run, count in zip(runs, kept, strict=True):
+    for run, count in zip(runs, counts, strict=True):
         left_out.update(nodes[name] for layer in range(count, len(run.members)) for name in run.nodes(layer))
         instead.update({nodes[name]: nodes[its] for name, its in zip(run.calls[-1], run.calls[count - 1], strict=True)})
     short = fx.Graph()

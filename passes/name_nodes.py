@@ -18,16 +18,16 @@ from autoparallel.rules import operator_name
 def name_nodes(graph: fx.Graph) -> None:
     """Names the nodes of a graph in place; those that have a key, from before a rewrite, keep it."""
     keys = {node.meta["key"] for node in graph.nodes if "key" in node.meta}
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for node in graph.nodes:
         if "key" in node.meta:
             continue
         path = node.meta["module"] = _module_of(node)
         name = node.name if node.op in ("placeholder", "output") else operator_name(node.target)
-        count = seen.get(f"{path}/{name}", 0)
+        count = counts.get(f"{path}/{name}", 0)
         while (key := f"{path}/{name}#{count}") in keys:
             count += 1
-        seen[f"{path}/{name}"] = count + 1
+        counts[f"{path}/{name}"] = count + 1
         keys.add(key)
         node.meta["key"] = key
 

@@ -53,8 +53,8 @@ def _overlap_all(graph: fx.Graph) -> bool:
 
 def _overlap(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int]) -> bool:
     """Makes two halves of a redistribution, where that lets anything run beside a collective."""
-    done: Redistribution = node.meta["redistribution"]
-    step, returned = done.step, done.step.transposed()
+    redistribution: Redistribution = node.meta["redistribution"]
+    step, returned = redistribution.step, redistribution.step.transposed()
     returns = node.meta["differentiable"] and node.meta["backward"]
     actions = {action(step.src, step.dst)} | ({action(returned.src, returned.dst)} if returns else set())
     if not node.users or actions.isdisjoint(COLLECTIVES):
@@ -65,7 +65,7 @@ def _overlap(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int]) -> bo
         return False
     with graph.inserting_before(point):
         start = graph.call_function(start_redistribution, node.args)
-    start.meta = {**node.meta, "placements": done.before, "key": f"{node.meta['key']}/start"}
+    start.meta = {**node.meta, "placements": redistribution.before, "key": f"{node.meta['key']}/start"}
     del start.meta["val"]  # it is no tensor
     node.target, node.args = finish_redistribution, (start, *node.args[1:])
     first.prepend(node)

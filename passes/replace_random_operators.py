@@ -85,9 +85,9 @@ class _Numbering:
                 )
 
     def _replace(self, node: fx.Node) -> None:
-        target, given = node.target, arguments(node)
+        target, values = node.target, arguments(node)
         make = COMPOSITES.get(target) or BASIC.get(target)
-        if given.get("generator") is not None:
+        if values.get("generator") is not None:
             raise CaptureError(
                 f"{operator_name(target)} draws from a torch.Generator of its own, whose numbers would be those of the "
                 f"trace in every call, at {line_of(node)}\nWhat to change: leave out generator=, so that the model's "
@@ -103,7 +103,7 @@ class _Numbering:
         emit = _GraphEmit(node)
         value = node.meta.get("val")
         like = value if isinstance(value, torch.Tensor) else None
-        result = make(Draw(emit, target, given, self.take, like))
+        result = make(Draw(emit, target, values, self.take, like))
         if isinstance(result, tuple):
             for user in list(node.users):
                 _become(user, result[cast(int, user.args[1])], emit)
@@ -112,7 +112,7 @@ class _Numbering:
         if target._schema.name.endswith("_"):  # type: ignore[union-attr]
             filled = node.args[0]
             assert isinstance(filled, fx.Node)
-            draw = Draw(emit, target, given, self.take, like)
+            draw = Draw(emit, target, values, self.take, like)
             result = draw.constant(result, filled) if _may_flow(filled) else result
             result = emit(aten.copy_.default, filled, result)
         _become(node, result, emit)
@@ -141,9 +141,9 @@ def _may_flow(filled: fx.Node) -> bool:
 
 def _become(node: fx.Node, value: fx.Node, emit: _GraphEmit) -> None:
     """Makes ``node``, whose name the trace's signature may speak of, the call that gives ``value``."""
-    if value in emit.made and not value.users:
+    if value in emit.emitted and not value.users:
         node.target, node.args, node.kwargs = value.target, value.args, value.kwargs
-        emit.made.discard(value)
+        emit.emitted.discard(value)
         value.graph.erase_node(value)
     else:
         node.target, node.args, node.kwargs = aten.clone.default, (value,), {}
@@ -154,11 +154,11 @@ class _GraphEmit(Emitter):
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node)
-        self.made: set[fx.Node] = set()
+        self.emitted: set[fx.Node] = set()
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = super().__call__(target, *args, **kwargs)
-        self.made.add(new)
+        self.emitted.add(new)
         return new
 
     def sizes(self, x: fx.Node) -> list[Any]:

@@ -62,11 +62,11 @@ def _is_rewritten(node: fx.Node) -> bool:
 def _inline(call: fx.Node, region: fx.Graph) -> None:
     """Puts the calls of a region where it is called."""
     placeholders = list(region.find_nodes(op="placeholder"))
-    given = dict(zip(placeholders, call.args, strict=True))
-    for inside, outside in given.items():
+    arguments = dict(zip(placeholders, call.args, strict=True))
+    for inside, outside in arguments.items():
         _require_same_notes(inside, outside)
     with call.graph.inserting_before(call):
-        results: Any = call.graph.graph_copy(region, given)
+        results: Any = call.graph.graph_copy(region, arguments)
     for item in list(call.users):
         result = results[item.args[1]]
         _require_same_notes(item, result)

@@ -110,7 +110,7 @@ class PassList:
 
     Attributes:
         passes: the passes.
-        given: the facts that are true of a graph before the first of them.
+        premises: the facts that are true of a graph before the first of them.
         promised: the facts that must be true after the last of them.
 
     Raises:
@@ -118,11 +118,11 @@ class PassList:
     """
 
     passes: Sequence[Pass]
-    given: Collection[Fact] = ()
+    premises: Collection[Fact] = ()
     promised: Collection[Fact] = ()
 
     def __post_init__(self) -> None:
-        facts = {*self.given}
+        facts = {*self.premises}
         for i, each in enumerate(self.passes):
             self._require(each.name, each.requires, facts, self.passes[:i])
             facts = facts.union(each.provides).difference(each.removes)

@@ -54,15 +54,15 @@ def _copy(emit: Emitter, node: fx.Node) -> Any:
 
 def _may_be_trained(x: fx.Node) -> bool:
     """Whether a value depends on a tensor that was given, in a way that gradients flow through."""
-    pending, seen = [x], {x}
+    pending, visited = [x], {x}
     while pending:
         node = pending.pop()
         if not is_tensor(node) or stops_gradient(node):
             continue
         if node.op == "placeholder":
             return True
-        pending += [n for n in node.all_input_nodes if n not in seen]
-        seen.update(node.all_input_nodes)
+        pending += [n for n in node.all_input_nodes if n not in visited]
+        visited.update(node.all_input_nodes)
     return False
 
 

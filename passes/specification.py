@@ -137,9 +137,9 @@ class Specification:
         node = self.results[index]
         if not isinstance(node, fx.Node) or not is_tensor(node):
             return None
-        asked, layout = self.outputs[index], self.layout_of(node)
-        if asked is not None or layout is None:
-            return asked
+        required, layout = self.outputs[index], self.layout_of(node)
+        if required is not None or layout is None:
+            return required
         even = divides(self.sizes.shape(node), layout, self.axis_sizes)
         return tuple(p if p.kind == "S" and even else Invariant for p in layout)
 

@@ -55,8 +55,8 @@ class Deferred:
         grads: Sequence[torch.Tensor | None] = ()
         if wanted:
             grads = torch.autograd.grad(self.output, wanted, grad, retain_graph=True, allow_unused=True)
-        given = iter(grads)
-        return [next(given) if x.requires_grad else None for x in activations]
+        computed = iter(grads)
+        return [next(computed) if x.requires_grad else None for x in activations]
 
     def run(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The weights with their gradients; nothing where no gradient has reached the call."""

@@ -248,9 +248,9 @@ class _Unsort:
         if node.target is aten.scatter_add.default:
             v = arguments(node)
             ones = _uncast(v["src"])
-            given = ones.target in (aten.ones_like.default, aten.ones.default) and shape_of(node) == (count,)
+            ones_per_row = ones.target in (aten.ones_like.default, aten.ones.default) and shape_of(node) == (count,)
             zeros = _uncast(v["self"]).target in (aten.zeros.default, aten.zeros_like.default, aten.full.default)
-            return given and zeros and self._are_experts(v["index"])
+            return ones_per_row and zeros and self._are_experts(v["index"])
         return False
 
     def _are_experts(self, node: Any) -> bool:

@@ -88,16 +88,17 @@ class _Verifier:
         if chain.trainable != origin.meta["differentiable"]:
             raise PlacementError(f"{chain.name} is{'' if origin.meta['differentiable'] else ' not'} trained")
         layout = join_layouts([dual_layout(use) for use in chain.uses])
-        if chain.made != layout:
+        if chain.gradient_layout != layout:
             raise PlacementError(
-                f"the gradient of {chain.name} is made as {_text(layout)}, and reduced as were it {_text(chain.made)}"
+                f"the gradient of {chain.name} is made as {_text(layout)}, and reduced as were it "
+                f"{_text(chain.gradient_layout)}"
             )
         for placeholder, use, path in zip(chain.placeholders, chain.uses, chain.paths, strict=True):
             self._require_way(chain.name, chain.at_rest, path, use)
             self.uses[placeholder] = origin, use
         ways = {(*each, *sync) for each, sync in ((chain.each, chain.sync), *chain.ways.values())}
         for way in ways if chain.trainable else ():
-            self._require_way(f"the gradient of {chain.name}", chain.made, way, chain.at_rest)
+            self._require_way(f"the gradient of {chain.name}", chain.gradient_layout, way, chain.at_rest)
 
     def _require_way(self, name: str, layout: Layout, steps: Sequence[Step], end: Layout) -> None:
         begin = layout

@@ -113,7 +113,7 @@ def test_the_graph_is_that_of_the_whole_trace(stacks: list[list[Stack]], monkeyp
     assert len(captured.parameters) == 4 * LAYERS + 2
     (run,) = captured.runs  # the first layer reads the input
     assert run.members == tuple(f"blocks.{i}" for i in range(1, LAYERS))
-    assert [captured.parameters[name] for name in run.own[-1]] == [
+    assert [captured.parameters[name] for name in run.placeholders[-1]] == [
         f"blocks.6.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")
     ]
     _require_same(captured, _whole(model, monkeypatch))

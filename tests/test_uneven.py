@@ -164,11 +164,11 @@ def test_gaps_between_the_pieces_of_an_inner_axis() -> None:
     assert [len(p) for p in cut(torch.arange(9), layout, mesh, torch.Generator())] == [2, 2, 1, 2, 2, 0]
     step = Step((1,), Shard(0), Replicate).on(shape, layout, mesh)
     found = simulate(lambda rank: extent_of(step, AXES), mesh, NAMES)
-    assert {e.sent for e in found} == {(2,)} and [e.lengths for e in found] == [(2, 2, 1)] * 3 + [(2, 2, 0)] * 3
+    assert {e.padded for e in found} == {(2,)} and [e.lengths for e in found] == [(2, 2, 1)] * 3 + [(2, 2, 0)] * 3
     # 7 over (2, 3): 4 and 3; then 2, 2, 0 and 1, 1, 1: the second group sends more than its largest piece
     step = Step((1,), Shard(0), Replicate).on((7,), layout, mesh)
     found = simulate(lambda rank: extent_of(step, AXES), mesh, NAMES)
-    assert {e.sent for e in found} == {(2,)} and [e.lengths for e in found] == [(2, 2, 0)] * 3 + [(1, 1, 1)] * 3
+    assert {e.padded for e in found} == {(2,)} and [e.lengths for e in found] == [(2, 2, 0)] * 3 + [(1, 1, 1)] * 3
 
 
 def test_layouts_of_operators_stay_even() -> None:

@@ -310,7 +310,9 @@ def fill_up(graph: fx.Graph, stack: Stack, captured: Captured) -> None:
     first, second = _stretches(graph, stack)
     alike = compare(first, second, Kinds())
     old, older = f"{stack.path}.{stack.template}.", f"{stack.path}.{stack.template - 1}."
-    if alike is None or any(owned.get(x) != older + owned.get(y, "").removeprefix(old) for y, x in alike.own.items()):
+    if alike is None or any(
+        owned.get(x) != older + owned.get(y, "").removeprefix(old) for y, x in alike.placeholders.items()
+    ):
         raise NotAlike(f"two layers of {stack.path} differ")
     draws = _draws_of_layer(graph, stack, first, second, captured.draws)
     _count_on(second[-1], draws * len(stack.left_out()))

@@ -59,7 +59,7 @@ def resolving_passes(calls: Trace) -> PassList:
     """The user's own Python takes the place of what stood for it in the trace, and plain Python that of loops."""
     resolve = Pass(partial(resolve_opaque_calls, calls=calls.calls, hooks=calls.hooks), requires={Fact.FLAT})
     control = Pass(resolve_control_flow, requires={Fact.FLAT})
-    return PassList([resolve, control], given={Fact.FLAT})
+    return PassList([resolve, control], premises={Fact.FLAT})
 
 
 def describing_passes(
@@ -106,7 +106,7 @@ def describing_passes(
             ),
             MARK_BACKWARD,
         ],
-        given={Fact.FLAT, Fact.GLOBAL},
+        premises={Fact.FLAT, Fact.GLOBAL},
         promised=CAPTURED,
     )
 
@@ -115,4 +115,4 @@ def filling_passes(stacks: Sequence[Stack], captured: Captured) -> PassList:
     """The layers that were not traced take their places; ``captured`` learns their parameters, buffers and draws."""
     inner = [replace(stack, path=stack.path.removeprefix("model.")) for stack in stacks]
     passes = [Pass(partial(on_graph(fill_up), stack=stack, captured=captured), requires=CAPTURED) for stack in inner]
-    return PassList(passes, given=CAPTURED, promised=CAPTURED)
+    return PassList(passes, premises=CAPTURED, promised=CAPTURED)

@@ -33,9 +33,9 @@ class Piece:
     start: tuple[int, ...]
     dims: tuple[int, ...]
 
-    def within(self, own: Region) -> tuple[Region, Region] | None:
+    def within(self, part: Region) -> tuple[Region, Region] | None:
         """What of it lies in a part of the model's tensor: that block in the model's tensor, and in the file's."""
-        common = self.region.overlap(own)
+        common = self.region.overlap(part)
         if common is None:
             return None
         moved = [a - b for a, b in zip(common.start, self.region.start, strict=True)]
@@ -76,13 +76,13 @@ def stored_tensors(plain: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     Raises:
         CheckpointError: where the files hold what is computed from the model's tensors, not cut out of them.
     """
-    made: dict[str, Any] = {name: _Mark.of(name, tensor) for name, tensor in tensors.items()}
+    marks: dict[str, Any] = {name: _Mark.of(name, tensor) for name, tensor in tensors.items()}
     convert = _conversion_of(plain)
     if convert is not None:
-        made = convert(plain, made)
+        marks = convert(plain, marks)
     order = {name: i for i, name in enumerate(tensors)}
-    made = dict(sorted(made.items(), key=lambda item: order[item[1].pieces[0].name]))
-    return {name: Stored(mark.dtype, tuple(mark.shape), mark.pieces) for name, mark in made.items()}
+    marks = dict(sorted(marks.items(), key=lambda item: order[item[1].pieces[0].name]))
+    return {name: Stored(mark.dtype, tuple(mark.shape), mark.pieces) for name, mark in marks.items()}
 
 
 def _conversion_of(plain: nn.Module) -> Callable[..., dict[str, Any]] | None:
@@ -103,10 +103,12 @@ class _Mark(Tensor):
     @staticmethod
     def of(name: str, tensor: Tensor) -> _Mark:
         whole = whole_region(tensor.shape)
-        return _Mark.made(whole.shape, tensor.dtype, [Piece(name, whole, whole.start, tuple(range(len(whole.shape))))])
+        return _Mark.of_pieces(
+            whole.shape, tensor.dtype, [Piece(name, whole, whole.start, tuple(range(len(whole.shape))))]
+        )
 
     @staticmethod
-    def made(shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> _Mark:
+    def of_pieces(shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> _Mark:
         mark: _Mark = Tensor._make_subclass(_Mark, torch.empty(tuple(shape), dtype=dtype, device="meta"))
         mark.pieces = tuple(pieces)
         return mark
@@ -118,10 +120,11 @@ class _Mark(Tensor):
             return _NOTED[name](*args, **(kwargs or {}))
         result = super().__torch_function__(func, types, args, kwargs or {})
         if any(isinstance(x, Tensor) for x in (result if isinstance(result, tuple | list) else (result,))):
-            own = args[0].pieces[0].name if args and isinstance(args[0], _Mark) else "a parameter"
+            parameter = args[0].pieces[0].name if args and isinstance(args[0], _Mark) else "a parameter"
             raise CheckpointError(
-                f"the files of this model hold {own} after a {name}, of which no rank can do its part alone: save with "
-                "'with model.whole() as plain: plain.save_pretrained(path)', load with from_pretrained before compile()"
+                f"the files of this model hold {parameter} after a {name}, of which no rank can do its part alone: "
+                "save with 'with model.whole() as plain: plain.save_pretrained(path)', load with from_pretrained "
+                "before compile()"
             )
         return result
 
@@ -140,14 +143,14 @@ def _chunk(x: _Mark, chunks: int, dim: int = 0) -> tuple[_Mark, ...]:
 def _narrow(x: _Mark, dim: int, start: int, length: int) -> _Mark:
     pieces = []
     for piece in x.pieces:
-        own = piece.dims[dim]
+        tensor_dim = piece.dims[dim]
         first = max(start, piece.start[dim])
-        count = min(start + length, piece.start[dim] + piece.region.shape[own]) - first
+        count = min(start + length, piece.start[dim] + piece.region.shape[tensor_dim]) - first
         if count > 0:
-            begin = piece.region.start[own] + first - piece.start[dim]
-            region = Region(_set(piece.region.start, own, begin), _set(piece.region.shape, own, count))
+            begin = piece.region.start[tensor_dim] + first - piece.start[dim]
+            region = Region(_set(piece.region.start, tensor_dim, begin), _set(piece.region.shape, tensor_dim, count))
             pieces.append(replace(piece, region=region, start=_set(piece.start, dim, first - start)))
-    return _Mark.made(_set(x.shape, dim, length), x.dtype, pieces)
+    return _Mark.of_pieces(_set(x.shape, dim, length), x.dtype, pieces)
 
 
 def _squeeze(x: _Mark, dim: int) -> _Mark:
@@ -155,7 +158,7 @@ def _squeeze(x: _Mark, dim: int) -> _Mark:
     if x.shape[dim] != 1:
         return x
     pieces = [replace(p, start=_without(p.start, dim), dims=_without(p.dims, dim)) for p in x.pieces]
-    return _Mark.made(_without(x.shape, dim), x.dtype, pieces)
+    return _Mark.of_pieces(_without(x.shape, dim), x.dtype, pieces)
 
 
 def _transpose(x: _Mark, dim0: int, dim1: int) -> _Mark:
@@ -164,7 +167,7 @@ def _transpose(x: _Mark, dim0: int, dim1: int) -> _Mark:
     pieces = [
         replace(p, start=tuple(p.start[i] for i in order), dims=tuple(p.dims[i] for i in order)) for p in x.pieces
     ]
-    return _Mark.made([x.shape[i] for i in order], x.dtype, pieces)
+    return _Mark.of_pieces([x.shape[i] for i in order], x.dtype, pieces)
 
 
 def _cat(parts: Sequence[_Mark], dim: int = 0) -> _Mark:
@@ -174,7 +177,7 @@ def _cat(parts: Sequence[_Mark], dim: int = 0) -> _Mark:
     for part in parts:
         pieces += [replace(p, start=_set(p.start, dim, p.start[dim] + end)) for p in part.pieces]
         end += part.shape[dim]
-    return _Mark.made(_set(parts[0].shape, dim, end), parts[0].dtype, pieces)
+    return _Mark.of_pieces(_set(parts[0].shape, dim, end), parts[0].dtype, pieces)
 
 
 def _same(x: _Mark) -> _Mark:

@@ -68,16 +68,16 @@ class Entry:
         Raises:
             CheckpointError: when a block is not what was saved, or some of the part was not saved.
         """
-        made = torch.empty(region.shape, dtype=self.dtype)
+        part = torch.empty(region.shape, dtype=self.dtype)
         left = region.numel
         for block in self.blocks:
             common = block.region.overlap(region)
             if common is not None:
-                made[common.within(region)] = self._block(block)[common.within(block.region)]
+                part[common.within(region)] = self._block(block)[common.within(block.region)]
                 left -= common.numel
         if left:
             raise CheckpointError(f"{left} elements of {self.name} were not saved, or saved twice")
-        return made
+        return part
 
     def _block(self, block: Block) -> Tensor:
         content = torch.empty(block.region.shape, dtype=self.dtype)

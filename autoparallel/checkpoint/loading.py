@@ -86,14 +86,14 @@ def _read(
 
 def _for_module(world: World, entries: Mapping[str, Entry], saved: Any, module: nn.Module, what: str) -> dict[str, Any]:
     """The saved tensors, each as the module's own of that name lies."""
-    own = module.state_dict()
-    odd = sorted(name for name in {*own} ^ {*saved} if not name.endswith("_extra_state"))
+    current = module.state_dict()
+    odd = sorted(name for name in {*current} ^ {*saved} if not name.endswith("_extra_state"))
     if odd:
         who = "the checkpoint" if odd[0] in saved else "it"
         raise CheckpointError(f"{what} is another than was saved: only {who} has {odd[0]!r}")
     content: dict[str, Any] = {}
     for name in saved:
-        value = own.get(name)
+        value = current.get(name)
         if not isinstance(value, Tensor):
             content[name] = decode(saved[name], _whole(entries))
             continue

@@ -48,14 +48,14 @@ def tensors_of(plain: nn.Module) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
             "adapters are kept without their model: use 'with model.whole() as plain: plain.save_pretrained(path)', "
             "and load them before compile()"
         )
-    kept = plain.state_dict().keys() - {*(getattr(plain, "_keys_to_ignore_on_save", None) or ())}
+    saved = plain.state_dict().keys() - {*(getattr(plain, "_keys_to_ignore_on_save", None) or ())}
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in (*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)):
-        if name in kept:
+        if name in saved:
             tensors[id(tensor)] = tensor
             names.setdefault(id(tensor), []).append(name)
-    odd = kept - {name for same in names.values() for name in same}
+    odd = saved - {name for same in names.values() for name in same}
     if odd:
         raise CheckpointError(f"{min(odd)} is no tensor, and safetensors files hold nothing else")
     tied = getattr(plain, "all_tied_weights_keys", None) or {}
@@ -110,20 +110,22 @@ def _laid_out(
     stored = stored_tensors(plain, {name: tensor for name, (tensor, _) in tensors_of(plain).items()})
     split = split_shards(stored, get_storage_size=_size, filename_pattern=WEIGHTS, max_shard_size=max_shard_size)
     files = []
-    for name, own in split.filename_to_tensors.items():
+    for name, members in split.filename_to_tensors.items():
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        odd = next((tensor for tensor in own if stored[tensor].dtype not in DTYPES), None)
+        odd = next((tensor for tensor in members if stored[tensor].dtype not in DTYPES), None)
         if odd is not None:
             raise CheckpointError(f"{odd} is {stored[odd].dtype}, which safetensors files do not hold")
-        for tensor in sorted(own, key=lambda n: -stored[n].dtype.itemsize):  # so that each begins at a multiple of it
+        for tensor in sorted(
+            members, key=lambda n: -stored[n].dtype.itemsize
+        ):  # so that each begins at a multiple of it
             shape, dtype = stored[tensor].shape, DTYPES[stored[tensor].dtype]
             entries[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + stored[tensor].nbytes)}
             end += stored[tensor].nbytes
         text = json.dumps(entries).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
-        offsets = {tensor: len(header) + entries[tensor]["data_offsets"][0] for tensor in own}
+        offsets = {tensor: len(header) + entries[tensor]["data_offsets"][0] for tensor in members}
         files.append(_File(path / name, header, len(header) + end, offsets))
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     return stored, files, json.dumps(index, indent=2, sort_keys=True) if split.is_sharded else None
@@ -160,12 +162,12 @@ def _begin(path: Path, files: list[_File]) -> str:
 
 def _write(world: World, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], files: list[_File]) -> None:
     """Writes this rank's part of every tensor, where it is the one of those with the same part to write it."""
-    own: dict[str, Region] = {}
+    regions: dict[str, Region] = {}
     for name, tensor in tensors.items():
         layout, mesh = layout_of(tensor, world.mesh)
         region = own_region(tensor.shape, layout, mesh)
         if region is not None and is_writer(name, layout, mesh):
-            own[name] = region
+            regions[name] = region
     for file in files:
         if not file.part.is_file():
             raise CheckpointError(f"{file.part} is not seen by every rank: export to a folder that all of them share")
@@ -173,10 +175,10 @@ def _write(world: World, tensors: Mapping[str, Tensor], stored: Mapping[str, Sto
             with file.part.open("r+b", buffering=0) as opened:
                 for name, offset in file.offsets.items():
                     for piece in stored[name].pieces:
-                        blocks = piece.within(own[piece.name]) if piece.name in own else None
+                        blocks = piece.within(regions[piece.name]) if piece.name in regions else None
                         if blocks is not None:
                             local = _torch.local_of(tensors[piece.name]).detach()
-                            block = piece.as_stored(local[blocks[0].within(own[piece.name])])
+                            block = piece.as_stored(local[blocks[0].within(regions[piece.name])])
                             _write_block(opened.fileno(), offset, stored[name], blocks[1], block)
                 os.fsync(opened.fileno())
         except OSError as error:
@@ -260,16 +262,16 @@ def _reads(world: World, plain: nn.Module, path: Path, opened: contextlib.ExitSt
         raise CheckpointError(f"{by_name[odd[0]][1]} holds {odd[0]}, which {type(plain).__name__} has not")
     reads: list[Callable[[], object]] = []
     blocks = {name: {(tensors[p.name][1], p.region) for p in entry.pieces} for name, entry in stored.items()}
-    done: set[tuple[str, Region]] = set()  # a tied weight may be there under any of its names, or all
+    blocks_read: set[tuple[str, Region]] = set()  # a tied weight may be there under any of its names, or all
     for name, entry in stored.items():
-        if name in by_name and blocks[name] - done:
+        if name in by_name and blocks[name] - blocks_read:
             as_found, file, handle = by_name[name]
             shape = tuple(handle.get_slice(as_found).get_shape())
             if shape != entry.shape:
                 raise CheckpointError(f"{file}: {as_found} is {list(shape)}, and the model's is {list(entry.shape)}")
             reads += _reads_of(world, entry, as_found, file, handle, tensors)
-            done |= blocks[name]
-    missing = [name for name in stored if blocks[name] - done]
+            blocks_read |= blocks[name]
+    missing = [name for name in stored if blocks[name] - blocks_read]
     if missing:
         raise CheckpointError(f"{path} holds no {missing[0]}, which {type(plain).__name__} has")
     return reads
@@ -321,18 +323,20 @@ def _reads_of(
     """Reads this rank's part of a tensor of the files."""
     for piece in entry.pieces:
         tensor = tensors[piece.name][0]
-        own = own_region(tensor.shape, *layout_of(tensor, world.mesh))
-        blocks = piece.within(own) if own is not None else None
-        if own is None or blocks is None:
+        local_region = own_region(tensor.shape, *layout_of(tensor, world.mesh))
+        blocks = piece.within(local_region) if local_region is not None else None
+        if local_region is None or blocks is None:
             continue
 
-        def take(piece: Any = piece, tensor: Tensor = tensor, own: Region = own, blocks: Any = blocks) -> None:
+        def take(
+            piece: Any = piece, tensor: Tensor = tensor, local_region: Region = local_region, blocks: Any = blocks
+        ) -> None:
             part = blocks[1].within(whole_region(entry.shape))
             try:
                 value = handle.get_slice(name)[part] if part else handle.get_tensor(name)
             except Exception as error:
                 raise CheckpointError(f"{file} is damaged: {name}: {error}; the model is loaded in part") from error
             local = _torch.local_of(tensor).detach()
-            local[blocks[0].within(own)] = piece.as_own(value, blocks[0].shape).to(local.device, local.dtype)
+            local[blocks[0].within(local_region)] = piece.as_own(value, blocks[0].shape).to(local.device, local.dtype)
 
         yield take

@@ -212,10 +212,10 @@ def _encode_optimizer(
     parameters, told = dict(world.model.named_parameters()), {}
     for parameter, state in content["state"].items():
         mesh = layout_of(parameters[parameter], world.mesh)[1]
-        own: dict[str, Tensor] = {}
-        data = encode(state, f"{name}/{parameter}", own)
-        tensors.update(own)
-        homes.update(dict.fromkeys(own, mesh))
+        state_tensors: dict[str, Tensor] = {}
+        data = encode(state, f"{name}/{parameter}", state_tensors)
+        tensors.update(state_tensors)
+        homes.update(dict.fromkeys(state_tensors, mesh))
         if mesh.get_coordinate() is not None and not any(mesh.get_coordinate() or ()):
             told[parameter] = data
     return {"groups": encode(content["groups"], f"{name}/groups", tensors), "state": told}

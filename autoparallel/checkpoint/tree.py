@@ -107,8 +107,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
     order = [name for group in listed for name in group]
     state = optimizer.state_dict()
     groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "names": own}
-        for group, own in zip(state["param_groups"], listed, strict=True)
+        {**{k: v for k, v in group.items() if k != "params"}, "names": listed_names}
+        for group, listed_names in zip(state["param_groups"], listed, strict=True)
     ]
     return {"groups": groups, "state": {order[i]: values for i, values in state["state"].items()}}
 
@@ -130,9 +130,9 @@ def require_same_groups(optimizer: torch.optim.Optimizer, saved: Any, names: Map
     saved_names = [group["names"] for group in saved["groups"]]
     if len(listed) != len(saved_names):
         raise ValueError(f"{what} has {len(listed)} groups of parameters, {len(saved_names)} were saved")
-    for i, (own, theirs) in enumerate(zip(listed, saved_names, strict=True)):
-        if own != theirs:
-            other = sorted({*own} ^ {*theirs})
+    for i, (here, theirs) in enumerate(zip(listed, saved_names, strict=True)):
+        if here != theirs:
+            other = sorted({*here} ^ {*theirs})
             odd = f"{other[0]} is in one of them only" if other else "they are in another order"
             raise ValueError(f"group {i} of {what} has other parameters than were saved: {odd}")
 

@@ -38,12 +38,12 @@ class Extent:
     """What a rank must know to redistribute a tensor whose shards differ in size (see [Note: uneven shards]).
 
     Attributes:
-        sent: the shape in which every rank sends its value, which is that of the largest.
+        padded: the shape in which every rank sends its value, which is that of the largest.
         lengths: how long each rank's piece is along the dim that is gathered; empty where none is.
         room: how long the longest piece is along the dim that is cut; 0 where none is.
     """
 
-    sent: tuple[int, ...]
+    padded: tuple[int, ...]
     lengths: tuple[int, ...] = ()
     room: int = 0
 
@@ -85,7 +85,7 @@ class _Item:
 
     def piece(self, n: int) -> list[int]:
         """The shape in which every rank sends each of the n pieces along the dim that is cut."""
-        shape = list(self.shape if self.extent is None else self.extent.sent)
+        shape = list(self.shape if self.extent is None else self.extent.padded)
         shape[self.dst.dim] = shape[self.dst.dim] // n if self.extent is None else self.extent.room
         return shape
 
@@ -98,7 +98,7 @@ class _Item:
             x = x.unflatten(dim, (n, shape[dim])).movedim(dim, 0)
         return x.reshape(n, math.prod(shape))
 
-    def own(self, piece: torch.Tensor, index: int, n: int) -> torch.Tensor:
+    def part(self, piece: torch.Tensor, index: int, n: int) -> torch.Tensor:
         """The part that rank ``index`` keeps of its piece along the dim that is cut."""
         piece = piece.view(self.piece(n))
         if self.extent is None:
@@ -215,26 +215,26 @@ def are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def _sent(tensors: Sequence[torch.Tensor], items: Sequence[_Item]) -> list[torch.Tensor]:
+def _payloads(tensors: Sequence[torch.Tensor], items: Sequence[_Item]) -> list[torch.Tensor]:
     """The values in the shapes in which every rank sends them."""
     pairs = zip(tensors, items, strict=True)
-    return [x if item.extent is None else _filled_up(x, item.extent.sent) for x, item in pairs]
+    return [x if item.extent is None else _filled_up(x, item.extent.padded) for x, item in pairs]
 
 
 def _start_all_reduce(
     tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str, owned: bool
 ) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    sent = _sent(tensors, items)
-    flat = _flatten(sent)
-    if _torch.storage_mark(flat) == _torch.storage_mark(sent[0]) and not owned:
+    payloads = _payloads(tensors, items)
+    flat = _flatten(payloads)
+    if _torch.storage_mark(flat) == _torch.storage_mark(payloads[0]) and not owned:
         flat = flat.clone()
-    wait, sizes = communicator.all_reduce(flat, axis), [x.numel() for x in sent]
+    wait, sizes = communicator.all_reduce(flat, axis), [x.numel() for x in payloads]
 
     def finish() -> list[torch.Tensor]:
         pairs = zip(wait().split(sizes), items, strict=True)
         return [
-            part.view(item.shape) if item.extent is None else _corner(part.view(item.extent.sent), item.shape)
+            part.view(item.shape) if item.extent is None else _corner(part.view(item.extent.padded), item.shape)
             for part, item in pairs
         ]
 
@@ -245,8 +245,8 @@ def _start_all_gather(
     tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
 ) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    index, sent = communicator.index(axis), _sent(tensors, items)
-    wait, shapes = communicator.all_gather(_flatten(sent), axis), [x.shape for x in sent]
+    index, payloads = communicator.index(axis), _payloads(tensors, items)
+    wait, shapes = communicator.all_gather(_flatten(payloads), axis), [x.shape for x in payloads]
 
     def finish() -> list[torch.Tensor]:
         parts = wait().split([shape.numel() for shape in shapes], dim=1)
@@ -304,7 +304,7 @@ def _keep_on_one(x: torch.Tensor, item: _Item, index: int, n: int) -> torch.Tens
 
 _STARTERS: dict[str, Starter] = {
     "all_gather": _start_all_gather,
-    "reduce_scatter": _start_cut(lambda c, flat, axis: c.reduce_scatter(flat, axis), _Item.own),
+    "reduce_scatter": _start_cut(lambda c, flat, axis: c.reduce_scatter(flat, axis), _Item.part),
     "all_to_all": _start_cut(
         lambda c, flat, axis: c.all_to_all(flat, axis), lambda item, x, i, n: item.joined(x, item.piece(n), i)
     ),

@@ -48,7 +48,7 @@ class Communicator(Protocol):
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait: ...
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait: ...
     def all_to_all_rows(
-        self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], axis: str
     ) -> torch.Tensor: ...
 
 
@@ -170,17 +170,20 @@ class MeshGroups:
         """Reduces the contiguous ``x`` in place."""
         if self.size(axis) == 1:
             return lambda: x
-        sent = as_real(x)
-        return self._start("all_reduce", axis, x, lambda group: dist.all_reduce(sent, _REDUCE[op], group, True))
+        payload = as_real(x)
+        return self._start("all_reduce", axis, x, lambda group: dist.all_reduce(payload, _REDUCE[op], group, True))
 
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
         """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
         if self.size(axis) == 1:
             return _copied(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
-        sent, received = as_real(x).view(-1), as_real(out).view(-1)
+        payload, received = as_real(x).view(-1), as_real(out).view(-1)
         wait = self._start(
-            "all_gather", axis, out, lambda group: _torch.all_gather_single(received, sent, group=group, async_op=True)
+            "all_gather",
+            axis,
+            out,
+            lambda group: _torch.all_gather_single(received, payload, group=group, async_op=True),
         )
         return lambda: self.groups[axis].by_place(wait())
 
@@ -189,10 +192,10 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x[0])
         out = x.new_empty(x.shape[1:])
-        sent, received = as_real(self.groups[axis].by_number(x)).view(-1), as_real(out).view(-1)
+        payload, received = as_real(self.groups[axis].by_number(x)).view(-1), as_real(out).view(-1)
         return self._start(
             "reduce_scatter", axis, out,
-            lambda group: _torch.reduce_scatter_single(received, sent, group=group, async_op=True),
+            lambda group: _torch.reduce_scatter_single(received, payload, group=group, async_op=True),
         )  # fmt: skip
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
@@ -200,28 +203,33 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x)
         out = torch.empty_like(x)
-        received, sent = as_real(out), as_real(self.groups[axis].by_number(x))
+        received, payload = as_real(out), as_real(self.groups[axis].by_number(x))
         wait = self._start(
-            "all_to_all", axis, out, lambda group: dist.all_to_all_single(received, sent, group=group, async_op=True)
+            "all_to_all", axis, out, lambda group: dist.all_to_all_single(received, payload, group=group, async_op=True)
         )
         return lambda: self.groups[axis].by_place(wait())
 
-    def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
+    def all_to_all_rows(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], axis: str
+    ) -> torch.Tensor:
         """Sends the first ``sent[0]`` rows of ``x`` to rank 0, and so on; returns the rows received, by rank."""
         if self.size(axis) == 1:
             return x.clone()
         order = self.groups[axis].order
         if order is not None:
-            x = torch.cat(_permuted(x.split(list(sent)), _inverse(order)))
-            sent, received = _permuted(sent, _inverse(order)), _permuted(received, _inverse(order))
-        out = x.new_empty((sum(received), *x.shape[1:]))
+            x = torch.cat(_permuted(x.split(list(send_counts)), _inverse(order)))
+            send_counts, receive_counts = (
+                _permuted(send_counts, _inverse(order)),
+                _permuted(receive_counts, _inverse(order)),
+            )
+        out = x.new_empty((sum(receive_counts), *x.shape[1:]))
         rows, parts = as_real(x.contiguous()), as_real(out)
         wait = self._start(
             "all_to_all", axis, out,
-            lambda group: dist.all_to_all_single(parts, rows, list(received), list(sent), group, True),
+            lambda group: dist.all_to_all_single(parts, rows, list(receive_counts), list(send_counts), group, True),
         )  # fmt: skip
         wait()
-        return out if order is None else torch.cat(_permuted(out.split(list(received)), order))
+        return out if order is None else torch.cat(_permuted(out.split(list(receive_counts)), order))
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:
@@ -247,10 +255,10 @@ def bind(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or ()
     _forget_closed()
     key = next(name for name in (f"mesh{i}" for i in itertools.count()) if name not in _BOUND)
-    for known, communicator in _BOUND.items():
+    for prefix, communicator in _BOUND.items():
         if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
             _name_groups(communicator)
-            return known
+            return prefix
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not part of the mesh")
@@ -289,16 +297,18 @@ def _joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> _Group:
     rest = [i for i in range(mesh.ndim) if i not in axes]
     rows = mesh.mesh.permute(*rest, *axes).reshape(-1, math.prod(mesh.size(i) for i in axes)).tolist()
     rank = dist.get_rank()
-    mine = next(row for row in rows if rank in row)
-    if len(mine) == dist.get_world_size():
+    row_here = next(row for row in rows if rank in row)
+    if len(row_here) == dist.get_world_size():
         assert dist.group.WORLD is not None
-        return _Group.of(dist.group.WORLD, mine, rank)
+        return _Group.of(dist.group.WORLD, row_here, rank)
     part = mesh.mesh.numel() < dist.get_world_size()  # then the other ranks take no part in making groups
     timeout = _torch.timeout_of(dist.group.WORLD, mesh.device_type)
-    made = [
-        dist.new_group(row, timeout=timeout, use_local_synchronization=part) for row in rows if row is mine or not part
+    groups = [
+        dist.new_group(row, timeout=timeout, use_local_synchronization=part)
+        for row in rows
+        if row is row_here or not part
     ]
-    return _Group.of(made[0 if part else rows.index(mine)], mine, rank)
+    return _Group.of(groups[0 if part else rows.index(row_here)], row_here, rank)
 
 
 _EXPANDED: dict[DeviceMesh, tuple[DeviceMesh, list[dist.ProcessGroup]]] = {}
@@ -328,13 +338,15 @@ def inner_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != axis)]
 
 
-def other_slices(mesh: DeviceMesh, axis: str, own: DeviceMesh) -> list[DeviceMesh]:
-    """For each place on an axis, the mesh of the other axes there; this rank's is ``own``."""
+def other_slices(mesh: DeviceMesh, axis: str, slice_here: DeviceMesh) -> list[DeviceMesh]:
+    """For each place on an axis, the mesh of the other axes there; this rank's is ``slice_here``."""
     names = list(mesh.mesh_dim_names or ())
     rest = tuple(name for name in names if name != axis)
     here = mesh.get_local_rank(axis)
     return [
-        own if i == here else _torch.mesh_without_groups(mesh.device_type, mesh.mesh.select(names.index(axis), i), rest)
+        slice_here
+        if i == here
+        else _torch.mesh_without_groups(mesh.device_type, mesh.mesh.select(names.index(axis), i), rest)
         for i in range(mesh.size(names.index(axis)))
     ]
 

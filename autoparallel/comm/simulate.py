@@ -116,11 +116,11 @@ class _ThreadCommunicator:
 
     def ranks(self, axis: str) -> list[int]:
         axes = self._axes(axis)
-        mine = self.coordinates[self.rank]
+        here = self.coordinates[self.rank]
         same = [
             rank
             for rank, c in enumerate(self.coordinates)
-            if all(c[i] == mine[i] for i in range(len(self.shape)) if i not in axes)
+            if all(c[i] == here[i] for i in range(len(self.shape)) if i not in axes)
         ]
         return sorted(same, key=lambda rank: self._position(rank, axis))
 
@@ -157,14 +157,18 @@ class _ThreadCommunicator:
         out = torch.stack([value[index] for value in self._collect(x, axis, "all_to_all")])
         return lambda: out
 
-    def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
+    def all_to_all_rows(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], axis: str
+    ) -> torch.Tensor:
         peers = self.ranks(axis)
-        brought = x.detach().clone(), list(sent)
+        brought = x.detach().clone(), list(send_counts)
         met = self.meeting.exchange(self.rank, peers, f"all_to_all_rows over {axis!r}", brought)
         index = self.index(axis)
         out = torch.cat([rows.split(counts)[index] for rows, counts in met])
-        if len(out) != sum(received):
-            raise RuntimeError(f"rank {self.rank} expects {sum(received)} rows over {axis!r}, and is sent {len(out)}")
+        if len(out) != sum(receive_counts):
+            raise RuntimeError(
+                f"rank {self.rank} expects {sum(receive_counts)} rows over {axis!r}, and is sent {len(out)}"
+            )
         return out
 
 

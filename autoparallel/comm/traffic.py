@@ -62,10 +62,10 @@ class Traffic:
     @property
     def bytes(self) -> dict[tuple[str, str], float]:
         """(kind, axis) to the bytes that each rank sent."""
-        sent: dict[tuple[str, str], float] = {}
+        volumes: dict[tuple[str, str], float] = {}
         for (kind, axis, ranks), (_, full) in sorted(self.volumes.items()):
-            sent[kind, axis] = sent.get((kind, axis), 0.0) + sent_bytes(kind, full, ranks)
-        return sent
+            volumes[kind, axis] = volumes.get((kind, axis), 0.0) + sent_bytes(kind, full, ranks)
+        return volumes
 
     @property
     def total_collectives(self) -> int:
@@ -98,8 +98,8 @@ class Traffic:
 
     def table(self) -> Table:
         """The numbers as a table."""
-        sent, numbers = self.bytes, ("count", "bytes sent")
-        rows = [(*key, str(count), units(sent[key])) for key, count in self.collectives.items()]
+        volumes, numbers = self.bytes, ("count", "bytes sent")
+        rows = [(*key, str(count), units(volumes[key])) for key, count in self.collectives.items()]
         if len(rows) != 1:
             rows.append(("all", "", str(self.total_collectives), units(self.total_bytes)))
         return Table(("collective", "mesh axis", *numbers), rows, right=numbers)
@@ -174,22 +174,22 @@ class CountingMode(TorchDispatchMode):
         if func.namespace not in _NAMESPACES:
             return
         name = func._schema.name.partition("::")[2]
-        given = {a.name: a.default_value for a in func._schema.arguments}
-        given |= dict(zip(given, args, strict=False)) | kwargs
+        arguments = {a.name: a.default_value for a in func._schema.arguments}
+        arguments |= dict(zip(arguments, args, strict=False)) | kwargs
         if func.namespace == "autoparallel":
-            self._count_own(name, given)
+            self._count_own(name, arguments)
             return
         if name in _SILENT:
             return
         if name == "batch_p2p_ops":
-            for kind, tensor in zip(given["op_list"], given["tensors"], strict=True):
-                self._add(kind.removeprefix("i"), *self._group(given["group_name"], _torch.bytes_in(tensor)))
+            for kind, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
+                self._add(kind.removeprefix("i"), *self._group(arguments["group_name"], _torch.bytes_in(tensor)))
             return
         if name not in _OPERATORS:
             raise NotImplementedError(f"count_traffic() does not know the operator {func}: its bytes would be missing")
         kind, argument, part = _OPERATORS[name]
-        group = given["process_group"] if "process_group" in given else given["group_name"]
-        axis, full, ranks = self._group(group, _torch.bytes_in(given[argument]) if argument else 0)
+        group = arguments["process_group"] if "process_group" in arguments else arguments["group_name"]
+        axis, full, ranks = self._group(group, _torch.bytes_in(arguments[argument]) if argument else 0)
         self._add(kind, axis, full * ranks if part else full, ranks)
 
     def _group(self, argument: Any, size: int) -> tuple[str, int, int]:
@@ -205,29 +205,29 @@ class CountingMode(TorchDispatchMode):
             return "world"
         return group.group_desc if group.group_desc not in ("", "undefined") else name
 
-    def _count_own(self, name: str, given: Mapping[str, Any]) -> None:
+    def _count_own(self, name: str, arguments: Mapping[str, Any]) -> None:
         """Our own operators: a collective inside one would run below this mode, unseen."""
         if name in ("grouped_linear_exchanged", "grouped_linear_exchanged_backward"):
-            self._count_exchange(name, given)
+            self._count_exchange(name, arguments)
             return
         if name == "all_reduce":
             kind, part = "all_reduce", False
         elif name in ("transfer", "start_transfer"):
-            src, dst = parse_placement(given["src"]), parse_placement(given["dst"])
+            src, dst = parse_placement(arguments["src"]), parse_placement(arguments["dst"])
             kind, part = action(src, dst), src.kind == "S"
             if kind not in COLLECTIVES:
                 return
         else:
             return
-        communicator, axis = communicator_of(given["group"])
-        ranks, full = communicator.size(axis), _torch.bytes_in(given["x"])
+        communicator, axis = communicator_of(arguments["group"])
+        ranks, full = communicator.size(axis), _torch.bytes_in(arguments["x"])
         self._add(kind, active_axes(axis, communicator.size), full * ranks if part else full, ranks)
 
-    def _count_exchange(self, name: str, given: Mapping[str, Any]) -> None:
+    def _count_exchange(self, name: str, arguments: Mapping[str, Any]) -> None:
         """How many rows each expert gets, the rows there, and what was made of them back."""
-        communicator, axis = communicator_of(given["group"])
+        communicator, axis = communicator_of(arguments["group"])
         ranks = communicator.size(axis)
-        x, weight = given["x"], given["weight"]
+        x, weight = arguments["x"], arguments["weight"]
         row = x.shape[0] * x.element_size()
         there, back = x.shape[1], weight.shape[2]
         if name.endswith("backward"):

@@ -115,8 +115,8 @@ class PipelinePlan:
 
     def memory_by_rank(self) -> list[float]:
         """Bytes per device of each rank: what all of its stages keep, and the moment of one."""
-        mine = [[self.stages[stage] for stage in self.stages_of(rank)] for rank in range(self.ranks)]
-        return [sum(s.memory for s in stages) + max(s.moment for s in stages) for stages in mine]
+        stages_by_rank = [[self.stages[stage] for stage in self.stages_of(rank)] for rank in range(self.ranks)]
+        return [sum(s.memory for s in stages) + max(s.moment for s in stages) for stages in stages_by_rank]
 
     def played(self) -> Timeline:
         """The schedule, played through with the predicted times of its stages."""

@@ -91,16 +91,16 @@ def changing_of(specs: Sequence[Any]) -> tuple[int | float, ...]:
     return tuple(changing)
 
 
-def opened(specs: Sequence[Any], seen: Sequence[tuple[int | float, ...]]) -> tuple[Any, ...]:
+def opened(specs: Sequence[Any], changing: Sequence[tuple[int | float, ...]]) -> tuple[Any, ...]:
     """The inputs of a call, with those dims open that have had several sizes, and numbers that have had several values.
 
     Dims that have always had the same size share a length.  A size of 0 or 1 is never open: what it does to the shapes
     around it, no other does.
 
     Args:
-        seen: what may change (see :func:`changing_of`) in calls of the same form, those of this one among them.
+        changing: what may change (see :func:`changing_of`) in calls of the same form, those of this one among them.
     """
-    columns = iter(zip(*seen, strict=True))
+    columns = iter(zip(*changing, strict=True))
     numbers: dict[tuple[int | float, ...], int] = {}
     described: list[Any] = []
     for spec in specs:
@@ -171,11 +171,11 @@ def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
     return actual
 
 
-def input_layouts(captured: Captured, specs: Sequence[object], given: Sequence[Layout | None]) -> dict[str, Layout]:
+def input_layouts(captured: Captured, specs: Sequence[object], layouts: Sequence[Layout | None]) -> dict[str, Layout]:
     """The layouts of the inputs that are ``DTensor``s, by placeholder."""
     return {
         name: layout
-        for name, spec, layout in zip(captured.inputs, specs, given, strict=True)
+        for name, spec, layout in zip(captured.inputs, specs, layouts, strict=True)
         if name is not None and layout is not None and isinstance(spec, InputSpec)
     }
 

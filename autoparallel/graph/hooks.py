@@ -195,7 +195,7 @@ def _build(part: Any, value_of: Callable[[Any], Any]) -> Any:
         function, args, kwargs = (_build(x, value_of) for x in (part.function, part.args, part.kwargs))
         return functools.partial(function, *args, **kwargs)
     if isinstance(part, _Function):
-        made = types.FunctionType(
+        copy = types.FunctionType(
             part.function.__code__,
             part.function.__globals__,
             part.function.__name__,
@@ -203,8 +203,8 @@ def _build(part: Any, value_of: Callable[[Any], Any]) -> Any:
             tuple(types.CellType(_build(x, value_of)) for x in part.cells),
         )
         named = part.keyword_defaults
-        made.__kwdefaults__ = named and {k: _build(x, value_of) for k, x in named.items()}
-        return made
+        copy.__kwdefaults__ = named and {k: _build(x, value_of) for k, x in named.items()}
+        return copy
     return fill_template(part, value_of)
 
 

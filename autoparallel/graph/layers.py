@@ -74,23 +74,23 @@ class Run:
     Attributes:
         members: the paths of the layers.
         calls: for each layer its calls, in the order of the graph.
-        own: for each layer the placeholders that it alone reads, in the order in which it does.
+        placeholders: for each layer the placeholders that it alone reads, in the order in which it does.
     """
 
     members: tuple[str, ...]
     calls: tuple[tuple[str, ...], ...]
-    own: tuple[tuple[str, ...], ...]
+    placeholders: tuple[tuple[str, ...], ...]
 
     def nodes(self, member: int) -> tuple[str, ...]:
         """The calls of a layer and the placeholders that it alone reads."""
-        return self.calls[member] + self.own[member]
+        return self.calls[member] + self.placeholders[member]
 
     def parts(self, kind: Callable[[str], Hashable]) -> list[Run]:
         """The runs of two and more of its layers whose nodes are of the same kinds, place by place."""
         kinds = [tuple(map(kind, self.nodes(i))) for i in range(len(self.members))]
         rows = [list(row) for _, row in itertools.groupby(range(len(kinds)), kinds.__getitem__)]
         return [
-            Run(*[tuple([of[i] for i in row]) for of in (self.members, self.calls, self.own)])  # type: ignore[arg-type]
+            Run(*[tuple([of[i] for i in row]) for of in (self.members, self.calls, self.placeholders)])  # type: ignore[arg-type]
             for row in rows
             if len(row) > 1
         ]
@@ -107,8 +107,8 @@ def find_runs(graph: fx.Graph) -> tuple[Run, ...]:
         follows = bool(last) and number[last[-1]] + 1 == number[stretch[0]]
         alike = compare(last, stretch, kinds, before) if follows else None
         if alike is not None and _read_within(last, stretch):
-            rows[-1][-1][2][:] = alike.own.values()
-            rows[-1].append((layer, stretch, [*alike.own]))
+            rows[-1][-1][2][:] = alike.placeholders.values()
+            rows[-1].append((layer, stretch, [*alike.placeholders]))
         else:
             rows.append([(layer, stretch, [])])
         before, last = last if follows else [], stretch
@@ -163,11 +163,11 @@ class Alike:
 
     Attributes:
         carried: of the calls of the layer before, those that it reads, with their places.
-        own: the placeholders that it alone reads, with those that the layer before reads in their place.
+        placeholders: the ones that it alone reads, with those that the layer before reads in their place.
     """
 
     carried: dict[fx.Node, int] = field(default_factory=dict)
-    own: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    placeholders: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 def compare(
@@ -185,7 +185,7 @@ def compare(
     alike = Alike()
     entered: dict[fx.Node, fx.Node] = {}
 
-    def own(x: fx.Node, layer: dict[fx.Node, int]) -> bool:
+    def is_private(x: fx.Node, layer: dict[fx.Node, int]) -> bool:
         return x.op == "placeholder" and layer.keys() >= x.users.keys()
 
     def same(x: fx.Node, y: fx.Node) -> bool:
@@ -196,8 +196,8 @@ def compare(
             if before is not None:
                 return there[y] < len(before) and x is before[there[y]]
             return x not in there and kinds.of(x) == kinds.of(y) and entered.setdefault(y, x) is x
-        if own(y, here):
-            return own(x, there) and kinds.of(x) == kinds.of(y) and alike.own.setdefault(y, x) is x
+        if is_private(y, here):
+            return is_private(x, there) and kinds.of(x) == kinds.of(y) and alike.placeholders.setdefault(y, x) is x
         return x is y
 
     for a, b in zip(first, second, strict=True):

@@ -58,13 +58,13 @@ def trained_attributes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {re.split(r"\[", place)[0]: place for place in reversed(trained)}
 
 
-def _tensors(value: Any, label: str, modules: set[int], seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(value: Any, label: str, modules: set[int], visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield label, value
         return
-    if id(value) in modules or id(value) in seen:
+    if id(value) in modules or id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     entries: Iterator[tuple[str, Any]]
     if isinstance(value, nn.Module):
         entries = iter([*value.named_parameters(), *value.named_buffers()])
@@ -78,7 +78,7 @@ def _tensors(value: Any, label: str, modules: set[int], seen: set[int]) -> Itera
     else:
         return
     for place, entry in entries:
-        yield from _tensors(entry, place, modules, seen)
+        yield from _tensors(entry, place, modules, visited)
 
 
 def not_copied(model: nn.Module) -> list[Any]:

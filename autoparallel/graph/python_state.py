@@ -62,7 +62,7 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def freeze(value: Any, deep: bool = False, seen: tuple[int, ...] = ()) -> Hashable:
+def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hashable:
     """What a value is compared by: containers and arrays by what is in them, others by identity.
 
     Args:
@@ -70,24 +70,24 @@ def freeze(value: Any, deep: bool = False, seen: tuple[int, ...] = ()) -> Hashab
     """
     if is_plain(value):
         return type(value), repr(value) if value != value else str(value) if isinstance(value, slice) else value
-    if id(value) in seen:
-        return "again", seen.index(id(value))
-    seen = (*seen, id(value))
+    if id(value) in outer:
+        return "again", outer.index(id(value))
+    outer = (*outer, id(value))
     if isinstance(value, tuple | list | deque):
-        return type(value), tuple([freeze(x, deep, seen) for x in value])
+        return type(value), tuple([freeze(x, deep, outer) for x in value])
     if isinstance(value, Mapping) and not isinstance(value, OPAQUE):
-        return type(value), tuple([(freeze(k, deep, seen), freeze(v, deep, seen)) for k, v in value.items()])
+        return type(value), tuple([(freeze(k, deep, outer), freeze(v, deep, outer)) for k, v in value.items()])
     if isinstance(value, set | frozenset):
-        return type(value), frozenset([freeze(x, deep, seen) for x in value])
+        return type(value), frozenset([freeze(x, deep, outer) for x in value])
     if isinstance(value, np.ndarray):
         return "array", value.shape, value.dtype.str, hash(value.tobytes())
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
     if isinstance(value, partial):
-        return "partial", freeze((value.func, value.args, value.keywords), deep, seen)
-    if not deep or isinstance(value, (torch.Tensor, OPAQUE)) or not is_data(value) or len(seen) > _DEEPEST:
+        return "partial", freeze((value.func, value.args, value.keywords), deep, outer)
+    if not deep or isinstance(value, (torch.Tensor, OPAQUE)) or not is_data(value) or len(outer) > _DEEPEST:
         return _Same(value)
-    return _Same(value), tuple([(name, freeze(x, deep, seen)) for name, x in vars(value).items()])
+    return _Same(value), tuple([(name, freeze(x, deep, outer)) for name, x in vars(value).items()])
 
 
 def is_data(value: Any) -> bool:

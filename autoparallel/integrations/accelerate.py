@@ -193,9 +193,9 @@ class Accelerator(accelerate.Accelerator):
         model.clip_grad_value_(clip_value)
 
     def _owner(self, parameters: Tensor | Iterable[Tensor], what: str) -> ParallelModule:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in self._models:
-            if isinstance(model, ParallelModule) and holds_all(given, model):
+            if isinstance(model, ParallelModule) and holds_all(tensors, model):
                 return model
         raise ValueError(
             f"{what}() was given parameters that are not those of one prepared model: give it model.parameters(), or "
@@ -250,10 +250,10 @@ class Accelerator(accelerate.Accelerator):
         assert isinstance(model, ParallelModule)
         model.export_hf(save_directory, max_shard_size)
 
-    def _folder(self, given: str | None) -> Path:
-        if given is None and self.project_dir is None:
+    def _folder(self, folder: str | None) -> Path:
+        if folder is None and self.project_dir is None:
             raise ValueError("save_state() and load_state() need a folder, or Accelerator(project_dir=...)")
-        return Path(given) if given is not None else Path(self.project_dir) / "checkpoints"
+        return Path(folder) if folder is not None else Path(self.project_dir) / "checkpoints"
 
     def _only_model(self) -> ParallelModule:
         if len(self._models) != 1:
@@ -269,7 +269,7 @@ class Accelerator(accelerate.Accelerator):
             "scheduler": self._schedulers,
             "object": self._custom_objects,
         }
-        return {f"{kind}_{i}": x for kind, own in kinds.items() for i, x in enumerate(own)}
+        return {f"{kind}_{i}": x for kind, objects in kinds.items() for i, x in enumerate(objects)}
 
 
 def _mesh_of(config: ParallelismConfig, device: str) -> tuple[DeviceMesh | None, str]:

@@ -30,9 +30,9 @@ def hand_over(optimizer: torch.optim.Optimizer) -> None:
 
 def holds_all(parameters: Iterable[Tensor], model: nn.Module) -> bool:
     """Whether parameters are a model's, and all that it trains are among them."""
-    given = {id(p) for p in parameters}
-    own = {id(p): p.requires_grad for p in model.parameters()}
-    return given <= own.keys() and given >= {key for key, trained in own.items() if trained}
+    ids = {id(p) for p in parameters}
+    trainable = {id(p): p.requires_grad for p in model.parameters()}
+    return ids <= trainable.keys() and ids >= {key for key, trained in trainable.items() if trained}
 
 
 def require_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -51,11 +51,11 @@ def holders(parameters: Iterable[Tensor], models: Sequence[ParallelModule]) -> l
     Raises:
         ValueError: where they are not all that each of these models trains.
     """
-    given = {id(p): p for p in parameters}
-    models = [model for model in models if any(id(p) in given for p in model.parameters())]
-    own = {id(p) for model in models for p in model.parameters()}
-    if not given.keys() <= own or not all(
-        holds_all((p for p in model.parameters() if id(p) in given), model) for model in models
+    by_id = {id(p): p for p in parameters}
+    models = [model for model in models if any(id(p) in by_id for p in model.parameters())]
+    held = {id(p) for model in models for p in model.parameters()}
+    if not by_id.keys() <= held or not all(
+        holds_all((p for p in model.parameters() if id(p) in by_id), model) for model in models
     ):
         raise ValueError(
             "the optimizer holds some of a compiled module's parameters, and its gradients are clipped together: give "

@@ -102,8 +102,8 @@ def _start(x: Tensor, src: str, dst: str, group: str) -> Callable[[], Tensor]:
     if sends(src, dst) and x.shape[0]:
         ticket, shape = start_transfer(x, src, dst, group), x.shape
         return lambda: finish_transfer(ticket, shape, src, dst, group)
-    done = x.new_empty(arriving_shape(x.shape, src, dst, group)) if sends(src, dst) else apply(x, src, dst, group)
-    return lambda: done
+    result = x.new_empty(arriving_shape(x.shape, src, dst, group)) if sends(src, dst) else apply(x, src, dst, group)
+    return lambda: result
 
 
 def _arriving(x: Tensor, *way: Any) -> Iterator[tuple[slice, Tensor]]:

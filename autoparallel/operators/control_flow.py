@@ -60,20 +60,20 @@ def _while_loop(condition: Body, body: Body, carried: Sequence[Any], more: Seque
 
 
 def _scan(combine: Body, init: Sequence[Any], xs: Sequence[Tensor], more: Sequence[Any] = ()) -> list[Any]:
-    carry, made = list(init), []
+    carry, outputs = list(init), []
     for row in zip(*(x.unbind(0) for x in xs), strict=True):
         results = _listed(combine(*carry, *row, *more))
         carry = results[: len(init)]
-        made.append(results[len(init) :])
-    return [*carry, *(torch.stack(rows) for rows in zip(*made, strict=True))]
+        outputs.append(results[len(init) :])
+    return [*carry, *(torch.stack(rows) for rows in zip(*outputs, strict=True))]
 
 
 def _associative_scan(combine: Body, xs: Sequence[Tensor], more: Sequence[Any] = ()) -> list[Any]:
     first, *rows = zip(*(x.unbind(0) for x in xs), strict=True)
-    made = [list(first)]
+    outputs = [list(first)]
     for row in rows:
-        made.append(_listed(combine(*made[-1], *row, *more)))
-    return [torch.stack(parts) for parts in zip(*made, strict=True)]
+        outputs.append(_listed(combine(*outputs[-1], *row, *more)))
+    return [torch.stack(parts) for parts in zip(*outputs, strict=True)]
 
 
 def _map(body: Body, xs: Sequence[Tensor], more: Sequence[Any] = ()) -> list[Any]:

@@ -111,11 +111,11 @@ def _draw_poisson(rate: Tensor, number: int, shards: str = "") -> Tensor:
 def _draw_gamma(shape: Tensor, number: int, shards: str = "") -> Tensor:
     """By rejection (Marsaglia and Tsang 2000); every attempt of every element has numbers of its own."""
     numbers = Numbers(number, shape.shape, shards, shape.device)
-    given = shape.detach().double()
-    boost = torch.where(given < 1, numbers.inside(0) ** (1 / given), 1.0)
-    d = torch.where(given < 1, given + 1, given) - 1 / 3
+    alpha = shape.detach().double()
+    boost = torch.where(alpha < 1, numbers.inside(0) ** (1 / alpha), 1.0)
+    d = torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3
     c = 1 / (9 * d).sqrt()
-    sample, accepted = d, torch.zeros_like(given, dtype=torch.bool)
+    sample, accepted = d, torch.zeros_like(alpha, dtype=torch.bool)
     for attempt in range(_ATTEMPTS):
         x, u = numbers.normal(3 * attempt + 1), numbers.inside(3 * attempt + 3)
         v = (1 + c * x) ** 3

@@ -140,42 +140,42 @@ class _Exchange:
     def __init__(self, experts: Tensor, count: int, group: str, owners: str) -> None:
         self.communicator, self.axis = communicator_of(group)
         ranks = self.communicator.size(self.axis)
-        owner, mine = _owners(experts, count, owners)
+        owner, travels = _owners(experts, count, owners)
         # By rank, and on each rank by expert; rows that nobody serves come first.
-        key = torch.where(mine, owner * count + experts.remainder(count), -1)
+        key = torch.where(travels, owner * count + experts.remainder(count), -1)
         key, order = key.sort(stable=True)
         bounds = torch.searchsorted(key, torch.arange(ranks * count + 1, dtype=key.dtype, device=key.device))
         self.rows = order[int(bounds[0]) :]
         counts = bounds.diff().view(ranks, count)
         received = self.communicator.all_to_all(counts.contiguous(), self.axis)()
-        self.sent, self.received = counts.sum(1).tolist(), received.sum(1).tolist()
+        self.send_counts, self.receive_counts = counts.sum(1).tolist(), received.sum(1).tolist()
         local = torch.arange(count, device=experts.device).expand(ranks, count)
         self.experts = local.reshape(-1).repeat_interleave(received.view(-1))
 
     def send(self, x: Tensor) -> Tensor:
         """Rows to the ranks of their experts."""
-        return self.communicator.all_to_all_rows(x[self.rows], self.sent, self.received, self.axis)
+        return self.communicator.all_to_all_rows(x[self.rows], self.send_counts, self.receive_counts, self.axis)
 
     def bring_back(self, y: Tensor, like: Tensor) -> Tensor:
         """Results to the ranks of their rows; zeros for rows that nobody serves."""
         out = y.new_zeros((like.shape[0], y.shape[1]))
-        out[self.rows] = self.communicator.all_to_all_rows(y, self.received, self.sent, self.axis)
+        out[self.rows] = self.communicator.all_to_all_rows(y, self.receive_counts, self.send_counts, self.axis)
         return out
 
 
 def _owners(experts: Tensor, count: int, owners: str) -> tuple[Tensor, Tensor]:
     """For each row, the rank (in the group of travel) that has its expert, and whether there is one."""
     rest = experts.div(count, rounding_mode="floor")
-    mine = rest >= 0
+    travels = rest >= 0
     owner, stride = torch.zeros_like(rest), 1
     for name in reversed(owners.split(" ")):
         ranks = axis_size(name.removeprefix("-"))
         at, rest = rest.remainder(ranks), rest.div(ranks, rounding_mode="floor")
         if name.startswith("-"):
-            mine = mine & (at == axis_index(name.removeprefix("-")))
+            travels = travels & (at == axis_index(name.removeprefix("-")))
         else:
             owner, stride = owner + at * stride, stride * ranks
-    return owner, mine & (rest == 0)
+    return owner, travels & (rest == 0)
 
 
 @torch.library.custom_op("autoparallel::grouped_linear_exchanged", mutates_args=())

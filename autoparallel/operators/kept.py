@@ -85,11 +85,11 @@ class KeptResults:
         """The function's result."""
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if self._number is not None:
-            made = self._made[self._number]
+            entry = self._made[self._number]
             self._number += 1
-            if made.views:
-                _anchor([view.of(operands) for view in made.views])
-            return made.again()
+            if entry.views:
+                _anchor([view.of(operands) for view in entry.views])
+            return entry.again()
         anchor = _Anchor()
         with torch.autograd.graph.saved_tensors_hooks(anchor.noting(operands), _unpack):
             result = function(*args, **kwargs)

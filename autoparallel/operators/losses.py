@@ -93,23 +93,23 @@ class _ShardedCrossEntropy(torch.autograd.Function):
                 x = x.clone()
                 x.narrow(-1, columns, x.shape[-1] - columns).fill_(-torch.inf)
         valid = target != ignore_index
-        local, mine = local_rows(target.where(valid, 0), x.shape[-1], group, total)
+        local, is_local = local_rows(target.where(valid, 0), x.shape[-1], group, total)
         local = local.unsqueeze(-1)
         shifted = x - all_reduce(x.amax(-1), "max", group).unsqueeze(-1)
-        picked = shifted.gather(-1, local).squeeze(-1).where(mine, 0)
+        picked = shifted.gather(-1, local).squeeze(-1).where(is_local, 0)
         exp = shifted.exp()
         del shifted  # as large as the logits
         totals = all_reduce(torch.stack([exp.sum(-1), picked]), "sum", group)
         softmax = exp / totals[0].unsqueeze(-1)
-        ctx.save_for_backward(softmax, local, mine, valid)
+        ctx.save_for_backward(softmax, local, is_local, valid)
         return (totals[0].log() - totals[1]).where(valid, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if grads[0] is None:
             return None, None, None, None, None
-        softmax, local, mine, valid = ctx.saved_tensors
-        grad = softmax.scatter_add(-1, local, -mine.to(softmax.dtype).unsqueeze(-1))
+        softmax, local, is_local, valid = ctx.saved_tensors
+        grad = softmax.scatter_add(-1, local, -is_local.to(softmax.dtype).unsqueeze(-1))
         grad = grad.where(valid.unsqueeze(-1), 0)
         grad = grad * grads[0]  # two of these at a time, not three
         return grad.to(ctx.dtype), None, None, None, None

@@ -82,9 +82,9 @@ def local_rows(indices: Tensor, rows: int, group: str, total: int | None = None)
     ``total``: how many rows of the whole table there are without padding.
     """
     local = indices - shard_index(indices, group) * rows
-    mine = (local >= 0) & (local < rows)
+    is_local = (local >= 0) & (local < rows)
     wrong = (indices < 0) | (indices >= (rows * axis_size(group) if total is None else total))
-    return torch.where(wrong, rows, local.where(mine, 0)), mine
+    return torch.where(wrong, rows, local.where(is_local, 0)), is_local
 
 
 def padded_embedding(weight: Tensor, indices: Tensor, padding_idx: int, rows: int) -> Tensor:
@@ -97,8 +97,8 @@ def embedding_sharded(weight: Tensor, indices: Tensor, padding_idx: int, group: 
 
     ``rows``: how many rows the whole table has without padding, where it is padded.
     """
-    local, mine = local_rows(indices, weight.shape[0], group, rows)
+    local, is_local = local_rows(indices, weight.shape[0], group, rows)
     out = F.embedding(local, weight)
     if padding_idx >= 0:
         out = out.detach().where((indices == padding_idx).unsqueeze(-1), out)
-    return out.where(mine.unsqueeze(-1), 0)
+    return out.where(is_local.unsqueeze(-1), 0)

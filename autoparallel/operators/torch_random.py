@@ -62,8 +62,8 @@ class Draw:
         default = torch.int64 if name in ("aten::randint", "aten::randperm") else torch.get_default_dtype()
         here = torch.get_default_device()
         if "self" in self.arguments:
-            given = self.emit.value(self["self"])
-            default, here = given.dtype, given.device
+            source = self.emit.value(self["self"])
+            default, here = source.dtype, source.device
         dtype, device = self.arguments.get("dtype"), self.arguments.get("device")
         return {
             "dtype": dtype if isinstance(dtype, torch.dtype) else default,

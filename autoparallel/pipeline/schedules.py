@@ -216,16 +216,16 @@ class _Crossings:
     """What every stage makes for others, and reads of others."""
 
     def __init__(self, passings: Sequence[Passing]) -> None:
-        self.made: dict[int, list[Passing]] = {}
+        self.produced: dict[int, list[Passing]] = {}
         self.read: dict[int, list[Passing]] = {}
         for p in passings:
-            self.made.setdefault(p.source, []).append(p)
+            self.produced.setdefault(p.source, []).append(p)
             self.read.setdefault(p.target, []).append(p)
 
     def leaving(self, action: Action) -> list[tuple[str, Passing, int]]:
         """What leaves a stage when it has done an action: a value or a gradient, and the stage it goes to."""
         if action.kind == FORWARD:
-            return [(FORWARD, p, p.target) for p in self.made.get(action.stage, ())]
+            return [(FORWARD, p, p.target) for p in self.produced.get(action.stage, ())]
         if action.kind in (BACKWARD, INPUT):
             return [(BACKWARD, p, p.source) for p in self.read.get(action.stage, ()) if p.gradient]
         return []
@@ -251,24 +251,26 @@ def play(
         ValueError: when the schedule cannot run to its end.
     """
     crossings = _Crossings(passings)
-    made, read = crossings.made, crossings.read
+    produced, read = crossings.produced, crossings.read
     arrived: dict[tuple[str, int, int, int], float] = {}  # kind, value, target, microbatch
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in lists]
     steps: list[list[Action | Transfer]] = [[] for _ in lists]
     position = [0] * len(lists)
     free = [0.0] * len(lists)
-    done: set[Action] = set()
+    finished_actions: set[Action] = set()
 
     def needs(action: Action) -> float | None:
         """When all that an action reads has arrived; None while some of it is not even made."""
         if action.kind == FORWARD:
             keys = [(FORWARD, p.value, p.target, action.microbatch) for p in read.get(action.stage, ())]
         elif action.kind == WEIGHT:
-            return 0.0 if Action(INPUT, action.stage, action.microbatch) in done else None
+            return 0.0 if Action(INPUT, action.stage, action.microbatch) in finished_actions else None
         else:
-            if Action(FORWARD, action.stage, action.microbatch) not in done:
+            if Action(FORWARD, action.stage, action.microbatch) not in finished_actions:
                 return None
-            keys = [(BACKWARD, p.value, p.target, action.microbatch) for p in made.get(action.stage, ()) if p.gradient]
+            keys = [
+                (BACKWARD, p.value, p.target, action.microbatch) for p in produced.get(action.stage, ()) if p.gradient
+            ]
         times = [arrived.get(key) for key in keys]
         return None if None in times else max([0.0, *(t for t in times if t is not None)])
 
@@ -276,7 +278,7 @@ def play(
     ready: dict[int, tuple[float, float, int]] = {}  # rank to its next action's end and begin, where it can start
     changed = set(range(len(lists)))
     total = sum(map(len, lists))
-    while len(done) < total:
+    while len(finished_actions) < total:
         for rank in changed:
             if position[rank] < len(lists[rank]):
                 action = lists[rank][position[rank]]
@@ -293,7 +295,7 @@ def play(
         action = lists[rank][position[rank]]
         position[rank] += 1
         free[rank] = end
-        done.add(action)
+        finished_actions.add(action)
         spans[rank].append((action, begin, end))
         finished.append((end, rank, action))
         for kind, p, to in crossings.leaving(action):

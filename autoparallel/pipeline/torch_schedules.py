@@ -29,8 +29,8 @@ def torch_actions(schedule: str, ranks: int, stages: int, microbatches: int) -> 
     # Importing it takes longer than all of ours, and most programs have no pipeline.
     schedules = importlib.import_module("torch.distributed.pipelining.schedules")
     placed = [_stage(i, ranks, stages) for i in range(stages // ranks)]
-    made = getattr(schedules, _CLASSES[schedule])(placed, n_microbatches=microbatches)
-    return [list(_plain(made.pipeline_order[rank])) for rank in range(ranks)]
+    instance = getattr(schedules, _CLASSES[schedule])(placed, n_microbatches=microbatches)
+    return [list(_plain(instance.pipeline_order[rank])) for rank in range(ranks)]
 
 
 def _stage(index: int, ranks: int, stages: int) -> SimpleNamespace:

@@ -92,10 +92,10 @@ def is_gathered(src: Layout, dst: Layout) -> bool:
 def step_bytes(step: Step, before: Layout, shape: Sequence[int], itemsize: int, axis_sizes: Sequence[int]) -> int:
     """The bytes of the whole tensor as the step's group sees it (see ``placements.sent_bytes``), padding included."""
     ranks = math.prod(axis_sizes[axis] for axis in step.axes)
-    sent = list(largest_piece(shape, before, axis_sizes))
+    padded = list(largest_piece(shape, before, axis_sizes))
     if step.dst.kind == "S":
-        sent[step.dst.dim] = ranks * largest_piece(shape, step.apply(before), axis_sizes)[step.dst.dim]
-    full = math.prod(sent) * itemsize
+        padded[step.dst.dim] = ranks * largest_piece(shape, step.apply(before), axis_sizes)[step.dst.dim]
+    full = math.prod(padded) * itemsize
     # gathered, moved or padded: the group's tensor is its ranks' slices together
     return full * ranks if step.src.kind == "S" else full
 
@@ -293,11 +293,11 @@ class _Steps:
         """The elements of the whole tensor as each step's group sees it (as ``step_bytes``)."""
         ranks = np.array([math.prod(self.axis_sizes[a] for a in axes) for axes in self.groups], dtype=np.int64)
         ranks = ranks[self.group]
-        sent = rows[before].copy()
+        padded = rows[before].copy()
         cut = np.flatnonzero(dst >= _S)
         dims = dst[cut] - _S
-        sent[cut, dims] = ranks[cut] * rows[after[cut], dims]
-        return sent.prod(axis=1) * np.where(src >= _S, ranks, 1)
+        padded[cut, dims] = ranks[cut] * rows[after[cut], dims]
+        return padded.prod(axis=1) * np.where(src >= _S, ranks, 1)
 
 
 @cache

@@ -78,7 +78,9 @@ class MeteredCommunicator:
         """Exchanges the rows of ``[n, ...]``."""
         return self._send("all_to_all", x, torch.empty_like(x), x.nbytes * self.size(axis), axis)
 
-    def all_to_all_rows(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> torch.Tensor:
+    def all_to_all_rows(
+        self, x: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], axis: str
+    ) -> torch.Tensor:
         raise AssertionError("how many rows go where is not known without values")
 
     def _send(self, kind: str, x: torch.Tensor, out: torch.Tensor, full_bytes: int, axis: str) -> Wait:

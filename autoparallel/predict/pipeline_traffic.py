@@ -99,13 +99,17 @@ def pipeline_traffic(
 def _roots(staged: StagedProgram, graph: StageGraph) -> list[int]:
     """The outputs of a stage with which its backward begins: the loss, and what gradients come back of."""
     roots = [n for n, result in enumerate(graph.results) if result == staged.captured.objective]
-    return roots + [len(graph.results) + n for n, crossing in enumerate(graph.sent) if crossing.flows]
+    return roots + [len(graph.results) + n for n, crossing in enumerate(graph.outgoing) if crossing.flows]
 
 
 def _loans(tie: Tie, sizes: Sequence[int]) -> list[Loan]:
     chain = tie.chain
     lent = local_numel(chain.shape, chain.at_rest, sizes) * chain.rest_dtype.itemsize
-    back = local_numel(chain.shape, chain.made, sizes) * chain.accumulator_dtype.itemsize if chain.trainable else 0
+    back = (
+        local_numel(chain.shape, chain.gradient_layout, sizes) * chain.accumulator_dtype.itemsize
+        if chain.trainable
+        else 0
+    )
     return [Loan(chain.name, tie.owner, rank, lent, back) for rank in tie.borrowers]
 
 

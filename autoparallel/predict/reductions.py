@@ -33,7 +33,7 @@ def gradient_collectives(
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """The collectives, each one for all, that take gradients along their paths from where they are made: kind, mesh
     axes, and the bytes of what is whole over them."""
-    layouts = [chain.made for chain in chains]
+    layouts = [chain.gradient_layout for chain in chains]
     for steps in zip(*paths, strict=True):
         size = 0
         for i, (chain, step) in enumerate(zip(chains, steps, strict=True)):

@@ -68,8 +68,8 @@ class Comparison:
 def comparison_blocks(compared: Comparison) -> list[Block]:
     """A row for each plan, and why others cannot be."""
     work = compared.work
-    sent = {name: _sent_by_kind(prediction) for name, (_, prediction) in compared.plans.items()}
-    kinds = sorted({kind for sizes in sent.values() for kind, size in sizes.items() if size})
+    volumes = {name: _sent_by_kind(prediction) for name, (_, prediction) in compared.plans.items()}
+    kinds = sorted({kind for sizes in volumes.values() for kind, size in sizes.items() if size})
     numbers = ["step", f"{work.unit}/s", "MFU", "memory", *(kind.replace("_", " ") for kind in kinds)]
     rows = []
     for name, (plan, prediction) in compared.plans.items():
@@ -77,7 +77,7 @@ def comparison_blocks(compared: Comparison) -> list[Block]:
         mfu = work.mfu(seconds, _devices(plan))
         over = " (too much)" if compared.capacity is not None and memory > compared.capacity else ""
         cells = [duration(seconds), f"{work.count / seconds:,.0f}", f"{100 * mfu:.1f}%", units(memory) + over]
-        rows.append([name, *cells, *(units(sent[name].get(kind, 0.0)) for kind in kinds)])
+        rows.append([name, *cells, *(units(volumes[name].get(kind, 0.0)) for kind in kinds)])
     rows += [[name, "no plan", *[""] * (len(numbers) - 1)] for name in compared.problems]
     problems = [f"{name}: {problem}" for name, problem in compared.problems.items()]
     table = Table(["plan", *numbers], rows, right=numbers, chosen=0)

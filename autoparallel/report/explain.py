@@ -10,7 +10,7 @@ from autoparallel.decisions.prediction import ModuleRow, ParameterRow, Predictio
 from autoparallel.report.frontier import frontier_blocks
 from autoparallel.report.meshes import choice_blocks
 from autoparallel.report.pipeline import pipeline_blocks
-from autoparallel.report.words import describe_layout, describe_modes, fold, recomputed, sent, traffic_rows
+from autoparallel.report.words import count_and_bytes, describe_layout, describe_modes, fold, recomputed, traffic_rows
 from autoparallel.text import Block, Table, duration, plain_text, units
 
 Cells = tuple[str, ...]
@@ -147,7 +147,7 @@ def _traffic_blocks(p: Prediction | None) -> list[Block]:
     rows = traffic_rows(*columns.values())
     if rows:
         if len(rows) > 1:
-            rows.append(["all", *(sent(t.total_collectives, t.total_bytes) for t in columns.values())])
+            rows.append(["all", *(count_and_bytes(t.total_collectives, t.total_bytes) for t in columns.values())])
         table = Table(("collective, axis", *columns), rows, right=list(columns))
         blocks = ["Collectives and bytes that each rank sends; forward and backward once a microbatch:", table]
     if p.clip.total_collectives:
@@ -182,14 +182,14 @@ _WHEN = {
 def _reductions_table(p: Prediction, plan: Decisions) -> Table:
     """The ways to add up gradients: which parameters take each, and what each would cost."""
     rows = []
-    taken = [parameter.reduce for parameter in plan.parameters.values()]
+    choices = [parameter.reduce for parameter in plan.parameters.values()]
     shown: set[tuple[float, float]] = set()
     for when, cost in p.reductions.items():
-        count = taken.count(when)
+        count = choices.count(when)
         if not count and (cost.accumulators, cost.seconds) in shown:
             continue
         shown.add((cost.accumulators, cost.seconds))
-        chosen = f"{'all' if count == len(taken) else count} (chosen)" if count else "none"
+        chosen = f"{'all' if count == len(choices) else count} (chosen)" if count else "none"
         rows.append((_WHEN[when], chosen, units(cost.accumulators), duration(cost.seconds)))
     heads = ("gradients are", "parameters", "more memory", "time per microbatch")
     return Table(heads, rows, right=["more memory"])

@@ -165,7 +165,7 @@ def _bars(bars: Bars) -> str:
             end += size
         rows.append((name, boxes, bars.show(end)))
     sizes = {kind: [parts.get(kind, 0.0) for parts in bars.bars.values()] for kind in kinds}
-    cells = [[kind, *map(bars.show, found)] for kind, found in sizes.items() if any(found)]
+    cells = [[kind, *map(bars.show, of_kind)] for kind, of_kind in sizes.items() if any(of_kind)]
     return _boxes(rows, 170, 700, bars.show) + "\n" + _table(Table(("", *bars.bars), cells, right=(*bars.bars,)))
 
 

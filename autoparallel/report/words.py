@@ -75,11 +75,13 @@ def traffic_rows(*parts: Traffic) -> list[list[str]]:
     """A row for each kind of collective and mesh axis: how often, and how much each rank sends, in each part."""
     rows = []
     for key in sum(parts, Traffic()).collectives:
-        rows.append([" ".join(key), *(sent(t.collectives.get(key, 0), t.bytes.get(key, 0.0)) for t in parts)])
+        rows.append(
+            [" ".join(key), *(count_and_bytes(t.collectives.get(key, 0), t.bytes.get(key, 0.0)) for t in parts)]
+        )
     return rows
 
 
-def sent(count: int, size: float) -> str:
+def count_and_bytes(count: int, size: float) -> str:
     """The number of some collectives, and the bytes that each rank sends in them."""
     return f"{count}x {units(size)}" if count else ""
 

@@ -90,12 +90,12 @@ class Rule:
 
     def factors(self) -> list[str]:
         """All factors that may be sharded, in order of appearance."""
-        seen: dict[str, None] = {}
+        factors: dict[str, None] = {}
         for tensor in (*self.operands, self.result):
             for dim in tensor:
                 for factor in dim:
-                    seen.setdefault(factor)
-        return [f for f in seen if f not in self.blocked]
+                    factors.setdefault(factor)
+        return [f for f in factors if f not in self.blocked]
 
     def exchanged(self) -> str:
         """The name of the mode in which both factors of ``exchange`` are sharded; empty when there is none."""

@@ -116,15 +116,15 @@ def _indexed(node: fx.Node) -> tuple[list[str], list[list[str]], list[str]] | No
     """The dims of an indexed tensor, of its indices and of the part they name; None for masks."""
     values = arguments(node)
     rank, indices = len(shape_of(values["self"])), values["indices"]
-    given = [d for d, index in enumerate(indices) if index is not None]
-    if any(indices[d].meta["val"].dtype in (torch.bool, torch.uint8) for d in given) or not given:
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    if any(indices[d].meta["val"].dtype in (torch.bool, torch.uint8) for d in indexed) or not indexed:
         return None
-    counts = [len(shape_of(indices[d])) for d in given]
+    counts = [len(shape_of(indices[d])) for d in indexed]
     broadcast = [f"j{k}" for k in range(max(counts))]
-    names = dim_names(rank, given)
+    names = dim_names(rank, indexed)
     rest = [n for n in names if n.startswith("d")]
-    adjacent = given == [*range(given[0], given[-1] + 1)]  # then the part's indexed dims stand where they stood
-    before = given[0] if adjacent else 0
+    adjacent = indexed == [*range(indexed[0], indexed[-1] + 1)]  # then the part's indexed dims stand where they stood
+    before = indexed[0] if adjacent else 0
     return names, [broadcast[len(broadcast) - n :] for n in counts], [*rest[:before], *broadcast, *rest[before:]]
 
 

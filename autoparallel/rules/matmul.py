@@ -61,9 +61,9 @@ def tensordot(node: fx.Node) -> Rule:
 
 
 def _localize_grouped(call: LocalCall) -> None:
-    sent, summed = call.axes_of("s@e"), call.axes_of("e")
-    if sent:
-        owners = " ".join(("" if i in sent else "-") + call.groups[i] for i in sorted((*sent, *summed)))
+    exchanged, summed = call.axes_of("s@e"), call.axes_of("e")
+    if exchanged:
+        owners = " ".join(("" if i in exchanged else "-") + call.groups[i] for i in sorted((*exchanged, *summed)))
         call.target = grouped_linear_exchanged
         call.args, call.kwargs = (*call.args, call.joint_group("s@e"), owners), {}
     elif summed:

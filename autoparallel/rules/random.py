@@ -20,14 +20,14 @@ def localize_draw(call: LocalCall) -> None:
 _divide_sizes = divide_sizes("size")
 
 
-def _localize_made(call: LocalCall) -> None:
+def _localize_sized(call: LocalCall) -> None:
     _divide_sizes(call)
     localize_draw(call)
 
 
-def made(node: fx.Node) -> Rule:
+def sized(node: fx.Node) -> Rule:
     """Of a draw that is given the sizes of its result."""
-    return dimwise(node, [], dim_names(len(shape_of(node))), localize=_localize_made)
+    return dimwise(node, [], dim_names(len(shape_of(node))), localize=_localize_sized)
 
 
 def classes(node: fx.Node) -> Rule:

@@ -233,8 +233,8 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     operators.dropout: partial(make_rule, notation="... -> ...", linear=[(0,)], localize=random.localize_draw),
     draws.draw_poisson: partial(make_rule, notation="... -> ...", localize=random.localize_draw),
     draws.draw_gamma: partial(make_rule, notation="... -> ...", localize=random.localize_draw),
-    draws.draw: random.made,
-    draws.draw_integers: random.made,
+    draws.draw: random.sized,
+    draws.draw_integers: random.sized,
     draws.draw_classes: random.classes,
 }  # fmt: skip
 """Operators whose factors depend on arguments, or whose local calls do."""

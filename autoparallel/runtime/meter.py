@@ -70,8 +70,8 @@ class Meter:
         record: dict[str, Any] = {"step": self._steps, "calls": calls, "programs": len(kinds) - self._programs}
         record["seconds"] = seconds
         if plan.work is not None and calls:
-            done = calls * plan.work.count if count is None else count
-            record[f"{plan.work.unit}_per_second"] = done / seconds
+            units = calls * plan.work.count if count is None else count
+            record[f"{plan.work.unit}_per_second"] = units / seconds
             record["mfu"] = plan.work.mfu(seconds / calls, math.prod(size for _, size in plan.whole_mesh))
         if plan.prediction is not None and calls:
             record["predicted_seconds"] = plan.prediction.seconds(calls)

@@ -154,8 +154,8 @@ class ParallelModule(Face):
         """
         rows, maker = self._rows(), self._kinds.maker
 
-        def all_counts(mine: int) -> list[int]:
-            (counts,) = self._kinds.exchange.of_other("local_rows()", mine)
+        def all_counts(count: int) -> list[int]:
+            (counts,) = self._kinds.exchange.of_other("local_rows()", count)
             return list(map(int, counts))
 
         return from_rows(batch, rows, maker.mesh, self._store.prefix, all_counts)
@@ -479,7 +479,7 @@ class ParallelModule(Face):
             plain = copy.deepcopy(self._plain, memo)
         maker, store = self._kinds.maker.copied(plain)
         replicas = self._kinds.exchange.replicas
-        memo[id(self)] = made = ParallelModule(
+        memo[id(self)] = module = ParallelModule(
             plain,
             agreement=self._kinds.exchange.agreement,
             store=store,
@@ -490,7 +490,7 @@ class ParallelModule(Face):
             check_replicas=None if replicas is None else replicas.every,
             methods=tuple(self._methods),
         )
-        return made
+        return module
 
     def extra_repr(self) -> str:
         mesh = self._kinds.maker.mesh

@@ -199,14 +199,14 @@ def _links(watch: _Stopwatch, group: str, elements: int) -> list[Link]:
     ranks = communicator.size(axis)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks
     runs: list[Callable[[Callable[[], object]], object]] = []
-    sent = []
+    volumes = []
     for kind in KINDS:
         for size in (ranks * 16, elements // ranks * ranks):
             part = kind == "all_gather"  # each rank brings a part of the whole
             x = torch.zeros(size // ranks if part else size, device=watch.device)
             x = x.view(ranks, -1) if kind in ("reduce_scatter", "all_to_all") else x
             whole = x.numel() * x.element_size() * (ranks if kind in ("all_gather", "all_to_all") else 1)
-            sent.append(sent_bytes(kind, whole, ranks))
+            volumes.append(sent_bytes(kind, whole, ranks))
 
             def run(compute: Callable[[], object], kind: str = kind, x: torch.Tensor = x) -> None:
                 compute()
@@ -215,7 +215,9 @@ def _links(watch: _Stopwatch, group: str, elements: int) -> list[Link]:
             runs.append(run)
     _, seconds = watch.beside_computing(*runs)
     links = []
-    for kind, few, many, small, large in zip(KINDS, sent[::2], sent[1::2], seconds[::2], seconds[1::2], strict=True):
+    for kind, few, many, small, large in zip(
+        KINDS, volumes[::2], volumes[1::2], seconds[::2], seconds[1::2], strict=True
+    ):
         latency = min(small, large)
         bandwidth = (many - few) / max(large - latency, 1e-9)
         links.append(Link(kind, ranks, -(-ranks // local), latency, bandwidth))

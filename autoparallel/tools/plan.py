@@ -190,8 +190,8 @@ def _on_other_mesh(
 ) -> Comparison:
     """What would be decided on another mesh of as many devices."""
     try:
-        asked = request.on(axes)
-        return compare(source, asked, call, captured, _presets(options, asked))
+        moved = request.on(axes)
+        return compare(source, moved, call, captured, _presets(options, moved))
     except (PlanError, ValueError) as error:
         raise UsageError(f"--beside {mesh_text(axes)}: {error}") from error
 
@@ -317,9 +317,9 @@ def compare(
     for name in [request.origin, *presets]:
         chosen = not plans
         # Presets are compared without pins, within the same limit and with the same means that save memory.
-        asked = request if chosen else replace(request, plan=name, pins=Pins())
+        variant = request if chosen else replace(request, plan=name, pins=Pins())
         try:
-            planner = Planner(source.model, asked, cache=cache)
+            planner = Planner(source.model, variant, cache=cache)
             searched = evaluator if chosen else others.about(name)
             draft = draft_captured(planner, captured.copy(), call, _progress(name), searched, checked=chosen)
         except ValueError as error:
@@ -327,7 +327,7 @@ def compare(
                 raise PlanError(str(error)) from error
             problems[name] = str(error)
             continue
-        plan = draft.plan if asked.stages else draft.plan.with_reasons(PlanAgain(planner, call))
+        plan = draft.plan if variant.stages else draft.plan.with_reasons(PlanAgain(planner, call))
         plan = replace(plan, choice=choice or plan.choice) if chosen else plan
         plans[f"{name} (chosen)" if chosen else name] = plan, draft.prediction
     work = workload_of(captured, call, request.profile)

@@ -191,7 +191,7 @@ class Pool:
 
     Args:
         places: one for each process.
-        given: the task of a function that is given none; need not be picklable where processes are forked.
+        task: the task of a function that is given none; need not be picklable where processes are forked.
         start: how processes are started: "fork", "spawn", or a function that does it.
         timeout: seconds until all have joined their groups.
         group_timeout: seconds that a process group waits for a rank; None for torch's own.
@@ -204,7 +204,7 @@ class Pool:
     def __init__(
         self,
         places: Sequence[Place],
-        given: Any,
+        task: Any,
         start: str | Start,
         timeout: float,
         *,
@@ -217,14 +217,14 @@ class Pool:
         self._connections: list[Connection] = []
         self._ended = False
         try:
-            if start != "fork" and given is not None:
-                self._write(given)
-                given = None
+            if start != "fork" and task is not None:
+                self._write(task)
+                task = None
             for number, place in enumerate(self._places):
                 ours, theirs = multiprocessing.Pipe()
                 self._connections.append(ours)
                 inherited = tuple(self._connections) if start == "fork" else ()
-                arguments = (number, place, given, self._directory, theirs, inherited, group_timeout)
+                arguments = (number, place, task, self._directory, theirs, inherited, group_timeout)
                 self._processes.append(_start(start, number, arguments))
                 theirs.close()
             self._collect(timeout, deadline)
@@ -305,10 +305,10 @@ class Pool:
             connection.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _write(self, given: Any) -> None:
+    def _write(self, task: Any) -> None:
         try:
             with open(self._directory / "given", "wb") as file:
-                pickle.dump(given, file)
+                pickle.dump(task, file)
         except Exception as error:
             raise RuntimeError(
                 "the processes cannot be forked from this one (it uses CUDA, or the platform cannot fork), so the "
@@ -382,7 +382,7 @@ def _start(start: str | Start, number: int, arguments: tuple[Any, ...]) -> Any:
 def _serve(
     number: int,
     place: Place,
-    given: Any,
+    shared_task: Any,
     directory: Path,
     connection: Connection,
     inherited: Sequence[Connection],
@@ -408,20 +408,20 @@ def _serve(
         shared.set_timeout(limit)
 
     def join() -> None:
-        nonlocal given
+        nonlocal shared_task
         if (directory / "given").exists():
-            given = pickle.loads((directory / "given").read_bytes())
+            shared_task = pickle.loads((directory / "given").read_bytes())
         group = FileStore(str(directory / f"group_{place.group}"), place.size)
         dist.init_process_group("gloo", store=group, rank=place.rank, world_size=place.size, timeout=limit)
 
     def work(call: bytes) -> Any:
         function, task = pickle.loads(call)
-        return function(Process(**vars(place), shared=shared), given if task is None else task)
+        return function(Process(**vars(place), shared=shared), shared_task if task is None else task)
 
     with contextlib.suppress(BaseException):
         _answer(connection, place.label, join, keep=False)
-        while sent := _receive(connection, parent):
-            call, keep = pickle.loads(sent)
+        while message := _receive(connection, parent):
+            call, keep = pickle.loads(message)
             _answer(connection, place.label, functools.partial(work, call), keep)
         dist.destroy_process_group()
     os._exit(0)

@@ -105,10 +105,10 @@ def from_factory(name: str, batch: int | None, seq: int | None, seed: int, real:
         RuntimeError: for one that cannot run on the meta device.
     """
     factory = find_factory(name)
-    taken = inspect.signature(factory).parameters
+    parameters = inspect.signature(factory).parameters
     sizes = {key: value for key, value in (("batch", batch), ("seq", seq)) if value is not None}
     for key in sizes:
-        if key not in taken:
+        if key not in parameters:
             raise UsageError(f"--{key} is given, but {name} takes no argument {key!r}: add it, or leave --{key} out")
     if real:
         model, inputs, loss_fn = call_factory(factory, name, seed, **sizes)

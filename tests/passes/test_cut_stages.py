@@ -45,14 +45,14 @@ def test_what_crosses_is_what_later_stages_read() -> None:
             "return [add]",
         ],
     ]  # fmt: skip
-    skip = first.sent[0]
+    skip = first.outgoing[0]
     assert (skip.source, skip.targets, skip.flows) == (0, (1, 2), (1, 2))
 
 
 def test_a_value_that_skips_stages_comes_from_where_it_is_cheapest() -> None:
     def passed(price: Any) -> list[tuple[int, ...]]:
         graphs = cut_stages(captured(Masked(), torch.randn(8, 4)), CUTS, [0], price)
-        return [c.givers for graph in graphs for c in graph.sent if c.name == "linear"]
+        return [c.givers for graph in graphs for c in graph.outgoing if c.name == "linear"]
 
     assert passed(lambda giver, taker: 1.0) == [(0, 0)], "among equals straight from the stage that makes it"
     assert passed(lambda giver, taker: float(taker - giver)) == [(0, 1)], "stage 1 has it, and is nearer to stage 2"
@@ -77,7 +77,7 @@ def test_together_they_compute_the_model() -> None:
         parameters = {n: model.get_parameter(p) for n, p in graph.parameters.items()}
         inputs = [(parameters | values)[n.name] for n in graph.graph.nodes if n.op == "placeholder"]
         results = graph.module(*inputs)
-        values |= dict(zip((c.name for c in stage.sent), results[len(stage.results) :], strict=True))
+        values |= dict(zip((c.name for c in stage.outgoing), results[len(stage.results) :], strict=True))
     torch.testing.assert_close(results[0], model(x))
 
 

@@ -48,7 +48,7 @@ def test_before_and_after() -> None:
     graph = _graph(_last)
     runs = find_runs(graph)
     assert _members(runs) == [["layers.1", "layers.2", "layers.3"]]  # the first reads something else
-    assert runs[0].own == (("w1",), ("w2",), ("w3",))
+    assert runs[0].placeholders == (("w1",), ("w2",), ("w3",))
     assert runs[0].calls[1] == ("mm_default_2", "tanh_default_2")
     before = _lines(graph)
     short = leave_out_layers(graph, runs, [1])

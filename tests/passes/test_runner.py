@@ -58,13 +58,13 @@ class TestTheOrder:
     def test_a_pass_before_what_it_requires(self) -> None:
         message = r"insert_collectives requires NAMED \(.*\), which is not true .*: put it after name_nodes"
         with pytest.raises(PassOrderError, match=message):
-            PassList([PLACE, NAME], given={Fact.GLOBAL})
-        PassList([NAME, PLACE], given={Fact.GLOBAL})
+            PassList([PLACE, NAME], premises={Fact.GLOBAL})
+        PassList([NAME, PLACE], premises={Fact.GLOBAL})
 
     def test_a_pass_after_what_takes_it_away(self) -> None:
         late = Pass(pad_vocabulary, {Fact.GLOBAL})
         with pytest.raises(PassOrderError, match=r"pad_vocabulary requires GLOBAL .* put it before insert_collectives"):
-            PassList([NAME, PLACE, late], given={Fact.GLOBAL})
+            PassList([NAME, PLACE, late], premises={Fact.GLOBAL})
 
     def test_what_nobody_makes(self) -> None:
         with pytest.raises(PassOrderError, match="no pass of the list makes it so"):
@@ -72,7 +72,7 @@ class TestTheOrder:
 
     def test_what_a_list_promises(self) -> None:
         with pytest.raises(PassOrderError, match="what comes after the list requires PLACED"):
-            PassList([NAME], given={Fact.GLOBAL}, promised={Fact.PLACED})
+            PassList([NAME], premises={Fact.GLOBAL}, promised={Fact.PLACED})
 
 
 class TestRunning:
@@ -102,7 +102,7 @@ class TestRunning:
     def test_what_a_pass_makes_is_verified_as_it_says(self) -> None:
         verified: list[object] = []
         place = dataclasses.replace(PLACE, verify=lambda module, findings: verified.append(module.graph))
-        passes = PassList([NAME, place, Pass(count)], given={Fact.GLOBAL})
+        passes = PassList([NAME, place, Pass(count)], premises={Fact.GLOBAL})
         rewritten = module()
         run_passes(passes, rewritten)
         assert verified == [rewritten.graph]
@@ -147,4 +147,4 @@ class TestTheListOfAProgram:
 
     def test_what_comes_before_leaves_a_captured_graph(self) -> None:
         for passes in (padding_passes({}, {}), leaving_passes(0, 0)):
-            assert passes.given == passes.promised == CAPTURED
+            assert passes.premises == passes.promised == CAPTURED

@@ -89,13 +89,13 @@ class TrainerStrategy(WholeBatch, DDPStrategy):
         _require_compilable(model, held)
         distinct = {id(child): child for child in held.values()}
         mesh = self._mesh(len(distinct))
-        made = {
+        compiled = {
             key: child if isinstance(child, ParallelModule) else compile(child, mesh, **self.compile_options)
             for key, child in distinct.items()
         }
         for name, child in held.items():
-            setattr(model, name, made[id(child)])
-        self._compiled = list(made.values())
+            setattr(model, name, compiled[id(child)])
+        self._compiled = list(compiled.values())
         metrics: list[Any] = [module for module in model.modules() if hasattr(module, "sync_on_compute")]
         for metric in metrics:  # of torchmetrics
             metric.sync_on_compute, metric.dist_sync_on_step = False, False
@@ -195,10 +195,10 @@ class TrainerStrategy(WholeBatch, DDPStrategy):
 def _require_compilable(model: LightningModule | nn.Module, held: Mapping[str, nn.Module]) -> None:
     """Raises ValueError where parameters are not those of one module each that ``model`` holds."""
     name = type(model).__name__
-    if own := [n for n, p in model._parameters.items() if p is not None]:
+    if direct := [n for n, p in model._parameters.items() if p is not None]:
         raise ValueError(
-            f"{name} has a parameter of its own, {own[0]!r}, and only the modules that it holds are compiled: put it "
-            "into one of them"
+            f"{name} has a parameter of its own, {direct[0]!r}, and only the modules that it holds are compiled: "
+            "put it into one of them"
         )
     if not held:
         raise ValueError(f"{name} holds no module with parameters, so there is nothing to compile")

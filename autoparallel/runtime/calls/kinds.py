@@ -147,7 +147,7 @@ class Kinds:
             call, (key, len(self._kinds)), problem, whole, lambda: self._describe(call, synchronise)
         )
         ready = self._ready.get(sized)
-        if ready is None or whole or problem or self.store.kept or self.exchange.agreement.broken:
+        if ready is None or whole or problem or self.store.copies or self.exchange.agreement.broken:
             require_same()
             return ready or self._fitting(key, sized, call)
         if ready.runner.captured.draws:  # what the first rank draws comes with the table
@@ -245,9 +245,9 @@ class Kinds:
     def _note(self, call: Call) -> None:
         """Keeps sizes and numbers of a call where they tell what is open, and dims that share a length, from others."""
         specs = without_numbers(call.specs)
-        seen, new = self._seen.setdefault(self._form(call), []), changing_of(specs)
-        if not seen or opened(specs, [*seen, new]) != opened(specs, [*seen, seen[-1]]):
-            seen.append(new)
+        forms, new = self._seen.setdefault(self._form(call), []), changing_of(specs)
+        if not forms or opened(specs, [*forms, new]) != opened(specs, [*forms, forms[-1]]):
+            forms.append(new)
 
     def _add(self, kind: Kind, key: Key, call: Call, what: str, why: str, started: float) -> None:
         """Keeps a new kind; says why it was made where only a value of Python's is new, or sizes are.

@@ -71,8 +71,8 @@ def batch_axes(captured: Captured) -> tuple[int, ...]:
 def from_rows(batch: T, rows: Rows, mesh: DeviceMesh, prefix: str, all_counts: Callable[[int], list[int]]) -> T:
     """See ``ParallelModule.local_rows``; ``all_counts`` shows every rank how many rows each of them has."""
     leaves, spec = pytree.tree_flatten(batch)
-    mine = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim), 0)
-    table = torch.tensor(all_counts(mine)).view(tuple(mesh.shape))
+    row_count = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim), 0)
+    table = torch.tensor(all_counts(row_count)).view(tuple(mesh.shape))
     parts = table.permute(*rows.axes, *(i for i in range(mesh.ndim) if i not in rows.axes)).reshape(rows.count, -1)
     if bool((parts != parts[:, :1]).any()):
         raise ValueError(
@@ -85,12 +85,12 @@ def from_rows(batch: T, rows: Rows, mesh: DeviceMesh, prefix: str, all_counts: C
     placements = [Shard(0) if axis in rows.axes else Replicate() for axis in range(mesh.ndim)]
     group = group_name(prefix, mesh.mesh_dim_names or (), rows.axes)
     for i, x in enumerate(leaves):
-        if not isinstance(x, torch.Tensor) or not x.ndim or not mine or x.shape[0] % mine:
+        if not isinstance(x, torch.Tensor) or not x.ndim or not row_count or x.shape[0] % row_count:
             continue
         if len(set(counts)) == 1:
             leaves[i] = DTensor.from_local(x, mesh, placements, run_check=False)
         else:
-            leaves[i] = _gather(x, [count * (x.shape[0] // mine) for count in counts], group)
+            leaves[i] = _gather(x, [count * (x.shape[0] // row_count) for count in counts], group)
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -99,9 +99,9 @@ def _gather(x: torch.Tensor, counts: list[int], group: str) -> torch.Tensor:
     if x.requires_grad:
         raise ValueError("local_rows(): ranks have different numbers of rows, and an input that is differentiated")
     communicator, axis = communicator_of(group)
-    sent = x.new_zeros((max(counts), *x.shape[1:]))
-    sent[: x.shape[0]] = x
-    parts = communicator.all_gather(sent, axis)()
+    padded = x.new_zeros((max(counts), *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    parts = communicator.all_gather(padded, axis)()
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
@@ -137,10 +137,10 @@ class RowSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         rows, size = self._rows_of(), self._batch_size
         last = 0 if self._drop_last else self._samples % size
-        for given in (size, last):
-            if 0 < given < rows.count and self._samples >= given:
+        for length in (size, last):
+            if 0 < length < rows.count and self._samples >= length:
                 raise ValueError(
-                    f"a batch of {given} samples leaves ranks without any, where the plan cuts batches into "
+                    f"a batch of {length} samples leaves ranks without any, where the plan cuts batches into "
                     f"{rows.count} parts: use drop_last=True, or another batch_size"
                 )
         start, self._start = self._start, 0

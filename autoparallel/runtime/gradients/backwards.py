@@ -73,8 +73,8 @@ class Travel:
         used: dict[int, int] = {}
         for value, storage in zip(values, storages, strict=True):
             used[id(storage)] = used.get(id(storage), 0) + value.nbytes
-        kept = [v.clone() if s.nbytes() > used[id(s)] else v for v, s in zip(values, storages, strict=True)]
-        self._wait = lambda: kept
+        ends = [v.clone() if s.nbytes() > used[id(s)] else v for v, s in zip(values, storages, strict=True)]
+        self._wait = lambda: ends
 
     def abandon(self) -> None:
         """Waits for the collective that is under way, and starts no other."""
@@ -165,12 +165,12 @@ class BackwardPasses:
         number = _torch.running_backward()
         if number not in self._passes:
             self.end_dead()
-            self._passes[number] = mine = BackwardPass()
+            self._passes[number] = running = BackwardPass()
 
             def callback() -> None:
                 self._end(number)
 
-            mine.callback = weakref.ref(callback, lambda _: self._passes.get(number) is mine and self._died())
+            running.callback = weakref.ref(callback, lambda _: self._passes.get(number) is running and self._died())
             _torch.after_backward(callback)
         return self._passes[number]
 
@@ -182,11 +182,11 @@ class BackwardPasses:
                 one.abandon()
 
     def _end(self, number: int) -> None:
-        mine = self._passes.pop(number)
+        ending = self._passes.pop(number)
         try:
-            self._finish(mine)
+            self._finish(ending)
         finally:
-            mine.abandon()
+            ending.abandon()
 
 
 def reached(chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool] | None = None) -> Rows:

@@ -47,7 +47,7 @@ class ParameterBucket(nn.Module):
         """The bucket's parameters in the layouts of their uses, parameter by parameter."""
         values = _Unshard.apply(self, *[self.store.parameters[c.name] for c in self.bucket.chains])
         if self.hooks is not None:
-            self.hooks.own(self, values)
+            self.hooks.note(self, values)
             if self.following is not None:
                 self.following.prefetch()
         return values
@@ -77,10 +77,10 @@ class ParameterBucket(nn.Module):
 
     def _once_per_step(self) -> Tensors:
         """Keeps what is gathered under ``no_sync()`` for the calls that follow (see ``KeptCopy``)."""
-        copy = self.store.kept.pop(self, None)
+        copy = self.store.copies.pop(self, None)
         values = self._start()() if copy is None else copy.values
         if not self.store.synchronise:
-            self.store.kept[self] = copy or KeptCopy(values, self.local_parameters())
+            self.store.copies[self] = copy or KeptCopy(values, self.local_parameters())
         return [value.view_as(value) for value in values]
 
     def _start(self) -> Gather:
@@ -164,7 +164,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
             if args and args[0] is not None:
                 bucket.drop()
 
-    def own(self, bucket: ParameterBucket, values: Sequence[torch.Tensor]) -> None:
+    def note(self, bucket: ParameterBucket, values: Sequence[torch.Tensor]) -> None:
         """Notes the storages of a bucket that has just been gathered."""
         for i, (value, gathered) in enumerate(zip(values, bucket.gathered, strict=True)):
             if gathered:

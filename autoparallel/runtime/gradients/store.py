@@ -100,7 +100,7 @@ class GradientStore:
         self._complete: dict[str, tuple[ParameterChain, torch.Tensor | None]] = {}  # whose hooks are to be called
         self._lock = threading.RLock()
         self.passes = BackwardPasses(self._finish_backward, note_raised)
-        self.kept: dict[object, KeptCopy] = {}  # by bucket
+        self.copies: dict[object, KeptCopy] = {}  # by bucket
         self.note_storages()
 
     def move(self, mesh: DeviceMesh, prefix: str, everyone: str | None = None) -> None:
@@ -133,7 +133,7 @@ class GradientStore:
 
     def has_stale(self) -> bool:
         """Whether a kept copy of gathered parameters is not what they are now, as far as this rank can see."""
-        return any(copy.has_changed() for copy in self.kept.values())
+        return any(copy.has_changed() for copy in self.copies.values())
 
     def versions(self, names: Sequence[str]) -> Sequence[int]:
         """Counts changes of parameters in place: through the ``DTensor``s, then of the local tensors themselves."""
@@ -268,7 +268,7 @@ class GradientStore:
 
     def _sum(self, chain: ParameterChain, values: Sequence[torch.Tensor | None]) -> torch.Tensor:
         first, *others = [
-            self.along(value, chain.shape, layout, chain.made)
+            self.along(value, chain.shape, layout, chain.gradient_layout)
             for value, layout in zip(values, chain.comes_back, strict=True)
             if value is not None
         ]

@@ -163,12 +163,12 @@ def pack(totals: Sequence[Tensor], originals: Sequence[Tensor], p: float, parts:
         p: positive, or inf.
         parts: for each norm, the indices of the sums that it is made of.
     """
-    shares, seen = torch.stack(list(totals)), torch.stack(list(originals))
+    shares, sums = torch.stack(list(totals)), torch.stack(list(originals))
     if math.isinf(p):
-        flags = torch.maximum(seen.isnan().double() * 2, seen.isinf().double())
+        flags = torch.maximum(sums.isnan().double() * 2, sums.isinf().double())
         shares = shares.nan_to_num(nan=0.0, posinf=math.inf)
     else:
-        flags = _not_finite(seen).double()
+        flags = _not_finite(sums).double()
     both = torch.stack([shares, flags])
     if len(parts) == 1 and len(parts[0]) == len(totals):
         return _over(both, p).unsqueeze(1)

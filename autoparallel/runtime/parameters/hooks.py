@@ -114,10 +114,10 @@ def call_accumulated_hooks(parameters: Iterable[nn.Parameter]) -> None:
 
 def _like(name: str, parameter: nn.Parameter, result: Any, grad: DTensor, hook: str) -> DTensor:
     if not isinstance(result, torch.Tensor) or result.shape != parameter.shape:
-        given = f"one of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+        form = f"one of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
         raise RuntimeError(
             f"the hook {hook} on {name} must return None or a gradient of shape {tuple(parameter.shape)}, and returned "
-            f"{given}. What to change: a hook sees the whole gradient as a DTensor; return one, or a plain whole tensor"
+            f"{form}. What to change: a hook sees the whole gradient as a DTensor; return one, or a plain whole tensor"
         )
     if isinstance(result, DTensor) and result.device_mesh != grad.device_mesh:
         raise RuntimeError(f"the hook {hook} on {name} returned a DTensor on another mesh than the gradient's")

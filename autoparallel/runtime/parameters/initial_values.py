@@ -151,11 +151,11 @@ def _initialises(module: nn.Module) -> bool:
 
 def _inner_first(module: nn.Module) -> list[str]:
     """The paths of all modules, each after those inside of it."""
-    seen: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
 
     def visit(module: nn.Module, path: str) -> Iterator[str]:
-        if module not in seen:
-            seen.add(module)
+        if module not in visited:
+            visited.add(module)
             for name, child in module.named_children():
                 yield from visit(child, f"{path}.{name}" if path else name)
             yield path

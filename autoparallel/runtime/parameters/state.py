@@ -51,16 +51,16 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     if mesh.device_type == "cpu":
         _torch.draw_on_cpus(WholeDraws())
     layout = to_dtensor_placements((Invariant,) * mesh.ndim)
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     replaced: dict[int, nn.Parameter] = {}
     for module, name, parameter in list(slots(model)):
-        if id(parameter) not in made:
+        if id(parameter) not in replacements:
             spec = _torch.make_spec(mesh, layout, parameter.shape, parameter.dtype)
             new = _remade(parameter, parameter.detach().contiguous(), spec)
             move_hooks(parameter, new)
-            made[id(parameter)] = REPLACED[parameter] = new
+            replacements[id(parameter)] = REPLACED[parameter] = new
             replaced[id(parameter)] = parameter
-        module._parameters[name] = made[id(parameter)]
+        module._parameters[name] = replacements[id(parameter)]
     return list(replaced.values())
 
 

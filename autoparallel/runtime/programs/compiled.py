@@ -297,19 +297,19 @@ def _computes(node: fx.Node) -> bool:
 
 def _copy_sizes(graph: fx.Graph, regions: list[list[fx.Node]], inside: dict[fx.Node, int]) -> None:
     """Gives each region, and each call outside of them, copies of the sizes that it reads."""
-    known: dict[tuple[object, fx.Node], fx.Node] = {}
+    copies: dict[tuple[object, fx.Node], fx.Node] = {}
     sizes = [node for node in graph.nodes if _is_size(node)]
 
     def copy(size: fx.Node, reader: fx.Node) -> fx.Node:
         number = inside.get(reader)
         key = reader if number is None else number, size
-        if key not in known:
+        if key not in copies:
             read = {x: copy(x, reader) for x in size.all_input_nodes if _is_size(x)}
             with graph.inserting_before(reader):
-                known[key] = graph.node_copy(size, lambda x: read.get(x, x))
+                copies[key] = graph.node_copy(size, lambda x: read.get(x, x))
             if number is not None:
-                regions[number].insert(regions[number].index(reader), known[key])
-        return known[key]
+                regions[number].insert(regions[number].index(reader), copies[key])
+        return copies[key]
 
     originals = set(sizes)
     for node in list(graph.nodes):

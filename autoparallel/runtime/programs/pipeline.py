@@ -192,8 +192,8 @@ class PipelineRunner:
             for step in self.steps(differentiate, count):
                 with ranges.named(lambda step=step: _name_of(step)):  # type: ignore[misc]
                     self._do(run, step)
-            for sent, transfer in run.sending:
-                self._wait(sent, transfer)
+            for wait, transfer in run.sending:
+                self._wait(wait, transfer)
             sums = {i: stage.end() for i, stage in self.stages.items()}
             totals = self._exchanging(lambda: self.tied.merge(sums)) if differentiate else {}
             self._exchanging(lent)
@@ -228,8 +228,8 @@ class PipelineRunner:
         key = _key(transfer)
         try:
             if transfer.what == SEND:
-                sent = self.communicator.send(run.leaving.pop(key), self.axis, transfer.peer)
-                run.sending.append((sent, transfer))
+                wait = self.communicator.send(run.leaving.pop(key), self.axis, transfer.peer)
+                run.sending.append((wait, transfer))
                 if len(run.sending) > AHEAD:
                     self._wait(*run.sending.pop(0))
             else:
@@ -247,13 +247,13 @@ class PipelineRunner:
 
     def _fail(self, transfer: Transfer, error: BaseException) -> NoReturn:
         forward = transfer.kind == FORWARD
-        mine = transfer.source if (transfer.what == SEND) == forward else transfer.target
-        other = transfer.target if mine == transfer.source else transfer.source
+        here = transfer.source if (transfer.what == SEND) == forward else transfer.target
+        other = transfer.target if here == transfer.source else transfer.source
         what = "an activation" if forward else "a gradient"
         way = "sending" if transfer.what == SEND else "receiving"
         to = "to" if transfer.what == SEND else "from"
         raise PipelineError(
-            f"{self._name(mine)} failed {way} {what} of microbatch {transfer.microbatch} {to} stage {other} on rank "
+            f"{self._name(here)} failed {way} {what} of microbatch {transfer.microbatch} {to} stage {other} on rank "
             f"{self.communicator.ranks(self.axis)[transfer.peer]}: that rank is gone or has stopped ({_reason(error)})"
         ) from error
 
@@ -267,14 +267,14 @@ class PipelineRunner:
 
     def _forward(self, run: _Run, action: Action) -> None:
         stage, m = self.stages[action.stage], action.microbatch
-        received = {c.number: self._arrived(run, (FORWARD, c.number, stage.index, m)) for c in stage.graph.received}
+        received = {c.number: self._arrived(run, (FORWARD, c.number, stage.index, m)) for c in stage.graph.incoming}
         with draw_from(replace(run.random, microbatch=m, microbatches=run.count)):
-            made = stage.forward(m, run.leaves[m], received, run.buffers, run.differentiate)
-        run.buffers.update(made.buffers)
-        for i, value in made.results.items():
+            outputs = stage.forward(m, run.leaves[m], received, run.buffers, run.differentiate)
+        run.buffers.update(outputs.buffers)
+        for i, value in outputs.results.items():
             run.results.setdefault(i, [None] * run.count)[m] = value
-        for crossing in (*stage.graph.sent, *stage.graph.received):
-            value = made.sent[crossing.number] if crossing.source == stage.index else received[crossing.number]
+        for crossing in (*stage.graph.outgoing, *stage.graph.incoming):
+            value = outputs.outgoing[crossing.number] if crossing.source == stage.index else received[crossing.number]
             for target in crossing.takers(stage.index):
                 local = self.plan.rank_of(target) == self.rank
                 (run.values if local else run.leaving)[FORWARD, crossing.number, target, m] = value.detach()
@@ -283,10 +283,10 @@ class PipelineRunner:
         stage, m = self.stages[action.stage], action.microbatch
         grads = {
             c.number: [self._arrived(run, (BACKWARD, c.number, t, m)) for t in c.takers(stage.index) if c.returns(t)]
-            for c in (*stage.graph.sent, *stage.graph.received)
+            for c in (*stage.graph.outgoing, *stage.graph.incoming)
         }
         back = stage.backward(m, self._seed(run, stage, m), grads, action.kind == INPUT)
-        for crossing in stage.graph.received:
+        for crossing in stage.graph.incoming:
             if crossing.returns(stage.index):
                 parts = [*([back[crossing.number]] if crossing.number in back else ()), *grads[crossing.number]]
                 giver = crossing.givers[crossing.targets.index(stage.index)]
@@ -370,8 +370,8 @@ class PipelineRunner:
                         combined[i] = value
         for i, path in enumerate(self.captured.mutated_buffers):
             combined[i] = run.buffers[path]
-        for sent in sends:
-            self._exchanging(sent, "sending its results after the schedule")
+        for wait in sends:
+            self._exchanging(wait, "sending its results after the schedule")
 
     def _receive(self, forms: Sequence[Form], root: int) -> list[torch.Tensor]:
         packed = torch.empty(sum(form.bytes for form in forms), dtype=torch.uint8, device=self.device)
@@ -464,8 +464,8 @@ def attach_stages(
     stages = {}
     for index in plan.stages_of(tied.rank):
         graph, program = staged.graphs[index], staged.programs[index]
-        mine = {name: p for name, p in tied.borrowed.items() if name in chains[index]}
-        made = loss if loss in graph.results else None
-        gradients = StageGradients(store, mine, alone=plan.count == 1)
-        stages[index] = Stage(index, graph, program, gradients, plain, make_body, made)
+        borrowed = {name: p for name, p in tied.borrowed.items() if name in chains[index]}
+        objective = loss if loss in graph.results else None
+        gradients = StageGradients(store, borrowed, alone=plan.count == 1)
+        stages[index] = Stage(index, graph, program, gradients, plain, make_body, objective)
     return PipelineRunner(staged, stages, store, tied, plain)

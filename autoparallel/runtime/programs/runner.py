@@ -91,8 +91,8 @@ class Runner:
         """
         values: dict[str, Any] = {**self.fixed, **(held or {})}
         for name, path in self.program.captured.buffers.items():
-            given = buffers.get(path) if buffers else None
-            value = tensor_at(self.plain, path) if given is None else given
+            replacement = buffers.get(path) if buffers else None
+            value = tensor_at(self.plain, path) if replacement is None else replacement
             values[name] = value.clone() if path in self.saved_buffers else value
         for leaf_name, leaf in zip(self.leaf_names, leaves, strict=True):
             if leaf_name is not None:
@@ -162,12 +162,12 @@ class Outputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor, own: bool) -> torch.Tensor:
+    def forward(ctx: Any, delivery: Delivery, output: torch.Tensor, unshared: bool) -> torch.Tensor:
         ctx.delivery = delivery
         ctx.set_materialize_grads(False)
         # A loss, and what shares its memory with nothing else that the user has, may be changed in place: torch refuses
         # that of the others, which are views. All but the loss keep the count of changes that autograd looks at.
-        return output.clone() if output.ndim == 0 else output.detach() if own else output.view_as(output)
+        return output.clone() if output.ndim == 0 else output.detach() if unshared else output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

@@ -46,7 +46,7 @@ class StageGradients(GradientStore):
     def __init__(self, store: GradientStore, borrowed: Mapping[str, nn.Parameter], *, alone: bool = False) -> None:
         super().__init__(store.mesh, store.prefix, {**store.parameters, **borrowed})
         self.store, self.alone = store, alone
-        self.passes, self.kept = store.passes, store.kept
+        self.passes, self.copies = store.passes, store.copies
         self.sums: dict[str, torch.Tensor] = {}
         self._leaves: list[tuple[ParameterChain, list[torch.Tensor]]] = []
         self._without: list[torch.Tensor] = []  # leaves that have no gradient yet
@@ -66,7 +66,7 @@ class StageGradients(GradientStore):
                 self._without += trained
         return held
 
-    def own(self, others: Iterable[torch.Tensor]) -> None:
+    def separate(self, others: Iterable[torch.Tensor]) -> None:
         """Sees to it, after a backward, that the leaves' gradients share no memory with each other or with others."""
         if not self._without:
             return
@@ -109,18 +109,18 @@ class StageGradients(GradientStore):
 
     def added(self, chain: ParameterChain) -> ParameterChain:
         """The way that is left to a parameter's summed gradients."""
-        return replace(chain, made=chain.accumulator, each=()) if self.alone else chain
+        return replace(chain, gradient_layout=chain.accumulator, each=()) if self.alone else chain
 
     def take(self) -> dict[str, torch.Tensor]:
         """The sums, which begin anew; what was held is let go of."""
-        taken, held = self.sums, self._leaves
+        sums, held = self.sums, self._leaves
         self.forget()
         for chain, leaves in held:
             grads = [leaf.grad for leaf in leaves]
             if any(grad is not None for grad in grads):
                 (total,) = self._reduced([chain], self.sum_uses([(chain, grads)]))
-                taken[chain.name] = settled(total).contiguous()
-        return taken
+                sums[chain.name] = settled(total).contiguous()
+        return sums
 
     def forget(self) -> None:
         """Lets go of the sums and of what was held."""
@@ -131,25 +131,25 @@ class StageGradients(GradientStore):
 class _Microbatch:
     """What the backward of one microbatch needs."""
 
-    received: dict[int, torch.Tensor]
-    sent: dict[int, torch.Tensor]
+    incoming: dict[int, torch.Tensor]
+    outgoing: dict[int, torch.Tensor]
     loss: torch.Tensor | None
     deferred: list[Deferred] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Made:
+class StageOutputs:
     """What a stage's forward made.
 
     Attributes:
         buffers: new values of buffers, by name.
         results: the model's outputs, by their number among the results of the whole graph.
-        sent: the values for other stages, by the number of the crossing.
+        outgoing: the values for other stages, by the number of the crossing.
     """
 
     buffers: dict[str, torch.Tensor]
     results: dict[int, torch.Tensor]
-    sent: dict[int, torch.Tensor]
+    outgoing: dict[int, torch.Tensor]
 
 
 class Stage:
@@ -209,26 +209,26 @@ class Stage:
         received: Mapping[int, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
         differentiate: bool,
-    ) -> Made:
+    ) -> StageOutputs:
         """Runs the forward; with ``differentiate``, keeps what its backward needs."""
         inputs: dict[int, torch.Tensor] = {}
-        for crossing in self.graph.received:
+        for crossing in self.graph.incoming:
             x = received[crossing.number]
             inputs[crossing.number] = x.requires_grad_(differentiate and self.index in crossing.flows)
         with torch.set_grad_enabled(differentiate), collect_deferred() as deferred:
-            outputs = list(self.runner([*leaves, *inputs.values()], buffers, self._held))
+            values = list(self.runner([*leaves, *inputs.values()], buffers, self._held))
         captured, graph = self.graph.captured, self.graph
         count = len(captured.mutated_buffers)
-        changed = {p: x.detach() for p, x in zip(captured.mutated_buffers, outputs[:count], strict=True)}
-        made = dict(zip(graph.results, outputs[count : count + len(graph.results)], strict=True))
-        sent = dict(zip((c.number for c in graph.sent), outputs[count + len(graph.results) :], strict=True))
+        changed = {p: x.detach() for p, x in zip(captured.mutated_buffers, values[:count], strict=True)}
+        results = dict(zip(graph.results, values[count : count + len(graph.results)], strict=True))
+        outgoing = dict(zip((c.number for c in graph.outgoing), values[count + len(graph.results) :], strict=True))
         if differentiate:
-            loss = made[self.loss] if self.loss is not None else None
-            self._kept[microbatch] = _Microbatch(inputs, sent, loss, deferred)
-        return Made(
+            loss = results[self.loss] if self.loss is not None else None
+            self._kept[microbatch] = _Microbatch(inputs, outgoing, loss, deferred)
+        return StageOutputs(
             changed,
-            {i: x.detach() for i, x in made.items()},
-            {i: settled(x.detach()).contiguous() for i, x in sent.items()},
+            {i: x.detach() for i, x in results.items()},
+            {i: settled(x.detach()).contiguous() for i, x in outgoing.items()},
         )
 
     def backward(
@@ -246,7 +246,7 @@ class Stage:
         saved = self._kept[microbatch]
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
-        for number, value in saved.sent.items():
+        for number, value in saved.outgoing.items():
             if value.requires_grad and grads.get(number):
                 first, *others = grads[number]
                 roots.append(value)
@@ -257,12 +257,12 @@ class Stage:
         if roots:
             torch.autograd.backward(roots, seeds)
         back: dict[int, torch.Tensor] = {}
-        for crossing in self.graph.received:
+        for crossing in self.graph.incoming:
             if self.index in crossing.flows:
-                x = saved.received[crossing.number]
+                x = saved.incoming[crossing.number]
                 back[crossing.number] = torch.zeros_like(x) if x.grad is None else settled(x.grad).contiguous()
-        self.gradients.own(back.values())
-        saved.received, saved.sent, saved.loss = {}, {}, None
+        self.gradients.separate(back.values())
+        saved.incoming, saved.outgoing, saved.loss = {}, {}, None
         if not split:
             self.weights(microbatch)
         return back
@@ -277,7 +277,7 @@ class Stage:
                 roots[id(weight)] = (weight, grad if root is None else root[1] + grad)
         if roots:
             torch.autograd.backward([w for w, _ in roots.values()], [g for _, g in roots.values()])
-            self.gradients.own(())
+            self.gradients.separate(())
 
 
 def form_of(crossing: Crossing, program: LocalProgram, axis_sizes: Sequence[int], actual: Mapping[Any, int]) -> Form:

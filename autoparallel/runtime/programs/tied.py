@@ -65,8 +65,8 @@ def find_ties(
             users[rank_of(stage)] = (*users.get(rank_of(stage), ()), stage)
         if len(used) > 1 or owners[name] not in users:
             first = next(iter(used.values()))
-            made = join_layouts([chain.made for chain in used.values()])
-            ties.append(Tie(used, first.with_made(made, redistributor), owners[name], users))
+            layouts = join_layouts([chain.gradient_layout for chain in used.values()])
+            ties.append(Tie(used, first.with_gradient_layout(layouts, redistributor), owners[name], users))
     return ties
 
 
@@ -115,8 +115,8 @@ class TiedParameters:
                 local.copy_(self.communicator.receive(torch.empty_like(local), self.axis, tie.owner)())
 
         def wait() -> None:
-            for sent in sends:
-                sent()
+            for wait_for in sends:
+                wait_for()
 
         return wait
 
@@ -138,8 +138,8 @@ class TiedParameters:
             for borrower in tie.borrowers:
                 total = total + self.communicator.receive(torch.empty_like(total), self.axis, borrower)()
             totals[tie.chain.name] = total
-        for sent in sends:
-            sent()
+        for wait in sends:
+            wait()
         return totals
 
     def _own(self, tie: Tie, sums: Mapping[int, dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -149,9 +149,9 @@ class TiedParameters:
         for stage in tie.users.get(self.rank, ()):
             value = sums[stage].pop(chain.name, None)
             if value is not None:
-                value = self.store.along(value, chain.shape, tie.chains[stage].made, chain.made)
+                value = self.store.along(value, chain.shape, tie.chains[stage].gradient_layout, chain.gradient_layout)
                 total = value if total is None else total + value
         if total is None:
-            shape = largest_piece(chain.shape, chain.made, sizes)
+            shape = largest_piece(chain.shape, chain.gradient_layout, sizes)
             return torch.zeros(shape, dtype=chain.accumulator_dtype, device=self.store.mesh.device_type)
         return total.contiguous()

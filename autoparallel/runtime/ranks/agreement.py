@@ -95,14 +95,14 @@ class Agreement:
         """Why these ranks cannot go on, if they cannot."""
         return waiting.broken(self.ranks)
 
-    def ask(self, mine: bytes, what: str = "compile()") -> Callable[[], torch.Tensor]:
+    def ask(self, row_digest: bytes, what: str = "compile()") -> Callable[[], torch.Tensor]:
         """Sends this rank's digest, and returns a function that waits for every rank's: a table of a row each.
 
         Args:
-            mine: the digest; at most ``ROW`` bytes are sent together with those of any other exchange.
+            row_digest: this rank's; at most ``ROW`` bytes are sent together with those of any other exchange.
             what: what the ranks are about to do, for errors.
         """
-        row = torch.frombuffer(bytearray(mine.ljust(ROW, b"\0")), dtype=torch.uint8)
+        row = torch.frombuffer(bytearray(row_digest.ljust(ROW, b"\0")), dtype=torch.uint8)
         if self.alone:
             return lambda: row.unsqueeze(0)
         self.settle()
@@ -148,24 +148,24 @@ class Agreement:
         if not is_same(digests):
             self.fail(what, describe())
 
-    def require_same_text(self, what: str, mine: str) -> None:
+    def require_same_text(self, what: str, text_here: str) -> None:
         """Raises on every rank when a text of several lines differs on any; the message shows the first such line."""
-        if is_same(self.ask(digest(mine))()):
+        if is_same(self.ask(digest(text_here))()):
             return
-        rows = itertools.zip_longest(*(text.splitlines() for text in self.gather(mine)), fillvalue="nothing more")
+        rows = itertools.zip_longest(*(text.splitlines() for text in self.gather(text_here)), fillvalue="nothing more")
         raise _mismatch(what, self.ranks, next(row for row in rows if len(set(row)) > 1))
 
-    def fail(self, what: str, own: str) -> NoReturn:
+    def fail(self, what: str, description: str) -> NoReturn:
         """Raises ``RankMismatchError`` with every rank's description; all ranks must call it."""
         self.mismatches += 1
-        raise _mismatch(what, self.ranks, self.gather(own))
+        raise _mismatch(what, self.ranks, self.gather(description))
 
-    def gather(self, own: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in the order of their numbers."""
-        parts: list[Any] = [own] * len(self.ranks)
+        parts: list[Any] = [value] * len(self.ranks)
         if not self.alone:
             with waiting.explained():
-                dist.all_gather_object(parts, own, group=self.group)
+                dist.all_gather_object(parts, value, group=self.group)
         return parts
 
     def together(self, action: Callable[[], T]) -> T:

@@ -109,7 +109,7 @@ class Exchange:
             if replicas is not None:
                 replicas.require_same(table[:, 81 : 81 + SIZE], agreement, self.calls)
             if bool(table[:, 64].any()):
-                self.store.kept.clear()  # on all ranks, or on none
+                self.store.copies.clear()  # on all ranks, or on none
 
         return agreement.later(require_same)
 

@@ -226,20 +226,20 @@ class _Mesh:
 
     def _gather(self, items: Sequence[_Item]) -> list[list[torch.Tensor]]:
         """For each parameter that this rank owns: the parameter, its gradient and what lies like it, whole."""
-        sent: list[list[torch.Tensor]] = [[] for _ in self.places]
+        outgoing: list[list[torch.Tensor]] = [[] for _ in self.places]
         forms: list[list[Form]] = [[] for _ in self.places]
         wholes: list[list[torch.Tensor]] = []
         places: list[tuple[torch.Tensor, int]] = []  # where what comes goes, and from which place it comes
         for item in items:
             parts = item.parts()
             if self.here in item.sources[item.owner]:
-                sent[item.owner] += parts
+                outgoing[item.owner] += parts
             if item.owner == self.here:
                 wholes.append([part.new_empty(item.parameter.shape) for part in parts])
                 for i in item.sources[self.here]:
                     forms[i] += [Form(item.regions[i].shape, part.dtype) for part in parts]
                     places += [(whole[item.slices(i)], i) for whole in wholes[-1]]
-        pieces = [iter(some) for some in self._exchange(sent, forms)]
+        pieces = [iter(some) for some in self._exchange(outgoing, forms)]
         for place, source in places:
             place.copy_(next(pieces[source]))
         return wholes
@@ -250,38 +250,38 @@ class _Mesh:
         """Sends what owners have made to where it lies; returns each item's part and states, or None where a rank
         says, in front of what it sends, that it has failed."""
         device = self.store.mesh.device_type
-        sent = [[torch.full((1,), failed, dtype=torch.uint8, device=device)] for _ in self.places]
+        outgoing = [[torch.full((1,), failed, dtype=torch.uint8, device=device)] for _ in self.places]
         forms = [[Form((1,), torch.uint8)] for _ in self.places]
-        made = iter(zip(wholes, states, strict=not failed))
+        results = iter(zip(wholes, states, strict=not failed))
         for item in items:
             forms[item.owner] += item.forms(self.here)
             if item.owner != self.here:
                 continue
             if failed:  # what is sent is not read
-                for i, some in enumerate(sent):
+                for i, some in enumerate(outgoing):
                     size = sum(form.bytes for form in item.forms(i))
                     some.append(torch.zeros(size, dtype=torch.uint8, device=device))
                 continue
-            (whole, *_), state = next(made)
+            (whole, *_), state = next(results)
             values = [(entry, torch.as_tensor(state[entry.name])) for entry in item.entries]
             numbers = [(entry.kind, value.to(whole.device, entry.form.dtype)) for entry, value in values]
-            for i, some in enumerate(sent):
+            for i, some in enumerate(outgoing):
                 cut = item.slices(i)
                 some += [value[cut] if kind == "lies" else value for kind, value in [("lies", whole), *numbers]]
-        came = self._exchange(sent, forms)
+        came = self._exchange(outgoing, forms)
         if torch.cat([flag for flag, *_ in came]).any():
             return None
         rest = [iter(some) for _, *some in came]
         return [[next(rest[item.owner]) for _ in item.forms(self.here)] for item in items]
 
     def _exchange(
-        self, sent: Sequence[Sequence[torch.Tensor]], forms: Sequence[Sequence[Form]]
+        self, outgoing: Sequence[Sequence[torch.Tensor]], forms: Sequence[Sequence[Form]]
     ) -> list[list[torch.Tensor]]:
         """Sends some tensors to each rank, as one message; returns those that came from each, in these forms."""
-        counts = [sum(t.nbytes for t in some) for some in sent]
+        counts = [sum(t.nbytes for t in some) for some in outgoing]
         sizes = [sum(form.bytes for form in some) for some in forms]
         empty = torch.empty(0, dtype=torch.uint8, device=self.store.mesh.device_type)
-        packed = pack([empty, *(t for some in sent for t in some)])
+        packed = pack([empty, *(t for some in outgoing for t in some)])
         came = self.communicator.all_to_all_rows(packed, counts, sizes, self.axis).split(sizes)
         return [unpack(part, some) for part, some in zip(came, forms, strict=True)]
 

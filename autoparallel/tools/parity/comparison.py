@@ -95,12 +95,12 @@ def seen_of(model: nn.Module, records: Sequence[Record]) -> dict[str, Any]:
         shard = tuple(c for c, placement in kinds if not placement.is_replicate())
         layouts[name] = tuple(map(str, parameter.placements))
         shards[name] = (shard, tensor_digest(parameter.to_local()))
-    seen = {
+    digests = {
         (step, f"{kind} {name}".strip()): tensor_digest(x)
         for step, kind, name, x in records
         if kind in ("loss", "norm") and x is not None
     }
-    return {"records": records, "shards": shards, "seen": seen, "layouts": layouts}
+    return {"records": records, "shards": shards, "seen": digests, "layouts": layouts}
 
 
 def compare_ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:

@@ -195,7 +195,7 @@ class _Search:
             return self._describe(self._first(step), "forward", off, "its operands are right, its result is not")
         return None
 
-    def _stopped(self, name: str, expected: Tensor, mine: Tensor) -> Deviation:
+    def _stopped(self, name: str, expected: Tensor, actual: Tensor) -> Deviation:
         """An output that can be differentiated on one side only, where there is no loss beside it."""
         which = "plain model" if expected.requires_grad else "captured graph"
         detail = f"the output {name!r} has a gradient in the {which} only"
@@ -206,13 +206,13 @@ class _Search:
 
     def _first(self, step: Step) -> Step:
         """The first of the results that are off and lead to one another, up to ``step``."""
-        seen, stack = {step}, [step]
+        visited, stack = {step}, [step]
         while stack:
             for x in stack.pop().operands:
-                if x not in seen and not x.name and not self.nodes(x):
-                    seen.add(x)
+                if x not in visited and not x.name and not self.nodes(x):
+                    visited.add(x)
                     stack.append(x)
-        return min(seen, key=lambda s: s.number)
+        return min(visited, key=lambda s: s.number)
 
     def buffers(self, model: nn.Module) -> Deviation | None:
         """The first buffer that is updated otherwise."""
@@ -253,16 +253,16 @@ class _Search:
         return None
 
     def _last(self, leaf: Step, off: float) -> Deviation:
-        seen, stack = {leaf}, [leaf]
+        visited, stack = {leaf}, [leaf]
         culprits: list[tuple[Step, str]] = []
         while stack:
             step = stack.pop()
-            readers = [r for r in step.readers if r not in seen]
+            readers = [r for r in step.readers if r not in visited]
             wrong = [r for r in readers if not self._gradient_is_right(r)]
             stops = [r for r in wrong if not r.tensor.requires_grad and step.tensor.requires_grad]
             for r in stops:
                 culprits.append((r, "the plain model gives no gradient through it, the captured graph does"))
-            seen.update(wrong)
+            visited.update(wrong)
             stack += [r for r in wrong if r not in stops]
             if not wrong:
                 target = f"the gradient of {step.name}" if step.name else f"that of the operand made at {step.line}"

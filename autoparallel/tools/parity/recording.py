@@ -65,15 +65,15 @@ class Recorder(fx.Interpreter):
         """The node's value."""
         positions = itertools.count()
 
-        def given(x: fx.Node) -> Any:
+        def used_value(x: fx.Node) -> Any:
             return self._used(n, next(positions), x) if is_tensor(x) else self.env[x]
 
         if n.op == "output":
-            return fx.map_arg(n.args[0], given)
+            return fx.map_arg(n.args[0], used_value)
         if n.op != "call_function":
             value = super().run_node(n)
         else:
-            args, kwargs = fx.map_arg((n.args, n.kwargs), given)
+            args, kwargs = fx.map_arg((n.args, n.kwargs), used_value)
             value = self.call_function(n.target, args, kwargs)
         if isinstance(value, Tensor):
             self.recording.note(value, n)

@@ -97,8 +97,10 @@ def _accumulate(model: nn.Module, task: Task, batch: Batch, draws: Draws) -> lis
             (loss / task.accumulation if task.accumulation > 1 else loss).backward()
         elif trains and not isinstance(model, ParallelModule):
             raise ValueError("no loss depends differentiably on the parameters, though some are trainable")
-    seen = [("loss" if name == loss_name else "output", name, _whole(value)) for name, value in outputs]
-    return seen + [("input gradient", str(i), None if x.grad is None else _whole(x.grad)) for i, x in enumerate(inputs)]
+    results = [("loss" if name == loss_name else "output", name, _whole(value)) for name, value in outputs]
+    return results + [
+        ("input gradient", str(i), None if x.grad is None else _whole(x.grad)) for i, x in enumerate(inputs)
+    ]
 
 
 class Draws:
