@@ -90,7 +90,7 @@ class LocalProgram:
     def reducing(self, plan: Plan) -> None:
         """Reduces gradients when ``plan`` says; a bucket's parameters must agree."""
         for i, bucket in enumerate(self.buckets):
-            chains = tuple(c.reducing(plan.parameters[c.name].reduce) for c in bucket.chains)
+            chains = tuple(replace(c, when=plan.parameters[c.name].reduce) for c in bucket.chains)
             self.buckets[i] = replace(bucket, chains=chains)
 
 

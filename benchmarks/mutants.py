@@ -237,8 +237,8 @@ def _syncs(chain: ParameterChain, asked: Specification) -> Found:
     kind = "gradient reduction"
     yield f"{kind} dropped", "no gradient comes back", lambda c: replace(c, trainable=False)
     if chain.sync:
-        yield f"{kind} moved", "reduced before and after adding up", lambda c: replace(c, each=c.sync)
-        yield f"{kind} dropped", "the whole of it", lambda c: replace(c, sync=())
+        yield f"{kind} moved", "reduced before and after adding up", lambda c: _reduced(c, c.sync, c.sync)
+        yield f"{kind} dropped", "the whole of it", lambda c: _reduced(c, c.each, ())
     for i, step in enumerate(chain.sync):
         ends = [p for p in _others(step.dst, len(chain.shape)) if (step.src.kind, p.kind) in ACTIONS]
         others = [replace(step, dst=p) for p in ends]
@@ -247,7 +247,7 @@ def _syncs(chain: ParameterChain, asked: Specification) -> Found:
             sync = (*chain.sync[:i], *([other] if other is not None else []), *chain.sync[i + 1 :])
 
             def change(c: ParameterChain, sync: tuple[Step, ...] = sync) -> ParameterChain:
-                return replace(c, sync=sync)
+                return _reduced(c, c.each, sync)
 
             yield f"{kind} {'changed' if other is not None else 'dropped'}", f"{step} as {other}", change
     for axis, placement in enumerate(chain.gradient_layout):
@@ -255,6 +255,10 @@ def _syncs(chain: ParameterChain, asked: Specification) -> Found:
             layout = (*chain.gradient_layout[:axis], moved, *chain.gradient_layout[axis + 1 :])
             detail = f"made as {format_layout(layout)}"
             yield f"{kind} moved", detail, lambda c, layout=layout: replace(c, gradient_layout=layout)  # type: ignore[misc]
+
+
+def _reduced(chain: ParameterChain, each: tuple[Step, ...], sync: tuple[Step, ...]) -> ParameterChain:
+    return replace(chain, ways={**chain.ways, chain.when: (each, sync)})
 
 
 def _gathers(chain: ParameterChain) -> Found:

@@ -16,9 +16,9 @@ After:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import fx
@@ -47,11 +47,13 @@ class ParameterChain:
         uses: the layouts it is used in, one or more; ``placeholders`` are the body's names for them.
         paths: the steps from rest to each use.
         gradient_layout: the layout in which the gradients of the uses are added up.
-        each: the steps that every microbatch's gradient takes from there (see ``reducing``).
-        accumulator: the layout in which gradients of several microbatches are added up.
-        sync: the steps from there to the gradient at rest, once for all microbatches.
-        ways: for each way of ``reducing``, the steps before and after microbatches are added up.
+        ways: by when a gradient is reduced, the steps before and after microbatches are added up: ``"per_step"`` adds
+            up full-size summands and reduces their sum, once; ``"per_microbatch"`` reduces every microbatch's gradient
+            and adds up what lies at rest; ``"across_replicas_per_step"`` scatters every microbatch's gradient over the
+            axes that shard the parameter at rest, and reduces the sum across the others, once (hybrid sharding; Zhao et
+            al. 2023, PyTorch FSDP).
         trainable: whether a gradient comes back.
+        when: the one of these ways that it takes.
     """
 
     name: str
@@ -64,11 +66,24 @@ class ParameterChain:
     placeholders: tuple[str, ...]
     paths: tuple[tuple[Step, ...], ...]
     gradient_layout: Layout
-    each: tuple[Step, ...]
-    accumulator: Layout
-    sync: tuple[Step, ...]
     ways: Mapping[str, tuple[tuple[Step, ...], tuple[Step, ...]]]
     trainable: bool
+    when: str = "per_step"
+
+    @property
+    def each(self) -> tuple[Step, ...]:
+        """The steps that every microbatch's gradient takes from where it is made."""
+        return self.ways[self.when][0]
+
+    @property
+    def sync(self) -> tuple[Step, ...]:
+        """The steps from where microbatches are added up to the gradient at rest, once for all of them."""
+        return self.ways[self.when][1]
+
+    @functools.cached_property
+    def accumulator(self) -> Layout:
+        """The layout in which gradients of several microbatches are added up."""
+        return functools.reduce(lambda layout, step: step.apply(layout), self.each, self.gradient_layout)
 
     @property
     def accumulator_dtype(self) -> torch.dtype:
@@ -80,46 +95,24 @@ class ParameterChain:
         """Whether some use reads memory of its own, not the parameter at rest or a view of it."""
         return self.dtype != self.rest_dtype or any(makes_tensor(path) for path in self.paths)
 
-    @cached_property
+    @functools.cached_property
     def comes_back(self) -> tuple[Layout, ...]:
         """The layouts in which the gradients of its uses are made."""
         return tuple(map(dual_layout, self.uses))
 
-    @cached_property
+    @functools.cached_property
     def ends_in_slice(self) -> bool:
         """Whether its reduced gradient is a slice of a whole one, which it would keep alive."""
         return any(action(step.src, step.dst) == "slice" for step in (*self.each, *self.sync)[-1:])
-
-    def reducing(self, when: str) -> ParameterChain:
-        """The same chain with its gradient reduced at other times.
-
-        Args:
-            when: ``"per_step"`` adds up full-size summands and reduces their sum, once; ``"per_microbatch"`` reduces
-                every microbatch's gradient and adds up what lies at rest; ``"across_replicas_per_step"`` scatters
-                every microbatch's gradient over the axes that shard the parameter at rest, and reduces the sum across
-                the others, once (hybrid sharding; Zhao et al. 2023, PyTorch FSDP).
-        """
-        each, sync = self.ways[when]
-        layout = self.gradient_layout
-        for step in each:
-            layout = step.apply(layout)
-        return replace(self, each=each, accumulator=layout, sync=sync)
 
     def with_gradient_layout(self, gradient_layout: Layout, redistributor: Redistributor) -> ParameterChain:
         """The same chain for gradients that are added up in another layout than its own uses make them in."""
         if gradient_layout == self.gradient_layout:
             return self
         ways = _ways(gradient_layout, None, self.at_rest, self.shape, self.dtype, self.reduce_dtype, redistributor)
-        chain = replace(
-            self,
-            gradient_layout=gradient_layout,
-            each=(),
-            accumulator=gradient_layout,
-            sync=ways["per_step"][1],
-            ways=ways,
-        )
+        chain = replace(self, gradient_layout=gradient_layout, ways=ways, when="per_step")
         for when in chain.ways:
-            require_complete(chain.reducing(when))
+            require_complete(replace(chain, when=when))
         return chain
 
     def __str__(self) -> str:
@@ -160,7 +153,7 @@ def hoist_parameter_chains(
         parameters: placeholder name to parameter name.
         rest_dtypes: parameter name to its dtype at rest, where that is not the placeholder's.
         reduce_dtype: the dtype in which gradients travel; None is that of their use.
-        reduce: parameter name to when its gradient is reduced (see :meth:`ParameterChain.reducing`).
+        reduce: parameter name to when its gradient is reduced (see :class:`ParameterChain`).
     """
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     chains: list[tuple[int, ParameterChain]] = []
@@ -176,7 +169,7 @@ def hoist_parameter_chains(
                 chains.append((first, chain))
     chains.sort(key=lambda pair: pair[0])
     reduce = reduce or {}
-    return Chains(tuple(c.reducing(reduce[c.name]) if c.name in reduce else c for _, c in chains))
+    return Chains(tuple(replace(c, when=reduce.get(c.name, "per_step")) for _, c in chains))
 
 
 def _hoist(
@@ -235,9 +228,6 @@ def _hoist(
         tuple(p.name for p in placeholders),
         tuple(paths),
         gradient_layout,
-        (),
-        gradient_layout,
-        ways["per_step"][1],
         ways,
         trainable,
     )

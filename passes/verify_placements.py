@@ -96,7 +96,7 @@ class _Verifier:
         for placeholder, use, path in zip(chain.placeholders, chain.uses, chain.paths, strict=True):
             self._require_way(chain.name, chain.at_rest, path, use)
             self.uses[placeholder] = origin, use
-        ways = {(*each, *sync) for each, sync in ((chain.each, chain.sync), *chain.ways.values())}
+        ways = {(*each, *sync) for each, sync in chain.ways.values()}
         for way in ways if chain.trainable else ():
             self._require_way(f"the gradient of {chain.name}", chain.gradient_layout, way, chain.at_rest)
 

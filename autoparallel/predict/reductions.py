@@ -1,8 +1,8 @@
 """When gradients are reduced, where a step is several microbatches.
 
 Adding up full-size summands costs memory and one reduction a step; reducing every microbatch's gradient costs a
-reduction each time and no memory beside the gradient at rest; hybrid sharding lies between (see
-``ParameterChain.reducing``).  What is fastest within the memory that is left is chosen bucket by bucket.
+reduction each time and no memory beside the gradient at rest; hybrid sharding lies between (see ``ParameterChain``).
+What is fastest within the memory that is left is chosen bucket by bucket.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def gradient_collectives(
 
 def reduction_cost(bucket: Bucket, when: str, axis_sizes: Sequence[int], profile: Profile) -> ReductionCost:
     """What it costs to reduce a bucket's gradients ``when``."""
-    chains = [chain.reducing(when) for chain in bucket.chains]
+    chains = [replace(chain, when=when) for chain in bucket.chains]
     collectives = gradient_collectives(chains, [chain.each for chain in chains], axis_sizes)
     seconds = sum(profile.step_seconds(tuple(axis_sizes), kind, axes, size) for kind, axes, size in collectives)
     return ReductionCost(sum(accumulator_bytes(chain, axis_sizes) for chain in chains), seconds)

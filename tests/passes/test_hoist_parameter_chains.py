@@ -115,7 +115,7 @@ def chain_with(sync: tuple[Step, ...], at_rest: str, accumulator: str) -> Parame
     gather = Step((0,), parse_layout(at_rest)[0], Replicate)
     return ParameterChain(
         "w", (4, 4), torch.float32, torch.float32, torch.float32, parse_layout(at_rest), (parse_layout("R"),), ("w",),
-        ((gather,),), parse_layout(accumulator), (), parse_layout(accumulator), sync, {}, True,
+        ((gather,),), parse_layout(accumulator), {"per_step": ((), sync)}, True,
     )  # fmt: skip
 
 

@@ -109,7 +109,8 @@ class StageGradients(GradientStore):
 
     def added(self, chain: ParameterChain) -> ParameterChain:
         """The way that is left to a parameter's summed gradients."""
-        return replace(chain, gradient_layout=chain.accumulator, each=()) if self.alone else chain
+        left = {chain.when: ((), chain.sync)}
+        return replace(chain, gradient_layout=chain.accumulator, ways=left) if self.alone else chain
 
     def take(self) -> dict[str, torch.Tensor]:
         """The sums, which begin anew; what was held is let go of."""
