@@ -14,15 +14,15 @@ After:
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autoparallel.operators.current import Current
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.rules.calls import is_tensor, tensor_operands
 
@@ -68,21 +68,12 @@ class Deferred:
         return [(outer, g) for (outer, _), g in zip(self.weights, grads, strict=True) if g is not None]
 
 
-class _Current(threading.local):
-    collected: list[Deferred] | None = None
+_COLLECTED: Current[list[Deferred] | None] = Current(None)
 
 
-_CURRENT = _Current()
-
-
-@contextlib.contextmanager
-def collect_deferred() -> Iterator[list[Deferred]]:
-    """Collects what the calls inside leave for later."""
-    before, _CURRENT.collected = _CURRENT.collected, []
-    try:
-        yield _CURRENT.collected
-    finally:
-        _CURRENT.collected = before
+def collect_deferred(deferred: list[Deferred]) -> AbstractContextManager[Any]:
+    """Inside, what calls leave for later goes into a list."""
+    return _COLLECTED.using(deferred)
 
 
 class _Deferring(torch.autograd.Function):
@@ -123,7 +114,7 @@ class Deferring:
         self.__name__ = "_".join(["deferring", name, *map(str, weights)])  # what a program's text shows of it
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        collected = _CURRENT.collected
+        collected = _COLLECTED.value
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         trained = [tensors[n] for n in self.weights if leaves[tensors[n]].requires_grad]

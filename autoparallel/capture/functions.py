@@ -51,7 +51,7 @@ def _apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def _run_silently(function: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
     """Runs Python on fake tensors without a trace of it."""
-    trace = CURRENT.trace
+    trace = CURRENT.value
     assert trace is not None
     mode = next(m for t in tensors if (m := getattr(t, "fake_mode", None)) is not None)
     with trace.silent(), _torch.without_modes(), torch._C.DisableTorchFunction(), mode:

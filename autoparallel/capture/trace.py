@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.hooks import HookTemplate
 from autoparallel.graph.lines import line_of_frame
+from autoparallel.operators.current import Current
 from autoparallel.operators.opaque import OpaqueCall
 
 
@@ -77,15 +77,11 @@ class Trace:
             self.listening = before
 
 
-class _Current(threading.local):
-    trace: Trace | None = None
-
-
-CURRENT = _Current()
+CURRENT: Current[Trace | None] = Current(None)
 
 
 def listening() -> Trace | None:
-    trace = CURRENT.trace
+    trace = CURRENT.value
     return trace if trace is not None and trace.listening else None
 
 

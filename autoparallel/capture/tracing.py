@@ -38,12 +38,10 @@ from autoparallel.operators.opaque import opaque_calls
 def everything_seen(trace: Trace) -> Iterator[None]:
     """Inside, on this thread, a model's Python leaves calls for what it does to gradients."""
     enabled = torch.is_grad_enabled()
-    before, CURRENT.trace = CURRENT.trace, trace
     try:
-        with _replaced_names(), opaque_calls(trace.calls), _Listener(trace):
+        with CURRENT.using(trace), _replaced_names(), opaque_calls(trace.calls), _Listener(trace):
             yield
     finally:
-        CURRENT.trace = before
         changed = torch.is_grad_enabled() != enabled
         torch._C._set_grad_enabled(enabled)
     if changed:

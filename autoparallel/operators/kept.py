@@ -10,9 +10,8 @@ the second run has made of the results that were kept.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.operators.current import Current
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,14 @@ class KeptResults:
         self._made: list[_Made] = []
         self._number: int | None = None  # of the next call in the second run
 
-    @contextmanager
-    def filled(self) -> Iterator[None]:
+    def filled(self) -> AbstractContextManager[Any]:
         """Calls inside are the first run's, and keep their results here."""
-        with _using(self):
-            yield
+        return _RESULTS.using(self)
 
-    @contextmanager
-    def read(self) -> Iterator[None]:
+    def read(self) -> AbstractContextManager[Any]:
         """Calls inside are those of a second run, and find their results here."""
         self._number = 0
-        with _using(self):
-            yield
+        return _RESULTS.using(self)
 
     def call(self, function: Callable[..., torch.Tensor], wanted: bool, args: Any, kwargs: Any) -> torch.Tensor:
         """The function's result."""
@@ -100,20 +96,7 @@ class KeptResults:
         return result
 
 
-class _Current(threading.local):
-    results: KeptResults | None = None
-
-
-_CURRENT = _Current()
-
-
-@contextmanager
-def _using(results: KeptResults) -> Iterator[None]:
-    before, _CURRENT.results = _CURRENT.results, results
-    try:
-        yield
-    finally:
-        _CURRENT.results = before
+_RESULTS: Current[KeptResults | None] = Current(None)
 
 
 @dataclass
@@ -198,7 +181,7 @@ class Keeping:
 
     def call(self, function: Callable[..., torch.Tensor], args: Any, kwargs: Any) -> torch.Tensor:
         """Calls another function in the place of the target."""
-        results = _CURRENT.results
+        results = _RESULTS.value
         if results is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         return results.call(function, self.wanted, args, kwargs)

@@ -12,9 +12,8 @@ cut: the user's backward need not be linear in the gradient, so it may not be ru
 from __future__ import annotations
 
 import enum
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel._torch import backward_hook_of, has_side_effect
+from autoparallel.operators.current import Current
 
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -120,21 +120,12 @@ class OpaqueCall(Protocol):
         """The results' shapes."""
 
 
-class _Current(threading.local):
-    calls: Mapping[str, OpaqueCall] | None = None
+_CALLS: Current[Mapping[str, OpaqueCall]] = Current({})
 
 
-_CURRENT = _Current()
-
-
-@contextmanager
-def opaque_calls(calls: Mapping[str, OpaqueCall]) -> Iterator[None]:
+def opaque_calls(calls: Mapping[str, OpaqueCall]) -> AbstractContextManager[Any]:
     """Inside, on this thread, ``autoparallel::call`` knows these."""
-    before, _CURRENT.calls = _CURRENT.calls, calls
-    try:
-        yield
-    finally:
-        _CURRENT.calls = before
+    return _CALLS.using(calls)
 
 
 _LIBRARY = torch.library.Library("autoparallel", "FRAGMENT")
@@ -146,8 +137,8 @@ HOOK = torch.ops.autoparallel.hook.default
 
 @torch.library.register_fake("autoparallel::call", lib=_LIBRARY)
 def _(tensors: Sequence[Tensor], numbers: Sequence[Any], name: str) -> list[Tensor]:
-    assert _CURRENT.calls is not None, "autoparallel::call exists while a model is traced only"
-    return _CURRENT.calls[name].fake(tensors, numbers)
+    assert name in _CALLS.value, "autoparallel::call exists while a model is traced only"
+    return _CALLS.value[name].fake(tensors, numbers)
 
 
 @torch.library.register_fake("autoparallel::hook", lib=_LIBRARY)

@@ -9,15 +9,16 @@ numbers stands in ``draws``.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoparallel.comm.groups import axis_index, axis_size
+from autoparallel.operators.current import Current
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,7 @@ class RandomState:
     first: int = 0
 
 
-class _Current(threading.local):
-    state = RandomState(0, 0)
-
-
-_CURRENT = _Current()
+_STATE = Current(RandomState(0, 0))
 
 MICROBATCH = "microbatch"
 """Stands for an axis in what shards a draw's dim: the microbatches of a pipeline cut the batch."""
@@ -51,20 +48,14 @@ _SECOND = 0x94D049BB133111EB
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-@contextmanager
-def draw_from(state: RandomState) -> Iterator[None]:
+def draw_from(state: RandomState) -> AbstractContextManager[Any]:
     """A context in which the random numbers that this thread draws depend on ``state``."""
-    before = _CURRENT.state
-    _CURRENT.state = state
-    try:
-        yield
-    finally:
-        _CURRENT.state = before
+    return _STATE.using(state)
 
 
 def random_state() -> RandomState:
     """What this thread's random numbers depend on now."""
-    return _CURRENT.state
+    return _STATE.value
 
 
 def _mix(z: int) -> int:
@@ -96,7 +87,7 @@ class Numbers:
     """
 
     def __init__(self, number: int, shape: Sequence[int], shards: str, device: torch.device) -> None:
-        state = _CURRENT.state
+        state = _STATE.value
         self._key = _mix(_mix(_mix(state.seed & _MASK64) ^ (state.first + number)) ^ state.call)
         self._scaled = _positions(shape, shards, device) * _signed(_GAMMA)
 
@@ -149,7 +140,7 @@ def _coordinate(groups: str) -> tuple[int, int]:
     index, count = 0, 1
     for group in groups.split(",") if groups else ():
         if group == MICROBATCH:
-            here, n = _CURRENT.state.microbatch, _CURRENT.state.microbatches
+            here, n = _STATE.value.microbatch, _STATE.value.microbatches
         else:
             here, n = axis_index(group), axis_size(group)
         index, count = index * n + here, count * n

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.recompute_layers import recompute_layers
-from autoparallel.passes.split_weight_gradients import Deferring, collect_deferred, split_weight_gradients
+from autoparallel.passes.split_weight_gradients import Deferred, Deferring, collect_deferred, split_weight_gradients
 from tests.passes.support import Masked, captured, show
 
 
@@ -100,7 +100,8 @@ class TestWhatIsLeftForLater:
         graph = captured(nn.Linear(4, 4, bias=False).double(), torch.randn(8, 4, dtype=torch.float64))
         assert split(graph) == 1
         weight, x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True), torch.randn(8, 4, dtype=torch.float64)
-        with collect_deferred() as (deferred):
+        deferred: list[Deferred] = []
+        with collect_deferred(deferred):
             (result,) = graph.module(weight, x)
         result.sum().backward()
         assert weight.grad is None
@@ -119,7 +120,8 @@ class TestTheGradients:
         weights = {n: model.get_parameter(p).detach().requires_grad_() for n, p in graph.parameters.items()}
         inner = x.clone().requires_grad_()
         inputs = [weights.get(n.name, inner) for n in graph.graph.nodes if n.op == "placeholder"]
-        with collect_deferred() as deferred:
+        deferred: list[Deferred] = []
+        with collect_deferred(deferred):
             (result,) = graph.module(*inputs)
         F.mse_loss(result, x).backward()
         assert inner.grad is not None and inner.grad.abs().sum() > 0
@@ -152,7 +154,8 @@ class TestTheGradients:
         assert split(graph) == 1, "the bias of the other layer"
         weights = {n: model.get_parameter(p).detach().requires_grad_() for n, p in graph.parameters.items()}
         inputs = [weights.get(n.name, x) for n in graph.graph.nodes if n.op == "placeholder"]
-        with collect_deferred() as deferred:
+        deferred: list[Deferred] = []
+        with collect_deferred(deferred):
             (result,) = graph.module(*inputs)
         F.mse_loss(result, x).backward()
         for weight, grad in [found for left in deferred for found in left.run()]:

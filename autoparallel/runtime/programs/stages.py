@@ -216,7 +216,8 @@ class Stage:
         for crossing in self.graph.incoming:
             x = received[crossing.number]
             inputs[crossing.number] = x.requires_grad_(differentiate and self.index in crossing.flows)
-        with torch.set_grad_enabled(differentiate), collect_deferred() as deferred:
+        deferred: list[Deferred] = []
+        with torch.set_grad_enabled(differentiate), collect_deferred(deferred):
             values = list(self.runner([*leaves, *inputs.values()], buffers, self._held))
         captured, graph = self.graph.captured, self.graph
         count = len(captured.mutated_buffers)
