@@ -65,7 +65,7 @@ class LocalProgram:
 
     @property
     def programs(self) -> tuple[LocalProgram]:
-        """Those of its only stage."""
+        """The programs of its only stage."""
         return (self,)
 
     def text(self) -> str:

@@ -88,7 +88,7 @@ class _Walk:
         return node in self.results and node.target is aten.div.Tensor and len(tensor_operands(node)) == 2
 
     def _count(self, node: fx.Node, operands: list[Placement]) -> Placement | None:
-        """Of a call that counts rows, or uses their numbers."""
+        """The placement of a call that counts rows, or uses their numbers."""
         rows = _open_dim(node)
         if rows is None:
             return Invariant if not operands else None

@@ -46,7 +46,7 @@ def _arange(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _follow(counts: Callable[..., bool]) -> Callable[..., Tensor]:
-    """Of a function that leaves positions counting up along the last dim where ``counts`` says so of its arguments."""
+    """A handler of a function that leaves positions that count up along the last dim, where ``counts`` says so."""
 
     def call(trace: Trace, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = func(x, *args, **kwargs)

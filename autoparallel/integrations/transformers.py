@@ -30,7 +30,7 @@ STATE = "autoparallel"
 
 
 class Trainer(transformers.Trainer):
-    """That of ``transformers``, whose model trains on a whole mesh.
+    """The trainer of ``transformers``, whose model trains on a whole mesh.
 
     ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are the batches of all ranks, so that all numbers
     are those of the same script in one process. A checkpoint is a folder that ``from_pretrained`` reads, with what

@@ -112,12 +112,12 @@ class Numbers:
         return (_logical_shift(self.bits(stream), 12).double() + 0.5) * 2.0**-52
 
     def normal(self, stream: int = 0) -> Tensor:
-        """Of mean 0 and deviation 1 (Box and Muller 1958), in float64; takes two streams."""
+        """Numbers of mean 0 and deviation 1 (Box and Muller 1958), in float64; takes two streams."""
         radius = self.inside(stream).log().mul(-2).sqrt()
         return radius * self.inside(stream + 1).mul(2 * math.pi).cos()
 
     def exponential(self, dtype: torch.dtype, stream: int = 0) -> Tensor:
-        """Of rate 1, positive in ``dtype`` too."""
+        """Numbers of rate 1, positive in ``dtype`` too."""
         return self.inside(stream).log().neg().clamp(min=torch.finfo(dtype).tiny)
 
 

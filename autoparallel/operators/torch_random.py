@@ -51,7 +51,7 @@ class Draw:
         return self.arguments[name]
 
     def sizes(self) -> list[Any]:
-        """Of the result: those given, or those of the tensor that is filled, or is to be like."""
+        """The sizes of the result: those given, or those of the tensor that is filled, or is to be like."""
         return list(self["size"]) if "size" in self.arguments else self.emit.sizes(self["self"])
 
     def form(self) -> dict[str, Any]:

@@ -280,7 +280,7 @@ class _Steps:
         return rows, even
 
     def reaches_all(self, shape: Sequence[int]) -> np.ndarray:
-        """Of which layouts every dim that is sharded has at least as many rows as ranks that shard it."""
+        """The layouts of which every dim that is sharded has at least as many rows as ranks that shard it."""
         fits = np.ones(len(self.codes), dtype=bool)
         for dim, size in enumerate(shape):
             count = np.where(self.codes == _S + dim, np.array(self.axis_sizes), 1).prod(axis=1)

@@ -13,7 +13,7 @@ from autoparallel.rules.shapes import hint
 
 
 def convolution(node: fx.Node) -> Rule:
-    """Of a convolution in any number of dims, transposed or not, with or without groups."""
+    """The rule of a convolution in any number of dims, transposed or not, with or without groups."""
     values, (x, weight, *bias) = arguments(node), operand_shapes(node)
     transposed = bool(values.get("transposed")) or "transpose" in str(node.target)
     spatial, groups = len(weight) - 2, values["groups"]

@@ -23,14 +23,14 @@ def _localize_embedding(call: LocalCall) -> None:
 
 
 def padding(node: fx.Node) -> Rule:
-    """Of rows that are added to a table: a rank fills up its own piece, since the pieces that ``torch.chunk`` cuts
+    """The rule of rows that are added to a table: a rank fills up its own piece, since the pieces of ``torch.chunk``
     begin where those of the padded whole do."""
     localize = divide_counts("rows", factor="v")
     return make_rule(node, "v ... -> v ...", shapes=[shape_of(node)], linear=[(0,)], localize=localize)
 
 
 def embedding(node: fx.Node) -> Rule:
-    """Of a look-up in a table, whose rows may be sharded: each rank looks up those that it has."""
+    """The rule of a look-up in a table, whose rows may be sharded: each rank looks up those that it has."""
     rows = [f"i{k}" for k in range(len(operand_shapes(node)[1]))]
     # A gradient divided by how often each row was looked up needs all look-ups at once: only columns may be cut.
     counts = bool(arguments(node).get("scale_grad_by_freq"))
@@ -53,7 +53,7 @@ def _beside(dim: int, shapes: Sequence[Shape]) -> list[list[str]]:
 
 
 def gather(node: fx.Node) -> Rule | None:
-    """Of a look-up along a dim; the result has the shape of the index."""
+    """The rule of a look-up along a dim; the result has the shape of the index."""
     source, index = operand_shapes(node)
     dims = dims_of(node)
     if len(dims) != 1 or len(source) != len(index) or shape_of(node) != index:
@@ -64,7 +64,7 @@ def gather(node: fx.Node) -> Rule | None:
 
 
 def index_select(node: fx.Node) -> Rule | None:
-    """Of a look-up along a dim, the same for all others."""
+    """The rule of a look-up along a dim, the same for all others."""
     source, index = operand_shapes(node)
     if not source or not index:
         return None
@@ -73,7 +73,7 @@ def index_select(node: fx.Node) -> Rule | None:
 
 
 def scatter_add(node: fx.Node) -> Rule:
-    """Of what is added along a dim, each rank its part where the index and the source are cut alike."""
+    """The rule of what is added along a dim, each rank its part where the index and the source are cut alike."""
     shapes = operand_shapes(node)
     dim = arguments(node)["dim"] % max(len(shapes[0]), 1)
     into, index, source = _beside(dim, shapes)
@@ -84,7 +84,7 @@ def scatter_add(node: fx.Node) -> Rule:
 
 
 def scatter(node: fx.Node) -> Rule:
-    """Of what is replaced along a dim, by a tensor or a number, or reduced there."""
+    """The rule of what is replaced along a dim, by a tensor or a number, or reduced there."""
     shapes, values = operand_shapes(node), arguments(node)
     parts = _beside(values["dim"] % max(len(shapes[0]), 1), shapes)
     linear = len(shapes) == 3 and values.get("reduce") in (None, "sum", "add") and values.get("include_self", True)
@@ -92,7 +92,7 @@ def scatter(node: fx.Node) -> Rule:
 
 
 def index_copy(node: fx.Node) -> Rule | None:
-    """Of what is replaced along a dim, the same for all others, by a tensor or a number."""
+    """The rule of what is replaced along a dim, the same for all others, by a tensor or a number."""
     into, index, *source = operand_shapes(node)
     if not into or not index or source and len(source[0]) != len(into):
         return None
@@ -102,7 +102,7 @@ def index_copy(node: fx.Node) -> Rule | None:
 
 
 def index_add(node: fx.Node) -> Rule | None:
-    """Of what is added along a dim, the same for all others."""
+    """The rule of what is added along a dim, the same for all others."""
     into, index, source = operand_shapes(node)
     if len(into) != len(source) or not into or not index:
         return None
@@ -129,7 +129,7 @@ def _indexed(node: fx.Node) -> tuple[list[str], list[list[str]], list[str]] | No
 
 
 def index(node: fx.Node) -> Rule | None:
-    """Of a look-up by indices of one or more dims."""
+    """The rule of a look-up by indices of one or more dims."""
     if (dims := _indexed(node)) is None:
         return None
     names, indices, part = dims
@@ -137,7 +137,7 @@ def index(node: fx.Node) -> Rule | None:
 
 
 def index_put(node: fx.Node) -> Rule | None:
-    """Of what is replaced, or added, by indices of one or more dims."""
+    """The rule of what is replaced, or added, by indices of one or more dims."""
     if (dims := _indexed(node)) is None:
         return None
     names, indices, part = dims

@@ -9,7 +9,7 @@ from autoparallel.rules.core import Rule, dim_names, dimwise
 
 
 def recurrent(node: fx.Node) -> Rule:
-    """Of a recurrent layer: every sample goes through it alone."""
+    """The rule of a recurrent layer: every sample goes through it alone."""
     values = arguments(node)
     states, weights = len(values["states"]), operand_shapes(node)[1 + len(values["states"]) :]
     steps = ["n", "xs", "xi"] if values["batch_first"] else ["xs", "n", "xi"]
@@ -25,14 +25,14 @@ def recurrent(node: fx.Node) -> Rule:
 
 
 def grid_sample(node: fx.Node) -> Rule:
-    """Of the values at places of a grid, ``[n, channels, ...]`` at ``[n, ..., coordinates]``: each place alone."""
+    """The rule of values at places of a grid, ``[n, channels, ...]`` at ``[n, ..., coordinates]``, each alone."""
     spatial = len(shape_of(node)) - 2
     inside, places = [f"xi{k}" for k in range(spatial)], [f"p{k}" for k in range(spatial)]
     return dimwise(node, [["n", "c", *inside], ["n", *places, "xc"]], ["n", "c", *places], linear=[(0,)])
 
 
 def weight_norm(node: fx.Node) -> Rule | None:
-    """Of a weight whose direction and length are parameters: lengths are those of slices along one dim."""
+    """The rule of a weight whose direction and length are parameters: lengths are those of slices along one dim."""
     direction, length = operand_shapes(node)
     dim = arguments(node)["dim"]
     if len(length) != len(direction) or dim < 0:
@@ -43,7 +43,7 @@ def weight_norm(node: fx.Node) -> Rule | None:
 
 
 def stft(node: fx.Node) -> Rule:
-    """Of the Fourier transforms of windows of signals, ``[t]`` or ``[n, t]``."""
+    """The rule of the Fourier transforms of windows of signals, ``[t]`` or ``[n, t]``."""
     signal, *window = operand_shapes(node)
     rows = dim_names(len(signal) - 1)
     inner = [f"xo{k}" for k in range(len(shape_of(node)) - len(rows))]

@@ -16,7 +16,7 @@ _KINDS = {1: "mean", 2: "sum"}
 
 
 def elementwise_loss(node: fx.Node) -> Rule | None:
-    """Of a loss of each element, and their sum or mean."""
+    """The rule of a loss of each element, and their sum or mean."""
     kind = _KINDS.get(arguments(node)["reduction"])
     return reduction(node, kind, linear=False) if kind else pointwise(node)
 
@@ -53,7 +53,7 @@ def _localize_cross_entropy(call: LocalCall) -> None:
 
 
 def cross_entropy_sum(node: fx.Node) -> Rule:
-    """Of the sum of cross-entropies, whose classes may be sharded."""
+    """The rule of the sum of cross-entropies, whose classes may be sharded."""
     logits, _, *weights = operand_shapes(node)
     rows = _rows(len(logits) - 1)
     # Only the plain loss has a class-sharded form; class weights and smoothing keep the classes whole.
@@ -69,6 +69,6 @@ def cross_entropy_sum(node: fx.Node) -> Rule:
 
 
 def cross_entropy_weight(node: fx.Node) -> Rule:
-    """Of what the mean of cross-entropies is divided by."""
+    """The rule of what the mean of cross-entropies is divided by."""
     target, *weights = operand_shapes(node)
     return dimwise(node, [_rows(len(target)), *(["c"] for _ in weights)], [], blocked=["c"])

@@ -29,7 +29,7 @@ def product(node: fx.Node, notation: str | Notation, blocked: Sequence[str] = ()
 
 
 def matmul(node: fx.Node) -> Rule:
-    """Of a product of vectors, matrices, or stacks of matrices."""
+    """The rule of a product of vectors, matrices, or stacks of matrices."""
     a, b = (len(shape) for shape in operand_shapes(node))
     left, right = ["k"] if a == 1 else ["...", "m", "k"], ["k"] if b == 1 else ["...", "k", "n"]
     lead = [] if a == b == 1 else ["..."]
@@ -37,7 +37,7 @@ def matmul(node: fx.Node) -> Rule:
 
 
 def einsum(node: fx.Node) -> Rule | None:
-    """Of a sum of products, each letter a factor."""
+    """The rule of a sum of products, each letter a factor."""
     left, arrow, right = str(arguments(node)["equation"]).replace(" ", "").replace("...", ".").partition("->")
     letters = left.replace(".", "").replace(",", "")
     if not arrow:  # torch's implicit form: the letters that occur once, in order, after the ellipsis
@@ -51,7 +51,7 @@ def einsum(node: fx.Node) -> Rule | None:
 
 
 def tensordot(node: fx.Node) -> Rule:
-    """Of a product that is summed over the dims which the call names."""
+    """The rule of a product that is summed over the dims which the call names."""
     values = arguments(node)
     a, b = (len(shape) for shape in operand_shapes(node))
     left, right = [f"m{i}" for i in range(a)], [f"n{i}" for i in range(b)]
@@ -71,7 +71,7 @@ def _localize_grouped(call: LocalCall) -> None:
 
 
 def grouped(node: fx.Node) -> Rule:
-    """Of a linear layer of which every row picks its own weight."""
+    """The rule of a linear layer of which every row picks its own weight."""
     experts = operand_shapes(node)[1][0]
     return make_rule(
         node,
@@ -84,7 +84,7 @@ def grouped(node: fx.Node) -> Rule:
 
 
 def attention(node: fx.Node) -> Rule | None:
-    """Of scaled dot-product attention, with or without groups of heads and a mask."""
+    """The rule of scaled dot-product attention, with or without groups of heads and a mask."""
     values, (q, k, v, *masks) = arguments(node), operand_shapes(node)
     rank = len(q)
     if not rank == len(k) == len(v) or values["dropout_p"]:

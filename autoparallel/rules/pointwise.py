@@ -45,23 +45,23 @@ def keeps_sums(node: fx.Node) -> bool:
 
 
 def scaled(node: fx.Node) -> Rule:
-    """Of an operator that copies, casts, negates, or multiplies by a number."""
+    """The rule of an operator that copies, casts, negates, or multiplies by a number."""
     return pointwise(node, [(0,)] if keeps_sums(node) else [])
 
 
 def quotient(node: fx.Node) -> Rule:
-    """Of a division, which is linear in what is divided."""
+    """The rule of a division, which is linear in what is divided."""
     first = isinstance(node.args[0], fx.Node) and tensor_operands(node)[0] is node.args[0]
     return pointwise(node, [(0,)] if first and keeps_sums(node) else [])
 
 
 def masked_fill(node: fx.Node) -> Rule:
-    """Of a mask that is filled with a number."""
+    """The rule of a mask that is filled with a number."""
     return pointwise(node, [(0,)] if arguments(node)["value"] == 0 else [])
 
 
 def prelu(node: fx.Node) -> Rule:
-    """Of a leaky ReLU with one slope for all channels, or one for each."""
+    """The rule of a leaky ReLU with one slope for all channels, or one for each."""
     shape, slopes = operand_shapes(node)
     dims = dim_names(len(shape))
     channel = dims[min(1, len(dims) - 1)] if dims else "1"

@@ -26,11 +26,11 @@ def _localize_sized(call: LocalCall) -> None:
 
 
 def sized(node: fx.Node) -> Rule:
-    """Of a draw that is given the sizes of its result."""
+    """The rule of a draw that is given the sizes of its result."""
     return dimwise(node, [], dim_names(len(shape_of(node))), localize=_localize_sized)
 
 
 def classes(node: fx.Node) -> Rule:
-    """Of a draw of classes by their weights, for each row of them."""
+    """The rule of a draw of classes by their weights, for each row of them."""
     rows = ["n"] * (len(operand_shapes(node)[0]) - 1)
     return dimwise(node, [[*rows, "xc"]], [*rows, "xk"], localize=localize_draw)

@@ -14,7 +14,7 @@ from autoparallel.rules.pointwise import keeps_sums
 
 
 def along(node: fx.Node, dims: Collection[int] | None = None, linear: bool = False) -> Rule:
-    """Of an operator that works along some dims, those that the call names, and leaves the others alone.
+    """The rule of an operator that works along some dims, those that the call names, and leaves the others alone.
 
     The dims along which it works stay whole; it may change their size.
     """
@@ -26,7 +26,7 @@ def along(node: fx.Node, dims: Collection[int] | None = None, linear: bool = Fal
 def reduction(
     node: fx.Node, kind: str | None = None, dims: Collection[int] | None = None, linear: bool = True
 ) -> Rule | None:
-    """Of an operator that reduces some dims, those that the call names, of operands of one shape.
+    """The rule of an operator that reduces some dims, those that the call names, of operands of one shape.
 
     Args:
         kind: ``"sum"`` or ``"mean"``; None where the dims that are reduced stay whole.
@@ -48,20 +48,20 @@ def reduction(
 
 
 def pooled_indices(node: fx.Node) -> Rule:
-    """Of the places of the largest in windows of the last dims."""
+    """The rule of the places of the largest in windows of the last dims."""
     rank = len(shape_of(node))
     return along(node, range(rank - int(arguments(node)["pool"].split("pool")[1][0]), rank))
 
 
 def cross(node: fx.Node) -> Rule:
-    """Of a cross product along a dim of three."""
+    """The rule of a cross product along a dim of three."""
     rank = len(shape_of(node))
     names = dim_names(rank, {arguments(node)["dim"] % rank})
     return dimwise(node, [names, names], names, linear=[(0,), (1,)])
 
 
 def fourier(node: fx.Node) -> Rule:
-    """Of a Fourier transform: linear over real numbers in whatever dims it transforms, some of which change in size."""
+    """The rule of a Fourier transform: linear over real numbers in any dims, some of which change in size."""
     values, rank = arguments(node), len(operand_shapes(node)[0])
     if values["dim"] is None and values.get("s") is not None:  # the last dims, as many as there are sizes
         return along(node, range(rank - len(values["s"]), rank), linear=True)
@@ -69,7 +69,7 @@ def fourier(node: fx.Node) -> Rule:
 
 
 def histogram(node: fx.Node) -> Rule | None:
-    """Of the counts of values in bins."""
+    """The rule of the counts of values in bins."""
     values = arguments(node)
     if values["min"] == values["max"]:
         return None  # torch takes the range from all the values there are
@@ -77,7 +77,7 @@ def histogram(node: fx.Node) -> Rule | None:
 
 
 def layer_norm(node: fx.Node) -> Rule:
-    """Of a normalisation over the last dims, with or without a weight and a bias."""
+    """The rule of a normalisation over the last dims, with or without a weight and a bias."""
     values, count = arguments(node), len(operand_shapes(node))
     inner = [f"x{i}" for i in range(len(values["normalized_shape"]))]
     weighted, biased = values["weight"] is not None, values.get("bias") is not None
@@ -91,21 +91,21 @@ def layer_norm(node: fx.Node) -> Rule:
 
 
 def _by_sample(node: fx.Node, channel: str, **options: Any) -> Rule:
-    """Of a normalisation over the places of each sample, ``[n, channel, ...]``, and a part of its channels."""
+    """The rule of a normalisation over the places of each sample, ``[n, channel, ...]``, and a part of its channels."""
     shape, *weights = operand_shapes(node)
     sample = ["n", channel, *(f"x{i}" for i in range(len(shape) - 2))]
     return dimwise(node, [sample, *([channel] for _ in weights)], sample, **options)
 
 
 def group_norm(node: fx.Node) -> Rule:
-    """Of a normalisation over groups of channels, of which whole ones are cut."""
+    """The rule of a normalisation over groups of channels, of which whole ones are cut."""
     channels, groups = operand_shapes(node)[0][1], arguments(node)["num_groups"]
     localize = divide_counts("num_groups", factor="g")
     return _by_sample(node, "(g xc)", sizes={"g": groups, "xc": channels // groups}, localize=localize)
 
 
 def instance_norm(node: fx.Node) -> Rule | None:
-    """Of a normalisation of each channel of each sample."""
+    """The rule of a normalisation of each channel of each sample."""
     values = arguments(node)
     if values["running_mean"] is not None or values["running_var"] is not None:
         return None  # its running statistics are means over the batch

@@ -68,8 +68,8 @@ def runs_of_equal_product(source: Shape, target: Shape) -> list[tuple[list[int],
 
 
 def reshape(node: fx.Node, localize: Localize | None = None) -> Rule | None:
-    """Of a reshape: dims are grouped into the shortest runs of equal product; in each run the outermost dims share
-    their greatest common factor, everything inside it is never cut."""
+    """The rule of a reshape: dims are grouped into the shortest runs of equal product; in each run the outermost dims
+    share their greatest common factor, everything inside it is never cut."""
     (source,), target = operand_shapes(node), shape_of(node)
     if any(isinstance(s, int) and s == 0 for s in source):
         return None
@@ -97,7 +97,7 @@ def _localize_squeeze(call: LocalCall) -> None:
 
 
 def squeeze(node: fx.Node) -> Rule | None:
-    """Of an operator that drops dims of size one."""
+    """The rule of an operator that drops dims of size one."""
     return reshape(node, _localize_squeeze)
 
 
@@ -118,26 +118,26 @@ def order_of(node: fx.Node) -> list[int]:
 
 
 def permutation(node: fx.Node) -> Rule:
-    """Of an operator that puts dims into another order."""
+    """The rule of an operator that puts dims into another order."""
     names = dim_names(len(shape_of(node)))
     return dimwise(node, [names], [names[i] for i in order_of(node)], linear=[(0,)])
 
 
 def select(node: fx.Node) -> Rule:
-    """Of an operator that takes one index of a dim."""
+    """The rule of an operator that takes one index of a dim."""
     names = dim_names(len(operand_shapes(node)[0]), dims_of(node))
     return dimwise(node, [names], [n for n in names if n.startswith("d")], linear=[(0,)])
 
 
 def diagonal(node: fx.Node) -> Rule:
-    """Of the diagonal of two dims, which becomes the last one."""
+    """The rule of the diagonal of two dims, which becomes the last one."""
     values, rank = arguments(node), len(operand_shapes(node)[0])
     names = dim_names(rank, {values["dim1"] % rank, values["dim2"] % rank})
     return dimwise(node, [names], [*(n for n in names if n.startswith("d")), "xo"], linear=[(0,)])
 
 
 def pad(node: fx.Node) -> Rule:
-    """Of a padding of the last dims."""
+    """The rule of a padding of the last dims."""
     values, rank = arguments(node), len(shape_of(node))
     constant = values.get("mode", "constant") == "constant"
     amounts = values["pad"]
@@ -146,33 +146,33 @@ def pad(node: fx.Node) -> Rule:
 
 
 def triangle(node: fx.Node) -> Rule:
-    """Of a triangle of the last two dims."""
+    """The rule of a triangle of the last two dims."""
     rank = len(shape_of(node))
     return along(node, {rank - 2, rank - 1}, linear=True)
 
 
 def slice_scatter(node: fx.Node) -> Rule:
-    """Of a tensor of which a slice is replaced."""
+    """The rule of a tensor of which a slice is replaced."""
     rank, dims = len(shape_of(node)), dims_of(node)
     into = dim_names(rank, dims)
     return dimwise(node, [into, dim_names(rank, dims, "xp")], into, linear=[(0, 1)])
 
 
 def select_scatter(node: fx.Node) -> Rule:
-    """Of a tensor of which one index of a dim is replaced."""
+    """The rule of a tensor of which one index of a dim is replaced."""
     into = dim_names(len(shape_of(node)), dims_of(node))
     return dimwise(node, [into, [n for n in into if n.startswith("d")]], into, linear=[(0, 1)])
 
 
 def unfold(node: fx.Node) -> Rule:
-    """Of windows along a dim, which become the last dim."""
+    """The rule of windows along a dim, which become the last dim."""
     values, rank = arguments(node), len(operand_shapes(node)[0])
     dim = values["dimension"] % max(rank, 1)
     return dimwise(node, [dim_names(rank, {dim})], [*dim_names(rank, {dim}, "xo"), "xw"], linear=[(0,)])
 
 
 def diagonal_matrices(node: fx.Node) -> Rule | None:
-    """Of matrices with the last dim on a diagonal."""
+    """The rule of matrices with the last dim on a diagonal."""
     values, rank = arguments(node), len(shape_of(node))
     rows = sorted((values["dim1"] % rank, values["dim2"] % rank))
     if rows != [rank - 2, rank - 1]:
@@ -182,7 +182,7 @@ def diagonal_matrices(node: fx.Node) -> Rule | None:
 
 
 def cat(node: fx.Node) -> Rule | None:
-    """Of tensors that are joined along a dim."""
+    """The rule of tensors that are joined along a dim."""
     shapes, dims = operand_shapes(node), dims_of(node)
     rank = len(shape_of(node))
     if any(len(shape) != rank for shape in shapes):
@@ -192,14 +192,14 @@ def cat(node: fx.Node) -> Rule | None:
 
 
 def stack(node: fx.Node) -> Rule:
-    """Of tensors that are joined along a dim of their own."""
+    """The rule of tensors that are joined along a dim of their own."""
     count, rank = len(operand_shapes(node)), len(shape_of(node))
     dim, names = arguments(node)["dim"] % rank, dim_names(rank - 1)
     return dimwise(node, [names] * count, [*names[:dim], "x", *names[dim:]], linear=[range(count)])
 
 
 def piece(node: fx.Node) -> Rule:
-    """Of a piece of an interleaved dim: a rank has some of the blocks, and in them its part of the piece."""
+    """The rule of a piece of an interleaved dim: a rank has some of the blocks, and in them its part of the piece."""
     v, source = arguments(node), operand_shapes(node)[0]
     dim, blocks = v["dim"], v["blocks"]
     left, right = dim_names(len(source)), dim_names(len(source))

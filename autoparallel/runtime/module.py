@@ -431,7 +431,7 @@ class ParallelModule(Face):
         export(self._world(), self._plain, Path(path), max_shard_size)
 
     def save_pretrained(self, save_directory: str | Path, max_shard_size: int | str = "5GB") -> None:
-        """The same as :meth:`export_hf`, under the name that it has in ``transformers``."""
+        """Does what :meth:`export_hf` does, under the name that it has in ``transformers``."""
         self.export_hf(save_directory, max_shard_size)
 
     def load_hf(self, path: str | Path) -> None:

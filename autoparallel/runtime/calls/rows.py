@@ -36,7 +36,7 @@ class Rows:
 
     @staticmethod
     def on(mesh: DeviceMesh, axes: tuple[int, ...]) -> Rows:
-        """Those of this rank, where a batch is cut over some axes of a mesh."""
+        """The rows of this rank, where a batch is cut over some axes of a mesh."""
         coordinate, index = mesh.get_coordinate(), 0
         assert coordinate is not None
         for axis in axes:

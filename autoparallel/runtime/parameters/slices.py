@@ -18,7 +18,7 @@ def local_slice(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.
 
 
 def local_view(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.Tensor:
-    """The same as a view of the whole tensor; the tensor itself where this rank has all of it."""
+    """The slice as a view of the whole tensor; the tensor itself where this rank has all of it."""
     region = own_region(whole.shape, layout, mesh)
     if region is None:
         return whole.new_empty(0)

@@ -223,7 +223,7 @@ def find_regions(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _worth_compiling(regions: list[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Those of layers; all where there are none."""
+    """The regions of layers; all where there are none."""
     return [nodes for nodes in regions if any(map(layer_of, nodes))] or regions
 
 

@@ -57,7 +57,7 @@ class Replicas:
         return (call - 1) % self.every == 0
 
     def digests(self) -> bytes:
-        """Of what this rank shares with others, for each set 8 bytes."""
+        """The digests of what this rank shares with others, for each set 8 bytes."""
         sets: list[list[tuple[str, int]]] = [[] for _ in range(SETS)]
         for name, mask, value in self._values():
             sets[mask].append((name, value))
