@@ -112,6 +112,11 @@ def updates(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
 
 def medians(contenders: Sequence[Contender], rounds: int, steps: int) -> list[float]:
     """Milliseconds of a step of each: medians over rounds in which they alternate."""
+    return [statistics.median(times) for times in alternating(contenders, rounds, steps)]
+
+
+def alternating(contenders: Sequence[Contender], rounds: int, steps: int) -> list[list[float]]:
+    """Milliseconds of a step of each, in every round; they alternate."""
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     for _ in range(rounds):
         for contender in contenders:
@@ -120,7 +125,7 @@ def medians(contenders: Sequence[Contender], rounds: int, steps: int) -> list[fl
             for _ in range(steps):
                 contender.step()
             times[contender.name].append((time.perf_counter() - begin) / steps * 1e3)
-    return [statistics.median(times[c.name]) for c in contenders]
+    return [times[c.name] for c in contenders]
 
 
 def alternate(actions: dict[str, Callable[[], object]], rounds: int, first: int = 1) -> dict[str, tuple[float, float]]:
