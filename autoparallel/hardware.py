@@ -121,7 +121,7 @@ class Profile:
     links: tuple[Link, ...] = ()
     fuses: bool = False
     optimizer: OptimizerCost = ADAMW
-    _known: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _links: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def compute_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
         """Roofline: the slower of computing and of moving memory, and never less than a launch."""
@@ -145,12 +145,12 @@ class Profile:
         """The time of one step of a redistribution; local actions cost a copy, "nothing" next to nothing."""
         if kind in COLLECTIVES:
             key = (tuple(axis_sizes), kind, tuple(axes))
-            if key not in self._known:
-                self._known[key] = self._link(*key)
+            if key not in self._links:
+                self._links[key] = self._link(*key)
                 if kind in ("all_gather", "reduce_scatter"):
-                    latency, bandwidth = self._known[key]
-                    self._known[key] = latency, max(bandwidth, self._link(key[0], "all_reduce", key[2])[1] / 2)
-            latency, bandwidth = self._known[key]
+                    latency, bandwidth = self._links[key]
+                    self._links[key] = latency, max(bandwidth, self._link(key[0], "all_reduce", key[2])[1] / 2)
+            latency, bandwidth = self._links[key]
             return latency + sent_bytes(kind, full_bytes, math.prod(axis_sizes[a] for a in axes)) / bandwidth
         if kind == "nothing":
             return 1e-9

@@ -32,7 +32,7 @@ class _Meeting:
         self._rounds: dict[Any, dict[int, tuple[str, Any]]] = {}
         self._counts: dict[Any, int] = {}
         self._messages: dict[Any, list[torch.Tensor]] = {}
-        self._asked: dict[Any, int] = {}
+        self._receives: dict[Any, int] = {}
 
     def exchange(self, rank: int, peers: Sequence[int], call: str, value: Any) -> list[Any]:
         """What every one of the peers, of whom this rank is one, has brought to the same call."""
@@ -54,7 +54,7 @@ class _Meeting:
     def receive(self, source: int, target: int, axis: str) -> Callable[[], torch.Tensor]:
         """Asks for a message, and returns a function that waits for it: messages go to who asked first."""
         key = source, target, axis
-        number = self._asked[key] = self._asked.get(key, -1) + 1
+        number = self._receives[key] = self._receives.get(key, -1) + 1
         queue = self._messages.setdefault(key, [])
 
         def wait() -> torch.Tensor:

@@ -180,17 +180,17 @@ class LatePrediction:
 
     def __init__(self, make: Callable[[], Prediction]) -> None:
         self._make: Callable[[], Prediction] | None = make
-        self._made: Prediction | None = None
+        self._prediction: Prediction | None = None
 
     def __call__(self) -> Prediction:
-        if self._made is None:
+        if self._prediction is None:
             assert self._make is not None
-            self._made, self._make = self._make(), None
-        return self._made
+            self._prediction, self._make = self._make(), None
+        return self._prediction
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: the prediction, without the program that it is made from."""
-        return {"_make": None, "_made": self()}
+        return {"_make": None, "_prediction": self()}
 
 
 ACCUMULATORS = "accumulators"

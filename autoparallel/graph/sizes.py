@@ -13,15 +13,15 @@ class Sizes:
 
     def __init__(self, actual: Mapping[Any, int]) -> None:
         self.actual = actual
-        self._known: dict[Any, int] = {}
+        self._values: dict[Any, int] = {}
 
     def __call__(self, value: Any) -> int:
         if isinstance(value, int):
             return value
         expression = value.node.expr
-        if expression not in self._known:
-            self._known[expression] = int(expression.subs(self.actual))
-        return self._known[expression]
+        if expression not in self._values:
+            self._values[expression] = int(expression.subs(self.actual))
+        return self._values[expression]
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """The node's global shape in that call."""

@@ -65,7 +65,7 @@ class KeptResults:
     """What the kept calls of a layer have made in its first run, in their order, for its second one."""
 
     def __init__(self) -> None:
-        self._made: list[_Made] = []
+        self._results: list[_Made] = []
         self._number: int | None = None  # of the next call in the second run
 
     def filled(self) -> AbstractContextManager[Any]:
@@ -81,7 +81,7 @@ class KeptResults:
         """The function's result."""
         operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if self._number is not None:
-            entry = self._made[self._number]
+            entry = self._results[self._number]
             self._number += 1
             if entry.views:
                 _anchor([view.of(operands) for view in entry.views])
@@ -92,7 +92,7 @@ class KeptResults:
         if anchor.views:
             anchor.root = _anchor([view.of(operands) for view in anchor.views])
         form = result.size(), result.stride(), result.dtype, result.device
-        self._made.append(_Made(result.detach() if wanted else None, form, result.requires_grad, anchor.views))
+        self._results.append(_Made(result.detach() if wanted else None, form, result.requires_grad, anchor.views))
         return result
 
 

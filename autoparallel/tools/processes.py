@@ -401,7 +401,7 @@ def _serve(
     stack = open(directory / f"stack{number}", "w")  # noqa: SIM115 - open for life
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=stack)
-    _kept = _leave_groups()
+    _groups = _leave_groups()
     limit = None if group_timeout is None else datetime.timedelta(seconds=group_timeout)
     shared = FileStore(str(directory / "shared"))
     if limit is not None:

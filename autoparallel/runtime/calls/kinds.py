@@ -112,7 +112,7 @@ class Kinds:
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
         self._structures: list[tuple[nn.Module, ...]] = []
         self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
-        self._seen: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
+        self._forms: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
         self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
         self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
         store.before_backward = self._agree_on_backward
@@ -192,8 +192,8 @@ class Kinds:
         """A call with those lengths and numbers open of which calls of its form have had several, its kind, and the
         kind with the call's sizes."""
         key = self._key(call)
-        if key not in self._kinds and (form := self._form(call)) in self._seen:
-            specs = opened(call.specs, [*self._seen[form], changing_of(call.specs)])
+        if key not in self._kinds and (form := self._form(call)) in self._forms:
+            specs = opened(call.specs, [*self._forms[form], changing_of(call.specs)])
             call = replace(call, specs=without_numbers(specs) if form in self._fixing else specs)
             key = self._key(call)
         return call, key, (key, _shapes_of(call))
@@ -245,7 +245,7 @@ class Kinds:
     def _note(self, call: Call) -> None:
         """Keeps sizes and numbers of a call where they tell what is open, and dims that share a length, from others."""
         specs = without_numbers(call.specs)
-        forms, new = self._seen.setdefault(self._form(call), []), changing_of(specs)
+        forms, new = self._forms.setdefault(self._form(call), []), changing_of(specs)
         if not forms or opened(specs, [*forms, new]) != opened(specs, [*forms, forms[-1]]):
             forms.append(new)
 

@@ -149,7 +149,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         self._storages: list[_torch.StorageWeakRef] = []  # so that no others get these marks
         self._notes: dict[ParameterBucket, int] = dict.fromkeys(buckets, 0)
         self._gathered: dict[ParameterBucket, Tensors] = {}
-        self._seen: set[ParameterBucket] = set()
+        self._visited: set[ParameterBucket] = set()
         super().__init__(self._pack, self._unpack)
 
     def __enter__(self) -> None:
@@ -200,7 +200,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         if values is None:
             with torch.no_grad():
                 values = self._gathered[bucket] = bucket.gather()
-            self._seen.add(bucket)
+            self._visited.add(bucket)
             self._prefetch_before(bucket)
         base = values[saved.value]
         self._notes[bucket] -= 1
@@ -212,7 +212,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         """Starts the gather that the backward most likely needs next: the bucket used just before this one."""
         for earlier in reversed(self._buckets[: self._buckets.index(bucket)]):
             if self._notes[earlier] > 0:
-                if earlier not in self._gathered and earlier not in self._seen:
+                if earlier not in self._gathered and earlier not in self._visited:
                     earlier.prefetch()
                     earlier.store.passes.running().leftovers.append(earlier.drop)  # it may end without using it
                 return

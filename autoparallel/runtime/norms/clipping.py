@@ -79,7 +79,7 @@ class Clipper:
         self.last_norm: Norms | None = None
         self._programs: dict[Any, NormProgram] = {}
         self._skipped: tuple[int, torch.Tensor] | None = None
-        self._done: tuple[int, dict[str, Mark]] | None = None
+        self._clipped: tuple[int, dict[str, Mark]] | None = None
         self._on_the_way = _OnTheWay(store.backwards)
         if in_step is not None:
             store.when_reduced = self._measure_on_the_way
@@ -167,7 +167,7 @@ class Clipper:
         self._scale(runs, norms, self.limits)
         if skip:
             self._skip_nonfinite(norms, grads)
-        self._done = self.store.backwards, {n: _mark(g) for n, g in grads.items()}
+        self._clipped = self.store.backwards, {n: _mark(g) for n, g in grads.items()}
         return None
 
     def _is_due(self, held: Collection[int], names: Sequence[str]) -> bool:
@@ -180,9 +180,9 @@ class Clipper:
 
     def _is_done(self, grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> bool:
         """Whether these gradients are those that were clipped for the step of another optimizer."""
-        if self._done is None or self._done[0] != self.store.backwards:
+        if self._clipped is None or self._clipped[0] != self.store.backwards:
             return False
-        return all(self._done[1].get(n) == _mark(grads[n]) for n in names)
+        return all(self._clipped[1].get(n) == _mark(grads[n]) for n in names)
 
     def _can_fold(self, optimizer: torch.optim.Optimizer, grads: Mapping[str, torch.Tensor], count: int) -> bool:
         """Whether the optimizer may divide the gradients in its own pass over them: it must hold all ``count`` of

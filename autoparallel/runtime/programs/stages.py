@@ -50,7 +50,7 @@ class StageGradients(GradientStore):
         self.sums: dict[str, torch.Tensor] = {}
         self._leaves: list[tuple[ParameterChain, list[torch.Tensor]]] = []
         self._without: list[torch.Tensor] = []  # leaves that have no gradient yet
-        self._taken: set[_torch.StorageWeakRef] = set()  # the memory of gradients that the leaves, or others, have
+        self._claimed: set[_torch.StorageWeakRef] = set()  # the memory of gradients that the leaves, or others, have
 
     def hold(self, bucket: ParameterBucket, differentiate: bool) -> dict[str, torch.Tensor]:
         """A bucket's parameters for all microbatches, by placeholder (see [Note: parameters of a schedule])."""
@@ -70,15 +70,15 @@ class StageGradients(GradientStore):
         """Sees to it, after a backward, that the leaves' gradients share no memory with each other or with others."""
         if not self._without:
             return
-        self._taken.update(_torch.StorageWeakRef(x.untyped_storage()) for x in others)
+        self._claimed.update(_torch.StorageWeakRef(x.untyped_storage()) for x in others)
         without = []
         for leaf in self._without:
             if leaf.grad is None:
                 without.append(leaf)
                 continue
-            if _torch.StorageWeakRef(leaf.grad.untyped_storage()) in self._taken:
+            if _torch.StorageWeakRef(leaf.grad.untyped_storage()) in self._claimed:
                 leaf.grad = leaf.grad.clone(memory_format=torch.contiguous_format)
-            self._taken.add(_torch.StorageWeakRef(leaf.grad.untyped_storage()))
+            self._claimed.add(_torch.StorageWeakRef(leaf.grad.untyped_storage()))
         self._without = without
 
     def receive(
@@ -125,7 +125,7 @@ class StageGradients(GradientStore):
 
     def forget(self) -> None:
         """Lets go of the sums and of what was held."""
-        self.sums, self._leaves, self._without, self._taken = {}, [], [], set()
+        self.sums, self._leaves, self._without, self._claimed = {}, [], [], set()
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Stage:
     ) -> None:
         self.index, self.graph, self.program, self.gradients, self.loss = index, graph, program, gradients, loss
         self.runner = Runner(program, gradients, plain, make_body)
-        self._kept: dict[int, _Microbatch] = {}
+        self._microbatches: dict[int, _Microbatch] = {}
         self._held: dict[str, torch.Tensor] = {}
         modules = [n.meta.get("module", "") for n in program.calls() if n.op == "call_function"]
         named = [m for m in modules if m]
@@ -200,7 +200,7 @@ class Stage:
     def forget(self) -> None:
         """Lets go of all that a call has kept, or that an interrupted one has left."""
         self._held = {}
-        self._kept.clear()
+        self._microbatches.clear()
         self.gradients.forget()
 
     def forward(
@@ -226,7 +226,7 @@ class Stage:
         outgoing = dict(zip((c.number for c in graph.outgoing), values[count + len(graph.results) :], strict=True))
         if differentiate:
             loss = results[self.loss] if self.loss is not None else None
-            self._kept[microbatch] = _Microbatch(inputs, outgoing, loss, deferred)
+            self._microbatches[microbatch] = _Microbatch(inputs, outgoing, loss, deferred)
         return StageOutputs(
             changed,
             {i: x.detach() for i, x in results.items()},
@@ -245,7 +245,7 @@ class Stage:
         Returns:
             The gradients of the values it has received, by the number of the crossing.
         """
-        saved = self._kept[microbatch]
+        saved = self._microbatches[microbatch]
         roots: list[torch.Tensor] = []
         seeds: list[torch.Tensor] = []
         for number, value in saved.outgoing.items():
@@ -271,7 +271,7 @@ class Stage:
 
     def weights(self, microbatch: int) -> None:
         """Computes the gradients of parameters that :meth:`backward` has left."""
-        saved = self._kept.pop(microbatch)
+        saved = self._microbatches.pop(microbatch)
         roots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for deferred in saved.deferred:
             for weight, grad in deferred.run():

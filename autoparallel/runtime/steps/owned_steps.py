@@ -132,7 +132,7 @@ class OwnedStep:
 
     def __init__(self, optimizer: Optimizer, stores: Iterable[GradientStore]) -> None:
         store_of = {id(p): store for store in stores for p in store.parameters.values()}
-        self._own: dict[int, tuple[GradientStore, list[tuple[int, DTensor]]]] = {}
+        self._by_store: dict[int, tuple[GradientStore, list[tuple[int, DTensor]]]] = {}
         self._others: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         for i, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -140,11 +140,11 @@ class OwnedStep:
                 if store is None or not isinstance(parameter, DTensor):
                     self._others[i].append(parameter)
                 else:
-                    self._own.setdefault(id(store), (store, []))[1].append((i, parameter))
+                    self._by_store.setdefault(id(store), (store, []))[1].append((i, parameter))
 
     def begin(self, optimizer: Optimizer, twin: Optimizer) -> None:
         """Updates every parameter of a compiled model, and leaves the others to the twin."""
-        for store, parameters in self._own.values():
+        for store, parameters in self._by_store.values():
             mesh = _Mesh(store)
             items = [mesh.item(optimizer, i, p) for i, p in parameters if p.grad is not None]
             torch.autograd.graph.increment_version([item.parameter for item in items])
