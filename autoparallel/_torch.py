@@ -197,6 +197,19 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def is_in_a_graph(parameter: torch.Tensor) -> bool:
+    """Whether autograd has a node for a parameter, as graphs that it is in and hooks on several tensors hold."""
+    return parameter._use_count() > 1  # type: ignore[attr-defined]
+
+
+def memory_span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """The device and the first and the last address (exclusive) of a tensor's elements; no address if it has none."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
+        return str(tensor.device), 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """The description of a ``DTensor``."""
     return tensor._spec
@@ -345,6 +358,21 @@ def draw_on_cpus(tracker: Any) -> None:
     """Has random operators on ``DTensor``s ask ``tracker``, where torch has none of its own: those need GPUs."""
     if _random._rng_tracker is None and not torch.accelerator.is_available():
         _random._rng_tracker = tracker
+
+
+def read_whole_scalars() -> None:
+    """Has ``.item()`` of a ``DTensor`` that is a summand on each rank read the sum: torch reads the rank's own number.
+
+    Like every operator that needs the sum (``norm > 1``), it is a collective then, of all ranks of the mesh.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _whole_scalar)
+
+
+def _whole_scalar(operator: Any, args: tuple[Any, ...], _: Any) -> Any:
+    [value] = args
+    whole = value.full_tensor() if any(not p.is_replicate() for p in value.placements) else value.to_local()
+    return operator(whole)
 
 
 def after_backward(callback: Callable[[], Any]) -> None:

@@ -24,7 +24,7 @@ from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_o
 from autoparallel.capture.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.passes import filling_passes, resolving_passes, tracing_passes
 from autoparallel.capture.recorder import LOSS, Recorder, StateChangedError
-from autoparallel.capture.refusals import explain_failure, place_of, require_same_memory
+from autoparallel.capture.refusals import explain_failure, place_of, require_own_memory, require_same_memory
 from autoparallel.capture.trace import Trace
 from autoparallel.capture.tracing import everything_seen
 from autoparallel.capture.training import Training
@@ -188,6 +188,7 @@ def attempt_capture(
         captured.state = wrapper.recorder.state()
         captured.draws = draws
         captured.rebound = frozenset(owners[name] for name in wrapper.recorder.rebound)
+        require_own_memory(captured, model)
         if stacks:
             run_passes(filling_passes(stacks, captured), captured.module)
         return captured

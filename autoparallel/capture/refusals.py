@@ -12,10 +12,11 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import free_unbacked_symbols
+from autoparallel._torch import free_unbacked_symbols, local_of, memory_span
 from autoparallel.capture.data_access import explain_new_memory
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.captured import Captured, CaptureError
 from autoparallel.graph.lines import line_of
+from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import OURS
 from autoparallel.passes.resolve_control_flow import INSTEAD_OF_FLEX
 from autoparallel.passes.settle_memory import STRIDED, relative_start
@@ -74,6 +75,37 @@ def require_same_memory(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == "aten::set_":
             raise CaptureError(explain_new_memory("x.set_(...)", line_of(node)))
+
+
+def require_own_memory(captured: Captured, model: nn.Module) -> None:
+    """Refuses a tensor in whose memory another lies that a step or a call changes in place.
+
+    In the plain model both change; here a parameter has memory of its own, and a buffer's new value is written back to
+    that buffer.  What nobody changes may share.
+    """
+    tensors: dict[fx.Node, tuple[str, torch.Tensor, bool]] = {}
+    for node in captured.graph.find_nodes(op="placeholder"):
+        if name := captured.parameters.get(node.name):
+            parameter = model.get_parameter(name)
+            tensors[node] = name, local_of(parameter), parameter.requires_grad
+        elif name := captured.buffers.get(node.name):
+            changes = name in captured.mutated_buffers and name not in captured.rebound
+            tensors[node] = name, tensor_at(model, name), changes
+        elif node.name in captured.constants and node.users:
+            tensors[node] = node.name, captured.constants[node.name], False
+    spans = sorted((*memory_span(tensor), node.name, node) for node, (_, tensor, _) in tensors.items())
+    for i, (device, _, end, _, node) in enumerate(spans):
+        for other_device, other_start, _, _, other in spans[i + 1 :]:
+            if (other_device, other_start) >= (device, end):
+                break
+            changed, kept = (node, other) if tensors[node][2] else (other, node)
+            if tensors[changed][2]:
+                raise CaptureError(
+                    f"{tensors[changed][0]}, which is changed in place, and {tensors[kept][0]} lie in the same memory; "
+                    f"the latter is read at {line_of(next(iter(kept.users), kept))}\nWhat to change: keep one of them "
+                    "and make the other of it in forward (self.weight[:4].detach()), register one tensor under both "
+                    "names (b.weight = a.weight), or clone() it."
+                )
 
 
 def require_positions(graph: fx.Graph) -> None:

@@ -66,6 +66,16 @@ class ParameterHooks(dict[int, Hook]):
         self._hooks.clear()
 
 
+def require_own_hooks(name: str, parameter: torch.Tensor) -> None:
+    """Raises for a hook on several tensors at once, which waits for nodes in the graph of the tensors that it was
+    registered on: torch would never call it again when another takes a parameter's place."""
+    if has_gradient_hooks(parameter) and _torch.is_in_a_graph(parameter):
+        raise RuntimeError(
+            f"{name} has a hook and is in a graph, as hooks of several tensors are (register_multi_grad_hook)\n"
+            "What to change: register it, or make that graph, after the model's first call or model.prepare(...)."
+        )
+
+
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Gives a parameter's hooks to the ``DTensor`` that takes its place, out of the engine's sight."""
     for name in _torch.HOOKS:

@@ -15,7 +15,7 @@ from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.draws import WholeDraws
-from autoparallel.runtime.parameters.hooks import move_hooks
+from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
 from autoparallel.runtime.parameters.slices import local_slice
 
@@ -31,7 +31,8 @@ def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raises when a parameter or buffer is neither on the mesh's kind of device nor on the meta device."""
+    """Raises when a parameter or buffer is neither on the mesh's kind of device nor on the meta device, or in a place
+    that nothing can take over."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, DTensor):
             raise ValueError(
@@ -44,12 +45,14 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"{name} is on {tensor.device} but the mesh is on {mesh.device_type!r}: move the model there first "
                 f"(model.to({mesh.device_type!r})), or make a mesh on {tensor.device.type!r}"
             )
+        require_own_hooks(name, tensor)
 
 
 def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     """Replaces every parameter by a ``DTensor`` that is whole on every rank; returns the parameters replaced."""
     if mesh.device_type == "cpu":
         _torch.draw_on_cpus(WholeDraws())
+    _torch.read_whole_scalars()
     layout = to_dtensor_placements((Invariant,) * mesh.ndim)
     replacements: dict[int, nn.Parameter] = {}
     replaced: dict[int, nn.Parameter] = {}
@@ -134,6 +137,7 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
 
 def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
     """Makes a parameter what ``new`` is; it keeps its hooks, and what it says to the engine about them."""
+    require_own_hooks("it", parameter)
     try:
         _torch.swap_tensors(parameter, new)
     except RuntimeError as error:  # of torch, which counts who else refers to it

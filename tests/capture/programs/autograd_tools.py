@@ -434,19 +434,33 @@ def hooks_added_and_removed(run: Run) -> None:
             handle.remove()
 
 
-@loop()
-def multi_grad_hook(run: Run) -> None:
-    """One hook for all parameters' gradients."""
-    seen: list[float] = []
-    model = run.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
-    handle = torch.autograd.graph.register_multi_grad_hook(
-        list(model.parameters()), lambda grads: seen.append(float(sum(g.sum() for g in grads if g is not None)))
+def _hook_of_all(run: Run, parameters: Any) -> Any:
+    """One hook for all parameters' gradients, of which it notes the sum."""
+    return torch.autograd.graph.register_multi_grad_hook(
+        list(parameters), lambda grads: run.note("seen", sum(g.sum().item() for g in grads if g is not None))
     )
+
+
+@loop(ranks=True)
+def multi_grad_hook(run: Run) -> None:
+    model = run.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    optimizer = sgd(model)
+    run.step(model, optimizer, 0)
+    handle = _hook_of_all(run, model.parameters())
+    for step in range(1, STEPS):
+        run.step(model, optimizer, step)
+    handle.remove()
+
+
+@loop(ranks=True, line=False, refused="after the model's first call")
+def multi_grad_hook_of_the_plain_model(run: Run) -> None:
+    """It waits for nodes of the plain parameters, which no backward reaches."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    _hook_of_all(run, plain.parameters())
+    model = run.compile(plain)
     optimizer = sgd(model)
     for step in range(STEPS):
         run.step(model, optimizer, step)
-        run.note("seen", list(seen))
-    handle.remove()
 
 
 @program(batch=lambda step: (numbers(4, 8, seed=step), numbers(4, 8, seed=step + 7)))

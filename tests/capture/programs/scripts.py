@@ -371,7 +371,23 @@ def interrupted_in_accumulation(run: Run) -> None:
         finish(run, model, optimizer)
 
 
-@loop()
+@loop(ranks=True)
+def numbers_of_gradients(run: Run) -> None:
+    """What is logged, and what is decided by it."""
+    model = run.compile(net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        run.backward(run.call(model, step))
+        for parameter in model.parameters():
+            grad = parameter.grad
+            run.note("of the gradient", [grad.norm().item(), float(grad.sum()), grad.abs().max().item()])
+            run.note("of the parameter", [parameter.detach().mean().item(), int((parameter > 0).sum())])
+        if float(model[0].weight.grad.sum()) > 0:
+            model[0].weight.grad.mul_(0.5)
+        finish(run, model, optimizer)
+
+
+@loop(ranks=True)
 def gradient_taken_and_given_back(run: Run) -> None:
     """PCGrad: gradients of two tasks are taken out, projected, and written back."""
     model = run.compile(net())
