@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel import _torch
-from autoparallel.capture.trace import Trace, fresh, listening, refuse, register, with_made
+from autoparallel.capture.trace import Trace, fresh, listening, refuse, register, with_results
 from autoparallel.graph.hooks import make_template
 from autoparallel.graph.python_state import OURS
 from autoparallel.operators.opaque import Unsupported
@@ -175,16 +175,16 @@ class _ModuleHooks:
         ticket = torch.empty(0)
         entry = ModuleBoundary(len(args), places, module, path)
         name = register(self.trace, f"{type(module).__name__} {path!r} {len(args)} {places}", entry)
-        *made, self.ticket = torch.ops.autoparallel.call([*(args[i] for i in places), ticket], [], name)
-        return with_made(args, places, made)
+        *results, self.ticket = torch.ops.autoparallel.call([*(args[i] for i in places), ticket], [], name)
+        return with_results(args, places, results)
 
     def setup_output_hook(self, result: Any) -> Any:
         row = result if isinstance(result, tuple) else (result,)
         places = _flowing(row)
         assert self.ticket is not None
         name = register(self.trace, f"exit {len(row)} {places}", ModuleBoundary(len(row), places))
-        made = torch.ops.autoparallel.call([*(row[i] for i in places), self.ticket.detach()], [], name)
-        out = with_made(row, places, made)
+        results = torch.ops.autoparallel.call([*(row[i] for i in places), self.ticket.detach()], [], name)
+        out = with_results(row, places, results)
         return out if isinstance(result, tuple) else out[0]
 
 

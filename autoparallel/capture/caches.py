@@ -25,10 +25,10 @@ _LIBRARIES = ("transformers.", "peft.")
 def asks_for_cache(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of ``forward`` asks for a cache, or brings one."""
     try:
-        given = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+        bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
     except TypeError:  # which calling it says better
         return False
-    return any({**given, **kwargs}.get(name) not in (None, False) for name in ASKING)
+    return any({**bound, **kwargs}.get(name) not in (None, False) for name in ASKING)
 
 
 def make_no_caches(copied: nn.Module) -> None:

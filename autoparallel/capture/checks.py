@@ -51,8 +51,8 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    asked = next(iter((*args, *kwargs.values())))
-    if frame is None or getattr(asked, "constant", None) is not None:
+    tensor = next(iter((*args, *kwargs.values())))
+    if frame is None or getattr(tensor, "constant", None) is not None:
         return func(*args, **kwargs)
     passes = _passing(frame.f_code, frame.f_lasti)
     if passes is None or _is_caught(frame):
@@ -95,13 +95,13 @@ def _passing(code: CodeType, offset: int) -> bool | None:
 def _only_raises(instructions: Sequence[dis.Instruction], offset: int) -> bool:
     """Whether every way on from an instruction ends in an error."""
     where = {instruction.offset: i for i, instruction in enumerate(instructions)}
-    ways, seen = [where[offset]], set()
+    ways, visited = [where[offset]], set()
     while ways:
         at = ways.pop()
         name = instructions[at].opname
-        if at in seen or name == "RAISE_VARARGS":
+        if at in visited or name == "RAISE_VARARGS":
             continue
-        seen.add(at)
+        visited.add(at)
         if name.startswith(("RETURN", "YIELD", "RERAISE")):
             return False
         if instructions[at].opcode in _JUMPS:
@@ -149,14 +149,14 @@ def _lets_pass(manager: ast.expr, frame: FrameType) -> bool:
 
 def _path(tree: ast.AST, place: _Place) -> list[ast.AST]:
     """The statements and expressions around a place, within the function that it is in, from the outside in."""
-    found: list[ast.AST] = []
+    path: list[ast.AST] = []
     node: ast.AST | None = tree
     while node is not None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            found = []
-        found.append(node)
+            path = []
+        path.append(node)
         node = next(filter(place.is_in, _parts(node)), None)
-    return found
+    return path
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:

@@ -32,7 +32,7 @@ def describe(
     specs: Sequence[InputSpec | Any],
     has_loss_fn: bool,
     detach_beside_loss: bool,
-    found: Found,
+    trace_findings: Found,
     ranks: int,
 ) -> Captured:
     """Describes a trace, of which the passes of ``describing_passes`` make the graph that is planned.
@@ -45,7 +45,7 @@ def describe(
         specs: the inputs, flattened.
         has_loss_fn: whether the trace ends in a ``loss_fn``, instead of a model's own loss.
         detach_beside_loss, ranks: see :func:`~autoparallel.capture.attempt.attempt_capture`.
-        found: what tracing found beside the program.
+        trace_findings: what tracing found beside the program.
 
     Raises:
         CaptureError: for a trace that no program can have.
@@ -64,9 +64,9 @@ def describe(
             inputs.append(None if isinstance(spec.arg, ConstantArgument) or node is None else node.name)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).startswith("model."):
             name = owners[str(spec.target).removeprefix("model.")]
-            known = first_of.setdefault(name, node)  # type: ignore[arg-type]
-            if known is not node and node is not None:  # another name of a tied weight
-                node.replace_all_uses_with(known)
+            first = first_of.setdefault(name, node)  # type: ignore[arg-type]
+            if first is not node and node is not None:  # another name of a tied weight
+                node.replace_all_uses_with(first)
                 graph.erase_node(node)
                 continue
             table = parameters if spec.kind == InputKind.PARAMETER else buffers
@@ -115,9 +115,9 @@ def describe(
     differentiable |= {
         n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
     }
-    assert found.spec is not None
+    assert trace_findings.spec is not None
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
-    for name, nesting in reversed(found.attributes.items()):
+    for name, nesting in reversed(trace_findings.attributes.items()):
         attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
         del outputs[len(outputs) - nesting.num_leaves :]
     passes = describing_passes(
@@ -128,11 +128,11 @@ def describe(
         objective=partial(
             find_objective,
             outputs=outputs,
-            spec=found.spec,
+            spec=trace_findings.spec,
             buffers=len(mutated),
             of_loss_fn=has_loss_fn,
             detach_beside_loss=detach_beside_loss,
-            counted=found.counted,
+            counted=trace_findings.counted,
         ),
     )
     findings = run_passes(passes, module)
@@ -151,7 +151,7 @@ def describe(
                 rows |= {size.node.expr} if dim == 0 and spec.batch else set()
                 guards = guards or {SizeGuard(*guard): None for guard in size_guards(traced)}
     return Captured(
-        module, parameters, buffers, constants, inputs, mutated, outputs, found.spec, objective.loss, flowing,
+        module, parameters, buffers, constants, inputs, mutated, outputs, trace_findings.spec, objective.loss, flowing,
         detached, actual, objective.weight, attributes=attributes,
         lengths=frozenset(actual) - rows, guards=tuple(guards),
     )  # fmt: skip

@@ -73,10 +73,10 @@ def _take_apart(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
     sources = list(dict.fromkeys(source for call in calls for source in call.all_input_nodes))
     values = [_apart(source.meta["val"]) for source in sources]
 
-    def run(*given: Any) -> list[Any]:
-        known = dict(zip(sources, given, strict=True))
+    def run(*parts: Any) -> list[Any]:
+        operands = dict(zip(sources, parts, strict=True))
         return [
-            call.target(*fx.map_arg(call.args, known.__getitem__), **fx.map_arg(call.kwargs, known.__getitem__))  # type: ignore[operator]
+            call.target(*fx.map_arg(call.args, operands.__getitem__), **fx.map_arg(call.kwargs, operands.__getitem__))  # type: ignore[operator]
             for call in calls
         ]
 
@@ -124,7 +124,7 @@ def _share_sizes(program: ExportedProgram) -> None:
         value = node.meta.get("val")
         if node.op != "call_function" or isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
             continue
-        size = sizes.made(value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value), node)
+        size = sizes.shared(value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value), node)
         if size is not node:
             _replace(node, size)
 
@@ -152,7 +152,7 @@ class _Sizes:
                     if isinstance(size, torch.SymInt):
                         self._inputs.setdefault(size.node.expr, (node, dim))
 
-    def made(self, expression: sympy.Expr, node: fx.Node) -> fx.Node | int:
+    def shared(self, expression: sympy.Expr, node: fx.Node) -> fx.Node | int:
         """A size: a number, the node that makes it first, or products and sums of the sizes of inputs.
 
         Args:
@@ -185,6 +185,6 @@ class _Sizes:
             args = self._of_inputs(first), self._of_inputs(type(expression)(*others))
         assert self._last is not None
         with self._graph.inserting_after(self._last):
-            self._nodes[expression] = self._last = made = self._graph.call_function(target, args)
-        made.meta = {"val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
-        return made
+            self._nodes[expression] = self._last = size = self._graph.call_function(target, args)
+        size.meta = {"val": target(*fx.map_arg(args, lambda node: node.meta["val"]))}
+        return size

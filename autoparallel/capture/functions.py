@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
-from autoparallel.capture.trace import CURRENT, Trace, fresh, listening, refuse, register, with_made
+from autoparallel.capture.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
 from autoparallel.operators.torch_random import arguments_of, silent
 
@@ -82,9 +82,9 @@ class _Watcher(TorchDispatchMode):
                 written = _torch.tensors_in(value)
                 self.changes |= any(_memory(x) in self.memory for x in written)
         out = func(*args, **(kwargs or {}))
-        made = _torch.tensors_in(out)
-        self.met.update(map(id, made))
-        self.held += made
+        results = _torch.tensors_in(out)
+        self.met.update(map(id, results))
+        self.held += results
         return out
 
 
@@ -95,20 +95,20 @@ def _memory(tensor: Tensor) -> int:
 def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
     """Records one call of an ``autograd.Function``."""
     name = f"{cls.__module__}.{cls.__qualname__}"
-    taken = Arguments()
+    arguments = Arguments()
     try:
-        template = taken.template((args, kwargs))
+        template = arguments.template((args, kwargs))
     except Unsupported as error:
         raise refuse(
             f"the autograd.Function {name} is given an object of type {error}, which no program holds,",
             "pass tensors, numbers, strings and tuples of them; modules, functions and settings belong on the class",
         ) from None
     top = {id(x) for x in (*args, *kwargs.values())}
-    tensors = [x if id(x) in top else x.detach() for x in taken.tensors]  # autograd looks no deeper
+    tensors = [x if id(x) in top else x.detach() for x in arguments.tensors]  # autograd looks no deeper
     if not any(hasattr(x, "fake_mode") for x in tensors):
         return _apply(cls)(*args, **kwargs)
     copies = [x.detach().requires_grad_(x.requires_grad).clone() for x in tensors]
-    values: dict[str, Sequence[Any]] = {"tensor": copies, "number": taken.numbers}
+    values: dict[str, Sequence[Any]] = {"tensor": copies, "number": arguments.numbers}
     inner_args, inner_kwargs = fill_template(template, lambda slot: values[slot.kind][slot.index])
     watcher = _Watcher(copies)
 
@@ -145,19 +145,19 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
     aliases = any(_memory(row[i]) in watcher.memory for i in places)
     call = FunctionCall(cls, template, len(row), places, single, aliases)
     key = register(trace, f"{name}{template[0]}{template[1] or ''} -> {places}{' alias' if aliases else ''}", call)
-    made = torch.ops.autoparallel.call(tensors, taken.numbers, key)
-    out = with_made(tuple(row), places, made)
+    tensors_out = torch.ops.autoparallel.call(tensors, arguments.numbers, key)
+    out = with_results(tuple(row), places, tensors_out)
     return out[0] if single else out
 
 
 def _holds_values(value: Any) -> bool:
     """Whether a result that is no tensor has something of the trace in it."""
-    taken = Arguments()
+    arguments = Arguments()
     try:
-        taken.template(value)
+        arguments.template(value)
     except Unsupported:
         return True
-    return bool(taken.tensors or taken.numbers)
+    return bool(arguments.tensors or arguments.numbers)
 
 
 def _checkpoint(run: Callable[..., Any], preserve: Any, *args: Any) -> Any:

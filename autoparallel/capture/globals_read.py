@@ -199,14 +199,14 @@ class GlobalsRead:
         if event != "call":
             return
         code = frame.f_code
-        seen = self._codes.get(id(code))
-        if seen is None:
+        entry = self._codes.get(id(code))
+        if entry is None:
             loads = None if is_library(code.co_filename) or self._is_foreign(frame) else _loads(code)
             self._codes[id(code)] = code, loads
             if loads is not None:
                 self._note_globals(frame, loads.globals)
         else:
-            loads = seen[1]
+            loads = entry[1]
         if loads is None:
             return
         if loads.cells and not is_installed(code.co_filename):

@@ -93,15 +93,15 @@ def leave_out(model: nn.Module, stacks: list[Stack]) -> None:
 
 def _stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The lists of layers that may repeat, by path."""
-    found: dict[str, list[nn.Module]] = {}
+    stacks: dict[str, list[nn.Module]] = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) >= _KEPT + _LEAST_SAVED:
             layers = list(module)
             if len(set(map(id, layers))) == len(layers) and len({type(layer) for layer in layers}) <= 4:
-                inside = any(path.startswith(f"{outer}.") for outer in found)
+                inside = any(path.startswith(f"{outer}.") for outer in stacks)
                 if not inside:
-                    found[path] = layers
-    return found
+                    stacks[path] = layers
+    return stacks
 
 
 class _Recorder(TorchDispatchMode):
@@ -111,7 +111,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.names = names  # of parameters, buffers and inputs, by id
         self.lines: list[tuple[Hashable, list[Hashable]]] = []  # an operator, and what it reads
-        self.made: dict[int, tuple[int, int]] = {}
+        self.sources: dict[int, tuple[int, int]] = {}
         self.constants = 0
         self.held: list[Any] = []  # an id is unique while its owner lives
 
@@ -132,7 +132,7 @@ class _Recorder(TorchDispatchMode):
         for i, value in enumerate(pytree.tree_leaves(out)):
             if isinstance(value, torch.Tensor):
                 results.append((tuple(value.shape), value.dtype, value.requires_grad))
-                self.made[id(value)] = (len(self.lines), i)
+                self.sources[id(value)] = (len(self.lines), i)
                 self.held.append(value)
             else:
                 results.append((type(value).__name__, str(value)))
@@ -140,8 +140,8 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def source(self, tensor: torch.Tensor) -> Hashable:
-        if id(tensor) in self.made:
-            return self.made[id(tensor)]
+        if id(tensor) in self.sources:
+            return self.sources[id(tensor)]
         if id(tensor) not in self.names:  # a constant: the very same one everywhere, or not alike
             self.names[id(tensor)] = f"constant {self.constants}"
             self.constants += 1
@@ -197,8 +197,8 @@ class _Record:
         self.region: list[tuple[str, str, int]] = [("", "", i) for i in range(len(self.lines))]
         self.last: dict[str, str] = {}
         for path, names in self.stacks.items():
-            known = [name for name in names if (path, name) in self.begins]
-            if known != names or not names:
+            begun = [name for name in names if (path, name) in self.begins]
+            if begun != names or not names:
                 continue
             starts = [self.begins[path, name] for name in names]
             stops = [*starts[1:], self.ends.get((path, names[-1]), -1)]
@@ -242,16 +242,16 @@ class _Record:
         return there, its, offset, output
 
     def _segments(self) -> dict[tuple[str, str], list[Hashable]]:
-        found: dict[tuple[str, str], list[Hashable]] = {}
+        segments: dict[tuple[str, str], list[Hashable]] = {}
         for i, (path, name, _) in enumerate(self.region):
-            found.setdefault((path, name), []).append(self._line(i))
-        return found
+            segments.setdefault((path, name), []).append(self._line(i))
+        return segments
 
     def alike(self) -> list[Stack]:
         """The equal layers at the end of each list, where leaving some out pays."""
-        found: list[Stack] = []
+        stacks: list[Stack] = []
         if not self.regular:
-            return found
+            return stacks
         segments = self._segments()
         for path in self.last:
             names = self.stacks[path]
@@ -267,8 +267,8 @@ class _Record:
                 first -= 1
             count = len(names) - first
             if count - _KEPT >= _LEAST_SAVED:
-                found.append(Stack(path, first, count))
-        return found
+                stacks.append(Stack(path, first, count))
+        return stacks
 
     def _kind(self, prefix: str) -> Hashable:
         """The parameters and buffers of a layer."""

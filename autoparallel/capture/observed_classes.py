@@ -82,6 +82,6 @@ def _observed_class(cls: type) -> type:
             "__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
             "__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__,
         }  # fmt: skip
-        made = type(cls)(cls.__name__, (cls,), body)
-        _CLASSES[cls], _BODIES[made] = made, frozenset(vars(made))
+        observed = type(cls)(cls.__name__, (cls,), body)
+        _CLASSES[cls], _BODIES[observed] = observed, frozenset(vars(observed))
     return _CLASSES[cls]

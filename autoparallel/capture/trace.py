@@ -64,8 +64,8 @@ class Trace:
 
     def counts_up(self, x: Tensor) -> bool:
         """Whether a tensor is known to count up by one along its last dim."""
-        made = self.counting.get(id(x))
-        return made is not None and made[1] == x._version
+        entry = self.counting.get(id(x))
+        return entry is not None and entry[1] == x._version
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -100,9 +100,9 @@ def fresh(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def with_made(values: tuple[Any, ...], places: Sequence[int], made: Sequence[Tensor]) -> tuple[Any, ...]:
+def with_results(values: tuple[Any, ...], places: Sequence[int], replacements: Sequence[Tensor]) -> tuple[Any, ...]:
     """Values with what a call has made in the places of tensors, which carries a gradient where they did."""
     out = list(values)
-    for i, value in zip(places, made, strict=True):
+    for i, value in zip(places, replacements, strict=True):
         out[i] = value if values[i].requires_grad or not value.requires_grad else value.detach()
     return tuple(out) if type(values) is tuple else type(values)(*out)

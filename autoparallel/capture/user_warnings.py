@@ -20,8 +20,8 @@ def only_the_users() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    given = {(str(w.message), w.category, w.filename, w.lineno): w for w in caught if not is_library(w.filename)}
-    for warning in given.values():
+    theirs = {(str(w.message), w.category, w.filename, w.lineno): w for w in caught if not is_library(w.filename)}
+    for warning in theirs.values():
         warnings.warn_explicit(
             warning.message, warning.category, warning.filename, warning.lineno, _module_of(warning.filename), _REGISTRY
         )

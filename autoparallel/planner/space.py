@@ -38,7 +38,7 @@ from autoparallel.planner.problem import Problem, Reader, Variable
 from autoparallel.planner.request import Request
 from autoparallel.planner.solve.factors import Factors
 from autoparallel.planner.subject import Subject
-from autoparallel.predict.optimizer import kept
+from autoparallel.predict.optimizer import cost_at_rest
 from autoparallel.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -307,7 +307,8 @@ class SearchSpace(Subject):
         options = []
         for layout in layouts:
             sharded = any(p.kind == "S" for p in layout)
-            rest = kept(self.profile, self.axis_sizes, shape, layout, itemsize, bool(node.meta["differentiable"]))
+            trainable = bool(node.meta["differentiable"])
+            rest = cost_at_rest(self.profile, self.axis_sizes, shape, layout, itemsize, trainable)
             update = rest.seconds / self.microbatches
             for gather in gathers if sharded else ["per_step"]:
                 options.append(Option((), (), layout, update, rest.bytes / self.stages, gather=gather))

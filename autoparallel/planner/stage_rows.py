@@ -30,7 +30,7 @@ from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.request import Request
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.cost import operator_seconds
-from autoparallel.predict.optimizer import kept
+from autoparallel.predict.optimizer import cost_at_rest
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import typed_call
@@ -224,7 +224,7 @@ class RowPricer:
         name = self.captured.parameters[x.name]
         dtype = self.captured.rest_dtypes.get(name, x.meta["val"].dtype)
         shape, layout, trainable = size.shape(x), self.plan.at_rest(name), bool(x.meta["differentiable"])
-        rest = kept(self.profile, self.sizes, shape, layout, dtype.itemsize, trainable)
+        rest = cost_at_rest(self.profile, self.sizes, shape, layout, dtype.itemsize, trainable)
         at_rest = rest.parameter
         if not trainable:
             return float(at_rest), float(at_rest)

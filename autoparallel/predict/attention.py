@@ -34,8 +34,8 @@ def attention(
     if not _is_fused(described, dropout_p, is_causal, tuple(options.items())):
         return aten.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        seen, unseen = (torch.scalar_tensor(x, dtype=q.dtype, device=q.device) for x in (0.0, -torch.inf))
-        attn_mask = torch.where(attn_mask, seen, unseen)
+        visible, hidden = (torch.scalar_tensor(x, dtype=q.dtype, device=q.device) for x in (0.0, -torch.inf))
+        attn_mask = torch.where(attn_mask, visible, hidden)
     return aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]

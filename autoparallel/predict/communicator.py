@@ -84,17 +84,17 @@ class MeteredCommunicator:
         raise AssertionError("how many rows go where is not known without values")
 
     def _send(self, kind: str, x: torch.Tensor, out: torch.Tensor, full_bytes: int, axis: str) -> Wait:
-        done = self.begin(kind, active_axes(axis, self.mesh.__getitem__), full_bytes, self.size(axis))
-        arriving, sent = [out], [x]
+        end = self.begin(kind, active_axes(axis, self.mesh.__getitem__), full_bytes, self.size(axis))
+        arriving, held = [out], [x]
         if kind in self.profile.copies:
             copy = x.new_empty(full_bytes // x.element_size())
-            self.clock.hold(copy, done)
+            self.clock.hold(copy, end)
             if kind == "reduce_scatter":
-                sent = [copy]
+                held = [copy]
 
         def wait() -> torch.Tensor:
-            self.clock.wait(done)
-            sent.clear()  # what was sent ends with its collective
+            self.clock.wait(end)
+            held.clear()  # what was sent ends with its collective
             return arriving.pop()
 
         return wait
@@ -108,10 +108,10 @@ class MeteredCommunicator:
             return self.clock.now
         axes = [self.names.index(name) for name in axis.split("+")]
         begun = self.clock.now
-        done = self.clock.start(self.profile.step_seconds(self.sizes, kind, axes, full_bytes), f"{kind} {axis}")
+        end = self.clock.start(self.profile.step_seconds(self.sizes, kind, axes, full_bytes), f"{kind} {axis}")
         if self.phase == GRADIENTS:  # what the backward cannot hide of it
             self.seconds[GRADIENTS] += self.clock.now - begun
-        return done
+        return end
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

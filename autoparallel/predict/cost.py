@@ -47,9 +47,9 @@ def operator_seconds(
     backward = profile.compute_seconds(2 * points, 2 * moved_bytes, dtype)
     if rule is None or not rule.exchange:
         return forward, backward
-    sent, returned = _exchange_seconds(profile, rule, modes, axis_sizes, size, dtype.itemsize)
+    travel_seconds, return_seconds = _exchange_seconds(profile, rule, modes, axis_sizes, size, dtype.itemsize)
     # The backward sends the rows and the gradients of what came back, and gets the gradients of the rows.
-    return forward + sent + returned, backward + 2 * sent + returned
+    return forward + travel_seconds + return_seconds, backward + 2 * travel_seconds + return_seconds
 
 
 def _exchange_seconds(

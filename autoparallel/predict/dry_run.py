@@ -91,8 +91,8 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
                 rank.step()
     finally:
         use_communicator(before)
-        for region, own in around.items():  # of the runner that the program has got meanwhile
-            region.around = own
+        for region, function in around.items():  # of the runner that the program has got meanwhile
+            region.around = function
     return DryRun(
         {phase: counter.result() for phase, counter in communicator.counters.items()},
         communicator.seconds,
@@ -247,10 +247,10 @@ class _DryStore(GradientStore):
         if self.reduces:
             return super().receive(chains, grads, accumulated)
         if rows and self._scatters:
-            made = cast(self.sum_uses(rows), chains[0].reduce_dtype)
+            sums = cast(self.sum_uses(rows), chains[0].reduce_dtype)
             self._each = len(rows[0][0].each)
             with self.meter.ledger.holding(GRADIENT_BUFFERS):
-                self.start(made, [chain.each for chain, _ in rows])()
+                self.start(sums, [chain.each for chain, _ in rows])()
             self._each = None
         return [None] * len(chains)
 

@@ -88,16 +88,16 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
         for place, name in enumerate(run.nodes(member))
     }
 
-    def shortened(kept: Sequence[int]) -> Short:
-        graph = leave_out_layers(captured.graph, runs, kept)
+    def shortened(counts: Sequence[int]) -> Short:
+        graph = leave_out_layers(captured.graph, runs, counts)
         left_layers = {layer_of(node) for node in graph.nodes}
         short = replace(captured.part(graph), runs=())
         recompute = {layer: much for layer, much in plan.recompute.items() if layer in left_layers}
         calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
-        key = plan.loss_chunks, plan.linear_chunks, plan.microbatches, tuple(kept), calls
+        key = plan.loss_chunks, plan.linear_chunks, plan.microbatches, tuple(counts), calls
         if key not in models:
             prediction = predict(short, replace(plan, recompute=recompute))
-            models[key] = Short(prediction.seconds(), _by_place(prediction, runs, kept))
+            models[key] = Short(prediction.seconds(), _by_place(prediction, runs, counts))
         return models[key]
 
     least = shortened([2] * len(runs))
@@ -111,10 +111,10 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
     return Forecast(seconds, memory, False)
 
 
-def _by_place(prediction: Prediction, runs: Sequence[Run], kept: Sequence[int]) -> dict[Hashable, float]:
+def _by_place(prediction: Prediction, runs: Sequence[Run], counts: Sequence[int]) -> dict[Hashable, float]:
     """The most bytes at each moment; of layers that are alike, at those of the first and of the last two."""
     places: dict[str | None, list[Hashable]] = {}
-    for number, (run, count) in enumerate(zip(runs, kept, strict=True)):
+    for number, (run, count) in enumerate(zip(runs, counts, strict=True)):
         for end in (0, -1, -2):
             places.setdefault(run.members[:count][end], []).append((number, end))
     most: dict[Hashable, float] = {}

@@ -60,8 +60,8 @@ class Fusion:
             return moved
         moved, sources = 0, dict[int, int]()
         for storage in [x.untyped_storage() for x in inputs]:
-            made, origin, follows = self._pending.get(storage, (self._kernels, layer, {}))
-            again = made == self._kernels or 2 * storage.nbytes() > sum(follows.values())
+            writer, origin, follows = self._pending.get(storage, (self._kernels, layer, {}))
+            again = writer == self._kernels or 2 * storage.nbytes() > sum(follows.values())
             if origin != layer or not again:
                 moved += self._written(storage)
             if storage in self._pending:
@@ -82,7 +82,7 @@ class Fusion:
         from meanwhile writes it with what else it writes."""
         if storage not in self._pending:
             return 0
-        made, _, sources = self._pending.pop(storage)
-        unread = [number for number in sources if self._read.get(number, -1) < made]
+        writer, _, sources = self._pending.pop(storage)
+        unread = [number for number in sources if self._read.get(number, -1) < writer]
         self._read |= dict.fromkeys(unread, self._kernels)
         return storage.nbytes() + sum(sources[number] for number in unread)

@@ -77,19 +77,19 @@ class Clock:
         self._last[line] = len(self.spans)
         self.spans.append(PredictedSpan(line, name, begin, end, self.module))
 
-    def hold(self, value: Any, done: float) -> None:
+    def hold(self, value: Any, end: float) -> None:
         """Keeps a value alive until a collective is done, whether anybody waits for it or not."""
-        self._held.append((done, value))
+        self._held.append((end, value))
 
-    def wait(self, done: float) -> None:
+    def wait(self, end: float) -> None:
         """Its result is needed."""
-        self._note(COMPUTE, "wait", self.now, done)
-        self._go(max(self.now, done))
+        self._note(COMPUTE, "wait", self.now, end)
+        self._go(max(self.now, end))
 
     def _go(self, now: float) -> None:
         self.now = now
         if self._held:
-            self._held = [(done, value) for done, value in self._held if done > now]
+            self._held = [(end, value) for end, value in self._held if end > now]
 
 
 class Ledger:
@@ -111,15 +111,15 @@ class Ledger:
         self.history: list[tuple[float, int]] = [(0.0, 0)]
         self.most: dict[tuple[str, str], int] = {}
         self._total = self._worst = 0
-        self._known: Any = WeakIdKeyDictionary()
+        self._storages: Any = WeakIdKeyDictionary()
 
     def add(self, value: Any) -> None:
         """Counts the tensors in ``value`` until they die."""
         for tensor in _torch.tensors_in(value):
             storage = tensor.untyped_storage()
-            if storage in self._known:
+            if storage in self._storages:
                 continue
-            self._known[storage] = True
+            self._storages[storage] = True
             if not self.kind:
                 continue
             size = storage.nbytes()
@@ -172,10 +172,10 @@ class Meter(TorchDispatchMode):
         self.layered = False
         self._queued = replace(profile, launch=0.0)
         self._fusion = Fusion() if profile.fuses else None
-        self._done: list[float] = []  # when the collectives of the operator that runs are done
+        self._ends: list[float] = []  # when the collectives of the operator that runs are done
         # By ticket: when a collective is done, and the memory that it has until it is waited for.
         self._in_flight: Any = WeakTensorKeyDictionary()
-        self._sent = CountingMode(lambda *sent: self._done.append(begin(*sent)))
+        self._traffic = CountingMode(lambda *volume: self._ends.append(begin(*volume)))
 
     @contextmanager
     def copying(self, kind: str) -> Iterator[None]:
@@ -191,11 +191,11 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name == "autoparallel::finish_transfer":
-            done, result, _ = self._in_flight.pop(args[0])
-            self.clock.wait(done)
+            end, result, _ = self._in_flight.pop(args[0])
+            self.clock.wait(end)
             return result
-        self._sent.count(func, args, kwargs or {})
-        done, self._done = max(self._done, default=self.clock.now), []
+        self._traffic.count(func, args, kwargs or {})
+        end, self._ends = max(self._ends, default=self.clock.now), []
         result = call_on_meta(func, args, kwargs or {})
         beside = _beside(name, args, result, self.profile)
         extra = args[0].new_empty(beside) if beside else None
@@ -204,10 +204,10 @@ class Meter(TorchDispatchMode):
         if name == "autoparallel::start_transfer":
             x, src, dst, group = args
             shape = local_shape(x.shape, parse_placement(src), parse_placement(dst), axis_size(group))
-            self._in_flight[result] = done, x.new_empty(shape), extra
+            self._in_flight[result] = end, x.new_empty(shape), extra
             self.ledger.add(self._in_flight[result])
             return result
-        self.clock.wait(done)
+        self.clock.wait(end)
         self.ledger.add(result)
         self.clock.module = _torch.marked_module() or self.clock.module
         layer = layer_around(self.clock.module) if self.layered else None

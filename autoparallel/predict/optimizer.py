@@ -37,9 +37,9 @@ def optimizer_cost(make: MakeOptimizer) -> OptimizerCost:
             f"optimizer= makes no optimizer of a list of parameters that steps on a matrix on a CPU ({error}): give "
             "torch.optim.SGD, or lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)"
         ) from error
-    kept = sum(x.nbytes for x in states if isinstance(x, torch.Tensor) and x.shape == parameter.shape)
+    state_bytes = sum(x.nbytes for x in states if isinstance(x, torch.Tensor) and x.shape == parameter.shape)
     iterations = optimizer.defaults["ns_steps"] if isinstance(optimizer, torch.optim.Muon) else 0
-    return OptimizerCost(type(optimizer).__name__, kept / parameter.nbytes, iterations)
+    return OptimizerCost(type(optimizer).__name__, state_bytes / parameter.nbytes, iterations)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Kept:
         return self.parameter + self.gradient + self.states
 
 
-def kept(
+def cost_at_rest(
     profile: Profile, axis_sizes: Sequence[int], shape: Sequence[int], layout: Layout, itemsize: int, trainable: bool
 ) -> Kept:
     """What a parameter of a shape that lies so between steps costs each rank.
@@ -80,15 +80,15 @@ def kept(
     optimizer = profile.optimizer
     if optimizer.iterations and len(shape) != 2:
         optimizer = ADAMW
-    found = Kept(part, part, int(optimizer.states * part))
-    seconds = 2 * found.bytes / profile.memory_bandwidth
+    at_rest = Kept(part, part, int(optimizer.states * part))
+    seconds = 2 * at_rest.bytes / profile.memory_bandwidth
     if optimizer.iterations:
         ranks, parts, (short, long) = math.prod(axis_sizes), math.prod(shape) / max(numel, 1), sorted(shape)
         points = optimizer.iterations * (4.0 * short**2 * long + 2.0 * short**3)
         seconds *= parts / ranks
         seconds += profile.compute_seconds(points / ranks, 0.0, torch.bfloat16)
         # The parameter, its gradient and states come from its parts; each copy of the first and the last goes back.
-        there, back = parts * found.bytes * (parts > 1), ranks * (found.bytes - found.gradient)
+        there, back = parts * at_rest.bytes * (parts > 1), ranks * (at_rest.bytes - at_rest.gradient)
         time = partial(profile.step_seconds, axis_sizes, "all_to_all", range(len(axis_sizes)))
         seconds += time(int(there + back)) - time(0) if ranks > 1 else 0.0
-    return replace(found, seconds=seconds)
+    return replace(at_rest, seconds=seconds)

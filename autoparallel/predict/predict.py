@@ -15,7 +15,7 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.plan import Plan
 from autoparallel.predict.communicator import BACKWARD, FORWARD, GRADIENTS, UNSHARD
 from autoparallel.predict.dry_run import GRADIENT_BUFFERS, dry_run
-from autoparallel.predict.optimizer import kept
+from autoparallel.predict.optimizer import cost_at_rest
 from autoparallel.predict.reductions import accumulator_bytes, total_costs
 from autoparallel.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
@@ -33,7 +33,7 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     sizes = plan.axis_sizes
 
     trained = [c for c in chains if c.trainable]
-    resting = [kept(profile, sizes, c.shape, c.at_rest, c.rest_dtype.itemsize, c.trainable) for c in chains]
+    resting = [cost_at_rest(profile, sizes, c.shape, c.at_rest, c.rest_dtype.itemsize, c.trainable) for c in chains]
     at_rest, gradients = sum(x.parameter for x in resting), sum(x.gradient for x in resting)
     states = sum(x.states for x in resting)
     # The worst moment of forward and backward, or that of the optimizer's step.
@@ -93,10 +93,10 @@ def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:
         if name not in chains:
             continue
         chain = chains[name]
-        path, _, own = name.rpartition(".")
+        path, _, leaf = name.rpartition(".")
         gather = plan.parameters[name].gather if chain.gathered else ""
         parameters.setdefault(path, []).append(
-            ParameterRow(own, chain.shape, chain.at_rest, chain.uses, gather, chain.trainable, plan.padded.get(name))
+            ParameterRow(leaf, chain.shape, chain.at_rest, chain.uses, gather, chain.trainable, plan.padded.get(name))
         )
     last: dict[str, fx.Node] = {}
     for node in program.calls():
@@ -105,7 +105,7 @@ def _modules(program: LocalProgram, plan: Plan) -> tuple[ModuleRow, ...]:
     sizes = Sizes(program.captured.actual)
     rows = []
     for path in dict.fromkeys([*last, *parameters]):
-        made = last.get(path)
-        shape, layout = (None, None) if made is None else (sizes.shape(made), made.meta["placements"])
+        result = last.get(path)
+        shape, layout = (None, None) if result is None else (sizes.shape(result), result.meta["placements"])
         rows.append(ModuleRow(path, tuple(parameters.get(path, ())), shape, layout))
     return tuple(rows)

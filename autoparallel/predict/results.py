@@ -36,10 +36,10 @@ def call_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         return kwargs["out"]
     try:
         described = _described(args), _described(list(kwargs.items()))
-        known = _result(func, *described, torch.get_default_dtype()) if func.namespace == "aten" else None
+        description = _result(func, *described, torch.get_default_dtype()) if func.namespace == "aten" else None
     except TypeError:  # an argument that cannot be looked up
-        known = None
-    return func(*args, **kwargs) if known is None else known.make()
+        description = None
+    return func(*args, **kwargs) if description is None else description.make()
 
 
 def _described(value: Any) -> Any:
@@ -63,12 +63,12 @@ def _result(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> _T
     """The one new tensor that a call makes under a default dtype; None where it makes anything else."""
     if func._schema.is_mutable:
         return None
-    given, named = _made_of(args), dict(_made_of(kwargs))
-    made = func(*given, **named)
-    if type(made) is not torch.Tensor or not made.is_meta or made.storage_offset():
+    positional, named = _made_of(args), dict(_made_of(kwargs))
+    result = func(*positional, **named)
+    if type(result) is not torch.Tensor or not result.is_meta or result.storage_offset():
         return None
-    if _torch.storage_marks([made])[0] in _torch.storage_marks(_torch.tensors_in((given, named))):
+    if _torch.storage_marks([result])[0] in _torch.storage_marks(_torch.tensors_in((positional, named))):
         return None
-    described = _Tensor(made.shape, made.stride(), made.dtype)
-    alike = described.make().untyped_storage().nbytes() == made.untyped_storage().nbytes()
+    described = _Tensor(result.shape, result.stride(), result.dtype)
+    alike = described.make().untyped_storage().nbytes() == result.untyped_storage().nbytes()
     return described if alike else None

@@ -10,7 +10,7 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.passes.cut_stages import stages_of
 from autoparallel.plan import Plan
-from autoparallel.predict.optimizer import kept
+from autoparallel.predict.optimizer import cost_at_rest
 
 MEMORY = "parameters, states, gradients and activations"
 
@@ -67,13 +67,13 @@ def parameter_ranks(captured: Captured, plan: Plan) -> dict[fx.Node, int]:
 def _stages_reading(node: fx.Node, stages: dict[fx.Node, int]) -> set[int]:
     """The stages that read a node, also through what follows from it alone."""
     reading: set[int] = set()
-    pending, seen = list(node.users), set()
+    pending, visited = list(node.users), set()
     while pending:
         user = pending.pop()
         if user in stages:
             reading.add(stages[user])
-        elif user not in seen:
-            seen.add(user)
+        elif user not in visited:
+            visited.add(user)
             pending += user.users
     return reading
 
@@ -82,4 +82,4 @@ def _update_seconds(node: fx.Node, captured: Captured, plan: Plan, profile: Prof
     name = captured.parameters[node.name]
     itemsize = captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
     shape, layout, trainable = Sizes(captured.actual).shape(node), plan.at_rest(name), bool(node.meta["differentiable"])
-    return kept(profile, plan.axis_sizes, shape, layout, itemsize, trainable).seconds
+    return cost_at_rest(profile, plan.axis_sizes, shape, layout, itemsize, trainable).seconds

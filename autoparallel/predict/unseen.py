@@ -49,7 +49,7 @@ class _Unseen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        read, made = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        read, outputs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         wanted = ctx.needs_input_grad[1:]
         gradients = [torch.empty_like(x) if w else None for x, w in zip(read, wanted, strict=False)]
-        return None, *gradients, *(None for _ in made)
+        return None, *gradients, *(None for _ in outputs)

@@ -15,7 +15,7 @@ from autoparallel.hardware import ADAMW, H100, OptimizerCost, Profile
 from autoparallel.placements import parse_layout
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.request import Request
-from autoparallel.predict.optimizer import Kept, kept, optimizer_cost
+from autoparallel.predict.optimizer import Kept, cost_at_rest, optimizer_cost
 from tests.captures import draft
 from tests.models.small import MLP
 
@@ -45,7 +45,7 @@ def test_what_cannot_step_on_a_matrix_is_refused(make: Any) -> None:
 
 def _kept(optimizer: OptimizerCost, layout: str, shape: tuple[int, ...] = (512, 256), trainable: bool = True) -> Kept:
     profile = replace(H100, optimizer=optimizer)
-    return kept(profile, (4,), shape, parse_layout(layout), 4, trainable)
+    return cost_at_rest(profile, (4,), shape, parse_layout(layout), 4, trainable)
 
 
 def test_elements_are_read_and_written_where_they_lie() -> None:
@@ -65,7 +65,7 @@ def test_ranks_share_the_arithmetic_of_matrices_and_send_them() -> None:
     points = 5 * (4 * 256**2 * 512 + 2 * 256**3)
 
     def seconds(profile: Profile, ranks: int, layout: str) -> float:
-        return kept(profile, (ranks,), (512, 256), parse_layout(layout), 4, True).seconds
+        return cost_at_rest(profile, (ranks,), (512, 256), parse_layout(layout), 4, True).seconds
 
     alone = seconds(free, 1, "I")
     assert alone == pytest.approx(
