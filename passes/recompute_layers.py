@@ -3,8 +3,8 @@
 Activation checkpointing (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) by layers: the saved
 tensors of a layer become those that enter it, for the price of one more forward, its collectives included.  A layer of
 which all but the products runs again keeps what its products, its attention and its collectives make, too, and repeats
-none of them (see [Note: kept calls] in ``operators.kept``).  What is gathered is gathered again, as in Megatron-LM:
-kept, it would take the memory of its pieces once for each rank.
+none of them (see [Note: kept calls] in ``operators.selective_checkpoint``).  What is gathered is gathered again, as in
+Megatron-LM: kept, it would take the memory of its pieces once for each rank.
 
 Before (nodes of the layers "layers.0" and "layers.1", of which the first is recomputed):
     linear = aten.linear(x, w0);  tanh = aten.tanh(linear)
@@ -31,7 +31,7 @@ from autoparallel import _torch, operators
 from autoparallel.comm import ranges
 from autoparallel.graph.layers import layer_of, stretches_of_layers
 from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
-from autoparallel.operators.kept import Keeping, KeptResults
+from autoparallel.operators.selective_checkpoint import Keeping, KeptResults
 from autoparallel.placements.placement import COLLECTIVES, action
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor

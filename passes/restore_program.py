@@ -26,7 +26,7 @@ from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.in_flight import finish_redistribution, start_redistribution
 from autoparallel.graph.captured import copy_graph
 from autoparallel.operators.chunked import linear_then_redistribute, redistribute_then_linear
-from autoparallel.operators.kept import Keeping
+from autoparallel.operators.selective_checkpoint import Keeping
 from autoparallel.passes.chunk_linears import LINEAR
 from autoparallel.passes.recompute_layers import regions_of
 from autoparallel.passes.specification import PlacementError, name_of

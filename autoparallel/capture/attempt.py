@@ -159,9 +159,9 @@ def attempt_capture(
         recorders.append(Recorder(model, plain, table, trained, pair, constants))
         wrapper = Training(plain, loss, precision, recorders[-1], _alike(specs), numbers)
         wrapper.training = plain.training
-        wrapper.found.copies = table
-        wrapper.found.given = {id(x) for x in (*table.values(), *leaves)}
-        wrapper.found.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
+        wrapper.findings.copies = table
+        wrapper.findings.existing = {id(x) for x in (*table.values(), *leaves)}
+        wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 
     def trace(stacks: list[Stack], as_compiled: bool = False) -> Captured:
@@ -183,7 +183,7 @@ def attempt_capture(
         finally:
             fixed.update(dict.fromkeys(calls.fixed.values()))
         captured = describe(
-            program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.found, ranks
+            program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.findings, ranks
         )
         captured.state = wrapper.recorder.state()
         captured.draws = draws
@@ -254,14 +254,14 @@ def traced_shape(spec: InputSpec, scale: int) -> tuple[int, ...]:
 
 def _alike(specs: Sequence[InputSpec | Any]) -> list[list[tuple[int, int]]]:
     """The sets of open dims that have the same size, where there are other open dims than the batch's."""
-    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    sets: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for i, spec in enumerate(specs):
         if isinstance(spec, InputSpec):
             for dim, number in spec.open:
-                found.setdefault(("length", number), []).append((i, dim))
+                sets.setdefault(("length", number), []).append((i, dim))
             if spec.batch:
-                found.setdefault(("batch", spec.batch), []).append((i, 0))
-    return list(found.values()) if any(kind == "length" for kind, _ in found) else []
+                sets.setdefault(("batch", spec.batch), []).append((i, 0))
+    return list(sets.values()) if any(kind == "length" for kind, _ in sets) else []
 
 
 def _rehearse(
@@ -276,7 +276,7 @@ def _rehearse(
     except Exception as error:  # noqa: BLE001 - whatever a model cannot do here, tracing it will say better
         return [], error
     inside = tuple(f"{stack.path}." for stack in stacks)
-    return ([] if any(f"model.{name}".startswith(inside) for name in whole.found.attributes) else stacks), None
+    return ([] if any(f"model.{name}".startswith(inside) for name in whole.findings.attributes) else stacks), None
 
 
 def _with_line(
@@ -295,7 +295,7 @@ def _calls_of(wrapper: nn.Module, as_compiled: bool) -> Trace:
     """What a trace of a copy of the model notes beside operators."""
     assert isinstance(wrapper, Training)
     paths = {id(module): path for path, module in wrapper.model.named_modules()}
-    return Trace(wrapper.found.originals, paths, wrapper.found.given, as_compiled)
+    return Trace(wrapper.findings.originals, paths, wrapper.findings.existing, as_compiled)
 
 
 def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:

@@ -113,7 +113,7 @@ def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) 
     module = f"{_torch.FOLDER}nn/modules/module.py"
     if tensor.requires_grad == value or _caller().startswith(_torch.FOLDER) and _caller() != module:
         return func(tensor, value)
-    if value and tensor.is_leaf and id(tensor) not in trace.given and not isinstance(tensor, nn.Parameter):
+    if value and tensor.is_leaf and id(tensor) not in trace.existing and not isinstance(tensor, nn.Parameter):
         # Its gradient stays with a tensor that no user has; what flows to parameters is the same.
         trace.has_leaves = True
         return func(tensor, value)

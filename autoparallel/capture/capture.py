@@ -70,10 +70,10 @@ def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec,
     args, kwargs = pytree.tree_unflatten(specs, in_spec)
     target = {"the target": args[-1]} if options["loss_fn"] is not None and args else {}
     names = list(inspect.signature(model.forward).parameters)
-    given = {**dict(zip(names, args[: len(args) - len(target)], strict=False)), **kwargs, **target}
+    values = {**dict(zip(names, args[: len(args) - len(target)], strict=False)), **kwargs, **target}
     shown = [
         f"{name}{pytree.keystr(path)} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
-        for name, value in given.items()
+        for name, value in values.items()
         for path, spec in pytree.tree_flatten_with_path(value)[0]
         if isinstance(spec, InputSpec)
     ]

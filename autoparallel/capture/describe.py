@@ -18,7 +18,7 @@ from autoparallel.capture.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.passes import describing_passes
 from autoparallel.capture.recorder import IN_THE_MODEL
 from autoparallel.capture.refusals import explain_mutation, require_positions, require_same_dtypes, require_static
-from autoparallel.capture.training import Found
+from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, NumberSpec, Size, SizeGuard
 from autoparallel.passes.mark_gradients import Detached
 from autoparallel.passes.runner import run_passes
@@ -32,7 +32,7 @@ def describe(
     specs: Sequence[InputSpec | Any],
     has_loss_fn: bool,
     detach_beside_loss: bool,
-    trace_findings: Found,
+    trace_findings: Findings,
     ranks: int,
 ) -> Captured:
     """Describes a trace, of which the passes of ``describing_passes`` make the graph that is planned.

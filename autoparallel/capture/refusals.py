@@ -31,19 +31,19 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> None:
     Args:
         numbers: the placeholders of numbers that the call is given: what is computed of them is no size.
     """
-    given: set[Any] = set()
+    allowed: set[Any] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, _READ) and any(map(is_tensor, node.all_input_nodes)):
             if [x.name in numbers for x in node.all_input_nodes] == [True]:
-                given |= free_unbacked_symbols(value)
+                allowed |= free_unbacked_symbols(value)
             elif _is_only_checked(node):
-                given |= free_unbacked_symbols(value)
+                allowed |= free_unbacked_symbols(value)
                 LOGGER.warning(
                     "the program leaves out a check of values, which eager makes at every call, at %s", line_of(node)
                 )
         unknown = [free_unbacked_symbols(v) for v in pytree.tree_leaves(value)]
-        if any(symbols - (set() if isinstance(value, torch.Tensor) else given) for symbols in unknown):
+        if any(symbols - (set() if isinstance(value, torch.Tensor) else allowed) for symbols in unknown):
             if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
                 what, advice = "a tensor's value is read into Python", "keep it a tensor (no .item())"
             else:
@@ -98,11 +98,11 @@ def require_own_memory(captured: Captured, model: nn.Module) -> None:
         for other_device, other_start, _, _, other in spans[i + 1 :]:
             if (other_device, other_start) >= (device, end):
                 break
-            changed, kept = (node, other) if tensors[node][2] else (other, node)
+            changed, unchanged = (node, other) if tensors[node][2] else (other, node)
             if tensors[changed][2]:
                 raise CaptureError(
-                    f"{tensors[changed][0]}, which is changed in place, and {tensors[kept][0]} lie in the same memory; "
-                    f"the latter is read at {line_of(next(iter(kept.users), kept))}\nWhat to change: keep one of them "
+                    f"{tensors[changed][0]}, which is changed in place, and {tensors[unchanged][0]} lie in the same memory; "
+                    f"the latter is read at {line_of(next(iter(unchanged.users), unchanged))}\nWhat to change: keep one of them "
                     "and make the other of it in forward (self.weight[:4].detach()), register one tensor under both "
                     "names (b.weight = a.weight), or clone() it."
                 )
@@ -145,16 +145,17 @@ def _own_frames(frames: Collection[traceback.FrameSummary]) -> list[traceback.Fr
 
 def place_of(error: BaseException) -> object:
     """What kind of error was raised, and in which line of a model."""
-    own = _own_frames(traceback.extract_tb(error.__traceback__))
-    return type(error), [(f.filename, f.lineno) for f in own[-1:]]
+    frames = _own_frames(traceback.extract_tb(error.__traceback__))
+    return type(error), [(f.filename, f.lineno) for f in frames[-1:]]
 
 
 def explain_failure(error: Exception, model: nn.Module) -> str:
     """What a model does that cannot be traced, with its line and a cure."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = _own_frames(frames)
-    if own:
-        where = f'"{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}'
+    own_frames = _own_frames(frames)
+    if own_frames:
+        last = own_frames[-1]
+        where = f'"{last.filename}", line {last.lineno}, in {last.name}: {last.line}'
     else:
         code = type(model).forward.__code__
         where = f'"{code.co_filename}", line {code.co_firstlineno}, in forward'
@@ -164,7 +165,7 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
         what, advice = "FlexAttention is no operator that a program can make", INSTEAD_OF_FLEX
         return f"{type(model).__name__} cannot be captured at {where}\n{what}\nWhat to change: {advice}."
     if "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text or "DynamicOutput" in kind:
-        what, advice = _explain_value(error, own[-1].line or "" if own else "")
+        what, advice = _explain_value(error, own_frames[-1].line or "" if own_frames else "")
         return f"{type(model).__name__} cannot be captured at {where}\n{what}\nWhat to change: {advice}."
     if kind == "UnsupportedOperatorException" and _draws(text):
         advice = "torch cannot trace this random operator: draw outside of the model, and pass the numbers in"
@@ -244,14 +245,14 @@ def _explain_value(error: Exception, line: str) -> tuple[str, str]:
 
 def _modules_of(error: Exception) -> Iterator[nn.Module]:
     """The modules whose code an error has passed through, the innermost first."""
-    found = []
+    modules = []
     trace = error.__traceback__
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            found.append(module)
+            modules.append(module)
         trace = trace.tb_next
-    return reversed(found)
+    return reversed(modules)
 
 
 def _draws(text: str) -> bool:

@@ -23,7 +23,7 @@ class Trace:
     Args:
         originals: of the objects in the traced copy of the model, by id, what they are copies of.
         paths: of the modules of the copy, by id.
-        given: the tensors that the copy and its inputs have before the call, by id.
+        existing: the tensors that the copy and its inputs have before the call, by id.
         as_compiled: what the model is told that asks ``torch.compiler.is_compiling()``.
 
     Attributes:
@@ -41,10 +41,10 @@ class Trace:
         self,
         originals: Mapping[int, Any],
         paths: Mapping[int, str],
-        given: Collection[int] = (),
+        existing: Collection[int] = (),
         as_compiled: bool = False,
     ) -> None:
-        self.originals, self.paths, self.given, self.as_compiled = originals, paths, given, as_compiled
+        self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
         self.asked_at: str | None = None
         self.has_leaves = False
         self.counting: dict[int, tuple[Tensor, int]] = {}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Found:
+class Findings:
     """What tracing found; an object of its own, because export resets the attributes of what it traces.
 
     Attributes:
@@ -32,7 +32,7 @@ class Found:
         attributes: the attributes that the call sets, and how their values nest.
         originals: of the objects in the copy of the model, by id.
         copies: the copies themselves: an id is unique while its owner lives.
-        given: of the tensors that the copy and its inputs have before a call, by id.
+        existing: of the tensors that the copy and its inputs have before a call, by id.
     """
 
     counted: bool = False
@@ -40,7 +40,7 @@ class Found:
     attributes: dict[str, pytree.TreeSpec] = field(default_factory=dict)
     originals: dict[int, Any] = field(default_factory=dict)
     copies: dict[int, Any] = field(default_factory=dict)
-    given: set[int] = field(default_factory=set)
+    existing: set[int] = field(default_factory=set)
 
 
 class Training(nn.Module):
@@ -69,7 +69,7 @@ class Training(nn.Module):
         cast = precision is not None and precision.cast_forward_inputs
         self.input_dtype = precision.param_dtype if precision is not None and cast else None
         self.output_dtype = precision.output_dtype if precision is not None else None
-        self.found = Found()
+        self.findings = Findings()
         self.recorder = recorder
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,10 +85,10 @@ class Training(nn.Module):
             for other, its in others:
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
         with self.recorder, refuse_seeding(), DataAccess():
-            leaves, self.found.spec = flatten(self._outputs(args, kwargs))
+            leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
         _require_leaves(leaves)
         for name, value in self.recorder.take().items():
-            more, self.found.attributes[name] = pytree.tree_flatten(value)
+            more, self.findings.attributes[name] = pytree.tree_flatten(value)
             leaves += more
         return leaves
 
@@ -98,7 +98,7 @@ class Training(nn.Module):
         *inputs, target = args
         loss = self.loss_fn(self._run(tuple(inputs), kwargs), target)
         if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
-            self.found.counted = True
+            self.findings.counted = True
             return loss[0] / loss[1]
         return loss
 

@@ -9,7 +9,7 @@ when the operator runs, so that the program is the same text on every rank.  May
 - ``draws``: what is drawn with them: dropout, the usual distributions.
 - ``torch_random``: torch's random operators in terms of these; ``composite_random`` those that are made of others.
 - ``opaque``: what has a backward of its own: an ``autograd.Function``, a hook.
-- ``kept``: calls whose results are kept where the layer around them runs again.
+- ``selective_checkpoint``: calls whose results are kept where the layer around them runs again.
 - ``control_flow``: conditions and loops on values, each with the graphs that it may run.
 - ``plain_randomness``: the same numbers for a plain model in eager.
 - ``tables``: sharded, padded and interleaved tables, and look-ups in them.

@@ -24,7 +24,7 @@ from autoparallel.decisions.prediction import PredictedSpan
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
-from autoparallel.operators.kept import Keeping
+from autoparallel.operators.selective_checkpoint import Keeping
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import Layout, largest_piece, to_dtensor_placements
 from autoparallel.placements.redistribution import Step

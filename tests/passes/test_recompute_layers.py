@@ -69,7 +69,7 @@ def test_all_but_the_products_before_and_after() -> None:
     recompute_layers(module, {"layers.0": True})
     regions = regions_of(module)
     assert [line.partition(";")[0] for line in _lines(regions["recompute_0"].program)] == [
-        "mm_default = autoparallel_operators_kept_keeping_mm_default(x, w0)",
+        "mm_default = autoparallel_operators_selective_checkpoint_keeping_mm_default(x, w0)",
         "tanh_default = torch.ops.aten.tanh.default(mm_default)",
         "mul_tensor = torch.ops.aten.mul.Tensor(tanh_default, tanh_default)",
         "return (mul_tensor,)",

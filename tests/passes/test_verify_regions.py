@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autoparallel.comm.collectives import redistribute
-from autoparallel.operators.kept import Keeping
+from autoparallel.operators.selective_checkpoint import Keeping
 from autoparallel.passes.chunk_loss import chunk_loss, chunkable
 from autoparallel.passes.recompute_layers import recompute_layers, regions_of
 from autoparallel.passes.specification import PlacementError, Specification
