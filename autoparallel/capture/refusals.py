@@ -98,11 +98,11 @@ def require_own_memory(captured: Captured, model: nn.Module) -> None:
         for other_device, other_start, _, _, other in spans[i + 1 :]:
             if (other_device, other_start) >= (device, end):
                 break
-            changed, unchanged = (node, other) if tensors[node][2] else (other, node)
+            changed, twin = (node, other) if tensors[node][2] else (other, node)
             if tensors[changed][2]:
                 raise CaptureError(
-                    f"{tensors[changed][0]}, which is changed in place, and {tensors[unchanged][0]} lie in the same memory; "
-                    f"the latter is read at {line_of(next(iter(unchanged.users), unchanged))}\nWhat to change: keep one of them "
+                    f"{tensors[changed][0]}, which is changed in place, and {tensors[twin][0]} lie in the same memory; "
+                    f"the latter is read at {line_of(next(iter(twin.users), twin))}\nWhat to change: keep one of them "
                     "and make the other of it in forward (self.weight[:4].detach()), register one tensor under both "
                     "names (b.weight = a.weight), or clone() it."
                 )
