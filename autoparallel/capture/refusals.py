@@ -90,7 +90,8 @@ def require_own_memory(captured: Captured, model: nn.Module) -> None:
             tensors[node] = name, local_of(parameter), parameter.requires_grad
         elif name := captured.buffers.get(node.name):
             changes = name in captured.mutated_buffers and name not in captured.rebound
-            tensors[node] = name, tensor_at(model, name), changes
+            if changes or node.users:  # an attribute that a hook sets before it is read has no users
+                tensors[node] = name, tensor_at(model, name), changes
         elif node.name in captured.constants and node.users:
             tensors[node] = node.name, captured.constants[node.name], False
     spans = sorted((*memory_span(tensor), node.name, node) for node, (_, tensor, _) in tensors.items())

@@ -70,6 +70,17 @@ def frozen_weight_in_a_buffer() -> nn.Module:
     return model
 
 
+@loop()
+def spectral_norm_by_hooks_in_double(run: Run) -> None:
+    """The hook leaves a view of the weight as an attribute, and sets it anew before it is read."""
+    plain = nn.Sequential(nn.Linear(8, 8).double(), nn.Tanh(), nn.Linear(8, 8))
+    nn.utils.spectral_norm(plain[0])
+    model = run.compile(plain)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        run.step(model, optimizer, step)
+
+
 @loop(ranks=True)
 def gradients_and_outputs_kept(run: Run) -> None:
     """What a loop keeps of earlier steps is not written over by later ones."""
