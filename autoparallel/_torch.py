@@ -77,6 +77,9 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
 
 
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
+
+
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors among nested values, in their order; what operators read and make is looked at very often."""
     if isinstance(values, torch.Tensor):
@@ -85,7 +88,13 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
         values = values.values()
     elif not isinstance(values, list | tuple):
         values = pytree.tree_leaves(values) if type(values) in pytree.SUPPORTED_NODES else ()
-    return [x for value in values for x in tensors_in(value)]
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif type(value) not in _PLAIN:
+            tensors += tensors_in(value)
+    return tensors
 
 
 def bytes_in(values: Any) -> int:

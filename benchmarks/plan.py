@@ -33,6 +33,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.subject import Subject
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 NAMES = ("a", "b", "c")
@@ -71,7 +72,7 @@ def captured(model: nn.Module, inputs: Inputs, loss_fn: Callable[..., Any] | Non
 def planned(graph: Captured, mesh: Sequence[int], preset: str = "auto", memory_limit: float | None = None) -> Plan:
     """The plan of a graph on a mesh of H100s."""
     request = Request(tuple(zip(NAMES, mesh, strict=False)), H100, preset)
-    return cheapest(SearchSpace(graph, request), memory_limit)
+    return cheapest(SearchSpace(Subject(graph, request)), memory_limit)
 
 
 def peak_gigabytes() -> float:

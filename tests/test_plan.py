@@ -18,6 +18,7 @@ from autoparallel.planner.fits import require_fits
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.subject import Subject
 from tests.captures import captured
 from tests.models import MLP, build
 
@@ -25,7 +26,7 @@ MESH = (("dp", 2), ("tp", 2))
 
 
 def planned(graph: Captured, mesh: tuple[tuple[str, int], ...] = MESH, preset: str = "fsdp") -> Plan:
-    return cheapest(SearchSpace(graph, Request(mesh, profile_for("cpu"), preset)))
+    return cheapest(SearchSpace(Subject(graph, Request(mesh, profile_for("cpu"), preset))))
 
 
 @pytest.fixture(scope="module")

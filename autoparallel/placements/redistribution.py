@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from autoparallel.placements.placement import (
     dual_layout,
     largest_piece,
 )
+
+PARTIAL = -1
+"""What stands for Partial in ``LayoutTable.codes``."""
 
 BUCKET_BYTES = 4 << 20
 """The size at which a bucket of parameters is closed (see ``passes.bucket_collectives``)."""
@@ -84,11 +87,6 @@ def local_numel(shape: Sequence[int], layout: Layout, axis_sizes: Sequence[int])
     return math.prod(largest_piece(shape, layout, axis_sizes))
 
 
-def is_gathered(src: Layout, dst: Layout) -> bool:
-    """Whether nothing but gathers brings a tensor from one layout into another."""
-    return src != dst and all(a == b or (a.kind == "S" and b.kind in "IR") for a, b in zip(src, dst, strict=True))
-
-
 def step_bytes(step: Step, before: Layout, shape: Sequence[int], itemsize: int, axis_sizes: Sequence[int]) -> int:
     """The bytes of the whole tensor as the step's group sees it (see ``placements.sent_bytes``), padding included."""
     ranks = math.prod(axis_sizes[axis] for axis in step.axes)
@@ -107,14 +105,28 @@ class LayoutTable:
     Attributes:
         layouts: every layout that such a tensor may have.
         index: where a layout stands in ``layouts``.
+        codes: of each layout the placements as numbers: the dim of a shard, ``PARTIAL``, and below it what
+            is whole.
         seconds: the price of the cheapest way from each to each.
         direct: the price where one step is enough; else infinite.
     """
 
     layouts: tuple[Layout, ...]
     index: dict[Layout, int]
+    codes: np.ndarray
     seconds: np.ndarray
     direct: np.ndarray
+
+    def places(self, layouts: Iterable[Layout]) -> np.ndarray:
+        """Where some layouts stand."""
+        return np.array([self.index[layout] for layout in layouts], dtype=np.intp)
+
+    @cached_property
+    def gathered(self) -> np.ndarray:
+        """Whether nothing but gathers brings a tensor from each layout into each."""
+        src, dst = self.codes[:, None], self.codes[None]
+        steps = (src == dst) | (src >= 0) & (dst < PARTIAL)
+        return steps.all(axis=-1) & (src != dst).any(axis=-1)
 
     def next_hop(self, here: int, goal: int) -> int:
         """The first layout on the cheapest way, the cheapest step first; negative where there is no way."""
@@ -190,7 +202,8 @@ class Redistributor:
         direct[position[steps.before[allowed]], position[steps.after[allowed]]] = prices[allowed]
         seconds = _shortest(direct)
         layouts = tuple(itertools.compress(steps.layouts, fits))
-        return LayoutTable(layouts, {layout: i for i, layout in enumerate(layouts)}, seconds, direct)
+        index = {layout: i for i, layout in enumerate(layouts)}
+        return LayoutTable(layouts, index, steps.codes[fits] - _S, seconds, direct)
 
     def _prices(self, steps: _Steps, rows: np.ndarray, itemsize: int, backward: bool, bucketed: bool) -> np.ndarray:
         """The predicted time of every step; each price is asked for once.  Never zero, so that short ways win ties.

@@ -31,6 +31,7 @@ from autoparallel.planner.programs import adapt, build
 from autoparallel.planner.request import Request, Settled
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
+from autoparallel.planner.subject import Subject
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.forecast import Forecast, Short, extrapolated
 from autoparallel.predict.predict import predict
@@ -56,6 +57,7 @@ class Evaluator:
             self.captured = self._adapted()
         self._outcomes: dict[Candidate, Outcome] = {}
         self._graphs: dict[Hashable, Captured] = {}
+        self._subjects: dict[Candidate, Subject] = {}
         self._spaces: dict[Candidate, SearchSpace] = {}
         self._forecasts: dict[tuple[Hashable, ...], tuple[Plan, Forecast]] = {}
         self._short: dict[Hashable, Short] = {}
@@ -136,23 +138,25 @@ class Evaluator:
         return self._spaces[key]
 
     def _new_space(self, candidate: Candidate) -> SearchSpace:
-        request, call, graph = self.request, self.call, self._graph(candidate)
+        request, call, subject = self.request, self.call, self._subject(candidate)
+        graph = subject.captured
         fixed = not graph.batches and not any("batch_factors" in node.meta for node in graph.graph.nodes)
         if request.constraints(candidate.preset).data and fixed and any(isinstance(s, InputSpec) for s in call.specs):
             raise PlanError(
                 f"the plan {candidate.preset!r} shards the batch, but the batch size is fixed at {call.batch}: "
                 f"{graph.why_fixed}; or use plan='auto', which needs no open batch"
             )
-        return SearchSpace(
-            graph,
-            request,
-            candidate.preset,
-            pinned=self.settled.at_rest,
-            input_layouts=input_layouts(graph, call.specs, call.layouts),
-            may_recompute=self.layers if candidate.may_recompute else (),
-            microbatches=candidate.microbatches,
-            loss_chunks=self._loss_chunks(candidate, graph.graph),
-        )
+        inputs = input_layouts(graph, call.specs, call.layouts)
+        return SearchSpace(subject, candidate.preset, self.settled.at_rest, inputs)
+
+    def _subject(self, candidate: Candidate) -> Subject:
+        """What a candidate is about; presets have the same."""
+        key = replace(candidate, preset="", limit=None, room=0.0, sparing=False)
+        if key not in self._subjects:
+            graph, may_recompute = self._graph(candidate), self.layers if candidate.may_recompute else ()
+            chunks = self._loss_chunks(candidate, graph.graph)
+            self._subjects[key] = Subject(graph, self.request, may_recompute, candidate.microbatches, chunks)
+        return self._subjects[key]
 
     def _loss_chunks(self, candidate: Candidate, graph: fx.Graph) -> int:
         return self.request.loss_chunks or candidate.loss_chunks if chunkable(graph) else 1

@@ -13,8 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from autoparallel.decisions.decisions import RECOMPUTED, Estimate
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.fingerprint import fingerprint
@@ -23,7 +21,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.infeasible import explain_conflict, explain_limit
 from autoparallel.planner.problem import Problem
-from autoparallel.planner.solve.budget import minimise_with_budget
+from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.elimination import Infeasible, TooWide
 from autoparallel.planner.solve.factors import Factors, evaluate
 from autoparallel.planner.solve.hubs import prove
@@ -56,7 +54,7 @@ def cheapest(
         problem = space.problem
     except NoOption as error:
         raise PlanError(explain_conflict(space, error.node)) from error
-    objective = problem.factors.joined(_ties(problem))
+    objective = problem.objective
     if sparing:
         objective = objective.joined(problem.usage.times(THRESHOLDS.sparing))
     choices, bound = _solve(space, problem, objective, memory_limit, room)
@@ -93,14 +91,6 @@ def cheapest(
     )
 
 
-def _ties(problem: Problem) -> Factors:
-    """Next to nothing, more for each further option: so layers that are alike break ties alike, not by rounding."""
-    ties, tables = Factors(), {size: 1e-12 * np.arange(size, dtype=np.float64) for size in set(problem.sizes)}
-    for number, size in enumerate(problem.sizes):
-        ties.add((number,), tables[size])
-    return ties
-
-
 def _linear_chunks(problem: Problem, choices: Sequence[int]) -> int:
     """The number of chunks of linear layers that hides most."""
     hidden = {count: evaluate(factors, choices) for count, factors in problem.hidden.items()}
@@ -129,7 +119,8 @@ def _solve(
             if budget is None:
                 solution = minimise(sizes, factors, problem.layers)
                 return solution.choices, solution.cost
-            within = minimise_with_budget(sizes, factors, *budget, problem.layers)
+            whole = factors is problem.objective  # which is searched within several limits
+            within = (problem.budget if whole else Budget(sizes, factors, usage, problem.layers)).within(limit)
             return within.solution.choices, within.bound
         except TooWide:
             assignment = solve_if_small(sizes, factors, budget)

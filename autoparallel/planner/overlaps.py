@@ -14,14 +14,11 @@ from torch import fx
 
 from autoparallel.passes.chunk_linears import LINEAR
 from autoparallel.placements import Layout, largest_piece
+from autoparallel.placements.redistribution import PARTIAL
 from autoparallel.planner.options import Option
 from autoparallel.planner.problem import Reader, Variable
 from autoparallel.planner.subject import Subject
 from autoparallel.planner.thresholds import THRESHOLDS
-
-_SUM = -1
-_CODES = {"P": _SUM, "I": -2, "R": -3}
-"""Placements as numbers; that of a shard is its dim."""
 
 
 class Overlaps:
@@ -43,6 +40,7 @@ class Overlaps:
         producer: Variable,
         readers: Sequence[Reader],
         columns: Sequence[Layout],
+        codes: Sequence[np.ndarray],
         exchange: tuple[np.ndarray, np.ndarray],
         *,
         shared: bool,
@@ -55,6 +53,7 @@ class Overlaps:
         Args:
             columns: the layouts that each option's result may be brought into; each option's of the one reader, unless
                 they are ``shared``.
+            codes: the placements of each option's result and of these, as numbers (see ``LayoutTable.codes``).
             exchange: the seconds that takes, forward and backward, [option, layout] each.
             leaves: whether the tensor leaves the graph.
         """
@@ -63,7 +62,7 @@ class Overlaps:
         reads = not leaves and all(self._is_free(reader.node) and not place for reader, place in readers)
         if not self.counts or not (makes or reads):
             return None
-        rows, latency, sums = self._steps(node, [option.result for option in producer.options], columns)
+        rows, latency, sums = self._steps(producer, *codes)
         products = np.zeros((2, *rows.shape))
         if reads:
             products += _read_seconds(readers, columns, shared=shared)[:, None]
@@ -82,26 +81,23 @@ class Overlaps:
         return linear and bool(node.meta["val"].is_floating_point())
 
     def _steps(
-        self, node: fx.Node, before: Sequence[Layout], after: Sequence[Layout]
+        self, producer: Variable, before: np.ndarray, after: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For each way between two layouts the rows that a rank can cut, none where it is more than one step or an
         exchange of all with all; the latency of its collective; and whether it brings a sum."""
-        shape = self.size.shape(node)
-        one, other = np.broadcast_arrays(_codes(before)[:, None], _codes(after)[None])
+        shape = self.size.shape(producer.node)
+        one, other = np.broadcast_arrays(before[:, None], after[None])
         differs = one != other
         axis = differs.argmax(axis=-1)
         src, dst = (np.take_along_axis(codes, axis[..., None], axis=-1)[..., 0] for codes in (one, other))
         step = (differs.sum(axis=-1) == 1) & ((src < 0) | (dst < 0))
         last = len(shape) - 1
         dims = np.minimum(np.where(src < 0, last, src), np.where(dst < 0, last, dst))
-        leading = [np.cumprod([1, *largest_piece(shape, layout, self.axis_sizes)]) for layout in before]
+        pieces = [largest_piece(shape, option.result, self.axis_sizes) for option in producer.options]
+        leading = [np.cumprod([1, *piece]) for piece in pieces]
         rows = np.take_along_axis(np.array(leading), np.maximum(dims, 0), axis=1)
         each = [self.profile.step_seconds(self.axis_sizes, "all_gather", (a,), 0) for a in range(len(self.axis_sizes))]
-        return np.where(step, rows, 0), np.array(each)[axis], src == _SUM
-
-
-def _codes(layouts: Sequence[Layout]) -> np.ndarray:
-    return np.array([[p.dim if p.kind == "S" else _CODES[p.kind] for p in layout] for layout in layouts])
+        return np.where(step, rows, 0), np.array(each)[axis], src == PARTIAL
 
 
 def _passes(option: Option) -> tuple[float, float]:

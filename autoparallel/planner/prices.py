@@ -9,7 +9,7 @@ import numpy as np
 from torch import fx
 
 from autoparallel.placements import Layout
-from autoparallel.placements.redistribution import is_gathered, local_numel
+from autoparallel.placements.redistribution import PARTIAL, LayoutTable, local_numel
 from autoparallel.planner.interleaving import dealing_seconds, deals_out, dealt_bytes
 from autoparallel.planner.options import Option
 from autoparallel.planner.overlaps import Overlaps
@@ -78,8 +78,10 @@ class Pricer:
         if is_tensor(node) and self.overlaps.counts:
             forward, _ = self.again(producer, columns)
             both = forward, self._matrix(node, [o.result for o in producer.options], columns) - forward
+            table = self._table(node)
+            codes = [table.codes[table.places(x)] for x in ([o.result for o in producer.options], columns)]
             hidden = self.overlaps.hidden(
-                producer, readers, columns, both, shared=shared is not None, leaves=bool(leaving)
+                producer, readers, columns, codes, both, shared=shared is not None, leaves=bool(leaving)
             )
             if hidden is not None and (hidden > 0).any():
                 prices.hidden, prices.source = hidden, source - most_hidden(hidden).sum(axis=0)
@@ -110,20 +112,18 @@ class Pricer:
                 prices.leaving.append(self._matrix(node, rows, [layout])[:, 0])
         return prices
 
-    def _table(self, node: fx.Node, backward: bool | None = None) -> tuple[dict[Layout, int], np.ndarray]:
-        flows = bool(node.meta["backward"]) if backward is None else backward
-        table = self.redistributor.table(
+    def _table(self, node: fx.Node, backward: bool | None = None) -> LayoutTable:
+        return self.redistributor.table(
             self.size.shape(node),
             node.meta["val"].element_size(),
             bool(node.meta["differentiable"]),
-            flows,
+            bool(node.meta["backward"]) if backward is None else backward,
             uneven=node.name in self.captured.parameters,
         )
-        return table.index, table.seconds
 
     def _matrix(self, node: fx.Node, rows: Sequence[Layout], columns: Sequence[Layout]) -> np.ndarray:
-        index, seconds = self._table(node)
-        return seconds[np.ix_([index[r] for r in rows], [index[c] for c in columns])]
+        table = self._table(node)
+        return table.seconds[np.ix_(table.places(rows), table.places(columns))]
 
     def _source_prices(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:
         """What it costs to bring each option's result into each layout; gathers per use are paid again in backward."""
@@ -132,10 +132,11 @@ class Pricer:
             return np.zeros((len(producer.options), len(columns)))
         prices = self._matrix(node, [o.result for o in producer.options], columns)
         if node.name in self.captured.parameters:
-            index, forward = self._table(node, backward=False)
+            table = self._table(node, backward=False)
+            gathers = table.seconds[:, table.places(columns)]
             once = 1 / self.microbatches  # a step: gradients are reduced, and what is kept is gathered
             for i, option in enumerate(producer.options):
-                gather = forward[index[option.result], [index[c] for c in columns]]
+                gather = gathers[table.index[option.result]]
                 if option.gather == "per_use":
                     prices[i] = once * (prices[i] - gather) + gather * (1 + bool(node.meta["backward"]))
                 else:
@@ -149,10 +150,10 @@ class Pricer:
     def again(self, producer: Variable, columns: Sequence[Layout]) -> tuple[np.ndarray, np.ndarray]:
         """What it takes to bring each option's result into each layout once more: where all of its layer runs again,
         and where all but the products does, and of the collectives gathers alone."""
-        index, seconds = self._table(producer.node, backward=False)
-        rows = [option.result for option in producer.options]
-        every: np.ndarray = seconds[np.ix_([index[r] for r in rows], [index[c] for c in columns])]
-        return every, np.where([[is_gathered(r, c) for c in columns] for r in rows], every, 0.0)
+        table = self._table(producer.node, backward=False)
+        between = np.ix_(table.places([option.result for option in producer.options]), table.places(columns))
+        every: np.ndarray = table.seconds[between]
+        return every, np.where(table.gathered[between], every, 0.0)
 
     def _redistributed_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
         """The bytes that the backward finds of what is brought from each option's result into each layout, less those
@@ -165,16 +166,18 @@ class Pricer:
         results = [option.result for option in producer.options]
         before = size * np.array([[local_numel(shape, layout, self.axis_sizes)] for layout in results])
         after = size * np.array([local_numel(shape, layout, self.axis_sizes) for layout in columns])
-        differs = np.array([[layout != column for column in columns] for layout in results])
-        sums = np.array([["P" in (p.kind for p in layout)] for layout in results])
+        table = self._table(node)
+        places = table.places(results)
+        differs = places[:, None] != table.places(columns)
+        sums = (table.codes[places] == PARTIAL).any(axis=1)[:, None]
         none = np.zeros(differs.shape)
         # A view's bytes are counted with what it looks at, which may lie otherwise.
         counted = before if node in self.kept.parts else np.minimum(before, after)
         found = none if alone is None else differs * (after - counted * alone)
         # With all but the products, a sum is not made again, but kept where the others read it.
         again = none if product is False else differs * sums * (after - before * bool(product))
-        table = np.stack([found, again, none], axis=-1)
-        return table if table.any() else None
+        by_answer = np.stack([found, again, none], axis=-1)
+        return by_answer if by_answer.any() else None
 
     def _gathered_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
         node = producer.node

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from torch import fx
 
 from autoparallel.placements import Layout
 from autoparallel.planner.options import Option
+from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.factors import Factors
 from autoparallel.rules.calls import tensor_operands
 
@@ -50,6 +52,20 @@ class Problem:
     readers: dict[fx.Node, tuple[list[Layout], int]] = field(default_factory=dict)
     layers: list[tuple[str, ...]] = field(default_factory=list)
     again: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def objective(self) -> Factors:
+        """The factors, and next to nothing for each further option: so layers that are alike break ties alike, not by
+        rounding."""
+        ties, tables = Factors(), {size: 1e-12 * np.arange(size, dtype=np.float64) for size in set(self.sizes)}
+        for number, size in enumerate(self.sizes):
+            ties.add((number,), tables[size])
+        return self.factors.joined(ties)
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The objective, to be minimised within limits on the usage."""
+        return Budget(self.sizes, self.objective, self.usage, self.layers)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """What a node reads, in the order of its options' needs."""

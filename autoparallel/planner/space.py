@@ -15,7 +15,7 @@ backward, between what one side makes and the other needs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -25,7 +25,6 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.decisions.decisions import RECOMPUTED
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
-from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layers_of
 from autoparallel.placements import Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
@@ -35,7 +34,6 @@ from autoparallel.planner.permits import Permits
 from autoparallel.planner.presets import Constraints
 from autoparallel.planner.prices import Pricer, Prices, most_hidden
 from autoparallel.planner.problem import Problem, Reader, Variable
-from autoparallel.planner.request import Request
 from autoparallel.planner.solve.factors import Factors
 from autoparallel.planner.subject import Subject
 from autoparallel.predict.optimizer import cost_at_rest
@@ -71,8 +69,8 @@ class _Ends:
     hidden: Sequence[np.ndarray] = ()
 
 
-class SearchSpace(Subject):
-    """The choices for one captured graph on one mesh, and their costs.
+class SearchSpace:
+    """The choices that a preset and pins leave for a captured graph on one mesh, and their costs.
 
     Costs are those of one microbatch, in seconds, with its share of what is paid once a step: the gathers of parameters
     that are kept, the reduction of gradients and the update.
@@ -81,25 +79,23 @@ class SearchSpace(Subject):
         preset: which axes may do what; the request's, unless told another.
         pinned: how parameters lie that an earlier plan has settled.
         input_layouts: those in which inputs come; the others are whole.
-        may_recompute, microbatches, loss_chunks: as ``Subject`` takes them.
     """
 
     def __init__(
         self,
-        captured: Captured,
-        request: Request,
+        subject: Subject,
         preset: str | None = None,
         pinned: Mapping[str, ParameterPlan] | None = None,
         input_layouts: Mapping[str, Layout] | None = None,
-        may_recompute: Collection[str] = (),
-        microbatches: int = 1,
-        loss_chunks: int = 1,
     ) -> None:
-        super().__init__(captured, request, may_recompute, microbatches, loss_chunks)
+        self.subject, request = subject, subject.request
+        self.captured, self.size, self.profile = subject.captured, subject.size, subject.profile
+        self.searched, self.open, self.products = subject.searched, subject.open, subject.products
+        self.mesh, self.axis_sizes = request.axes, request.sizes
         self.preset = preset or request.origin
-        self.outputs = wanted_outputs(captured, request.outputs, len(request.axes))
+        self.outputs = wanted_outputs(subject.captured, request.outputs, len(request.axes))
         self.pinned, self.input_layouts = pinned or {}, input_layouts or {}
-        self.permits = Permits(self, preset, self.pinned.keys())
+        self.permits = Permits(subject, preset, self.pinned.keys())
         self.constraints, self.pins = self.permits.constraints, self.permits.pins
         self.unruled: dict[str, int] = {}
         self._known: dict[fx.Node, list[Option] | None] = {}
@@ -109,8 +105,8 @@ class SearchSpace(Subject):
         self._left: dict[Hashable, list[Option]] = {}
         self._ends_alike: dict[Hashable, _Ends] = {}
         self._own: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
-        self.overlaps = Overlaps(self)
-        self._pricer = Pricer(self, partial(self.permits.forbidden, self.options), self.overlaps)
+        self.overlaps = Overlaps(subject)
+        self._pricer = Pricer(subject, partial(self.permits.forbidden, self.options), self.overlaps)
 
     # -- options ----------------------------------------------------------------------------------------------------
 
@@ -168,13 +164,15 @@ class SearchSpace(Subject):
         assert options is not None
         variable = Variable(node, options, problem.add(len(options), layers))
         problem.variables[node] = variable
-        alike = id(options), node in self.open, node in self.repeated
+        alike = id(options), node in self.open, node in self.subject.repeated
         if alike not in self._own:
             seconds = np.array([o.seconds for o in options])
             saved = np.array([o.saved_bytes for o in options])
             if node in self.open:
                 again = np.array([o.again for o in options])
-                seconds = np.stack([seconds, seconds + again * (node in self.repeated), seconds + again], axis=-1)
+                seconds = np.stack(
+                    [seconds, seconds + again * (node in self.subject.repeated), seconds + again], axis=-1
+                )
                 saved = np.stack([saved, [o.kept_bytes for o in options], [o.left_bytes for o in options]], axis=-1)
             self._own[alike] = seconds, saved if saved.any() else None
         option_seconds, option_bytes = self._own[alike]
@@ -233,15 +231,20 @@ class SearchSpace(Subject):
                 if node.op == "placeholder" and node.name in self.captured.parameters:
                     options: list[Option] | None = self._parameter_options(node)
                 elif node.op == "placeholder":
-                    options = [Option((), (), self.input_layouts.get(node.name, self.invariant), 0.0)]
+                    options = [Option((), (), self.input_layouts.get(node.name, self.subject.invariant), 0.0)]
                 elif node.op != "call_function" or not tensor_operands(node) and not is_tensor(node):
                     options = None
                 elif not is_tensor(node) or node.target is operator.getitem or node not in self.searched:
-                    needs = tuple(self.invariant for _ in tensor_operands(node))
-                    options = [Option((INVARIANT_MODE,) * len(self.axis_sizes), needs, self.invariant, 0.0)]
+                    needs = tuple(self.subject.invariant for _ in tensor_operands(node))
+                    options = [Option((INVARIANT_MODE,) * len(self.axis_sizes), needs, self.subject.invariant, 0.0)]
                 else:
                     options = operator_options(
-                        node, self.axis_sizes, self.profile, self.size, self.permits.allows, parts=self._kept(node)
+                        node,
+                        self.axis_sizes,
+                        self.profile,
+                        self.size,
+                        self.permits.allows,
+                        parts=self._kept(node),
                     )
                     if not options:
                         raise NoOption(node)
@@ -266,7 +269,7 @@ class SearchSpace(Subject):
         """What a node's options depend on."""
         if node.op == "placeholder":
             if node.name not in self.captured.parameters:
-                return "input", self.input_layouts.get(node.name, self.invariant)
+                return "input", self.input_layouts.get(node.name, self.subject.invariant)
             name = self.captured.parameters[node.name]
             users: Hashable = None
             padded = any(u.target is operators.pad_rows for u in node.users)
@@ -287,7 +290,11 @@ class SearchSpace(Subject):
         which keeps what these make, or the whole layer, which then keeps only what others read."""
         layer = self.open.get(node)
         outside = layer is not None and any(self.open.get(user) != layer for user in node.users)
-        return self.kept.parts.get(node, 0.0), float(outside or self.products.get(node, False)), float(outside)
+        return (
+            self.subject.kept.parts.get(node, 0.0),
+            float(outside or self.products.get(node, False)),
+            float(outside),
+        )
 
     def _rule_is_known(self, node: fx.Node) -> bool:
         if node.op != "call_function" or not is_tensor(node):
@@ -309,9 +316,9 @@ class SearchSpace(Subject):
             sharded = any(p.kind == "S" for p in layout)
             trainable = bool(node.meta["differentiable"])
             rest = cost_at_rest(self.profile, self.axis_sizes, shape, layout, itemsize, trainable)
-            update = rest.seconds / self.microbatches
+            update = rest.seconds / self.subject.microbatches
             for gather in gathers if sharded else ["per_step"]:
-                options.append(Option((), (), layout, update, rest.bytes / self.stages, gather=gather))
+                options.append(Option((), (), layout, update, rest.bytes / self.subject.stages, gather=gather))
         return options
 
     # -- prices between variables -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout, dual_layout
-from autoparallel.placements.redistribution import is_gathered, local_numel
+from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
 from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.request import Request
@@ -174,9 +174,9 @@ class RowPricer:
             if x in made and made[x] != need:
                 itemsize, flows = x.meta["val"].element_size(), bool(x.meta["differentiable"])
                 table = self.redistributor.table(size.shape(x), itemsize, flows, False)
-                seconds = float(table.seconds[table.index[made[x]], table.index[need]])
-                sent += seconds
-                gathered += seconds * is_gathered(made[x], need)
+                between = table.index[made[x]], table.index[need]
+                sent += float(table.seconds[between])
+                gathered += float(table.seconds[between] * table.gathered[between])
         flows = bool(node.meta["backward"])
         once = backward + sent if flows else 0.0
         saved = self.saved.get(node, 0.0) * result_bytes

@@ -41,7 +41,7 @@ class Subject:
         microbatches: int = 1,
         loss_chunks: int = 1,
     ) -> None:
-        self.captured, self.request, self.mesh, self.axis_sizes = captured, request, request.axes, request.sizes
+        self.captured, self.request, self.axis_sizes = captured, request, request.sizes
         self.profile, self.redistributor = request.profile, request.redistributor
         # A rank of a pipeline keeps its part of the parameters, and of its part of the activations as many
         # microbatches as are in flight (1F1B).

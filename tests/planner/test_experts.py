@@ -18,6 +18,7 @@ from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.presets import constraints_for
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.subject import Subject
 from tests.passes.support import captured
 
 EP = (("ep", 2),)
@@ -47,7 +48,7 @@ class Stack(nn.Module):
 
 
 def _search(graph: Captured, preset: str, mesh: tuple[tuple[str, int], ...]) -> Plan:
-    return cheapest(SearchSpace(graph, Request(mesh, CPU, preset)))
+    return cheapest(SearchSpace(Subject(graph, Request(mesh, CPU, preset))))
 
 
 def _captured(model: nn.Module) -> Captured:

@@ -17,6 +17,7 @@ from autoparallel.planner.permits import Permits
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import NoOption, SearchSpace
+from autoparallel.planner.subject import Subject
 from tests.captures import draft
 
 
@@ -46,7 +47,7 @@ class Model(nn.Module):
 def _space(rows: int, ranks: int, preset: str) -> SearchSpace:
     request = Request((("dp", ranks),), CPU, preset)
     captured = Planner(Model(), request).capture(call_of((torch.randn(rows, 8),)))
-    return SearchSpace(captured, request)
+    return SearchSpace(Subject(captured, request))
 
 
 def test_a_function_reads_a_parameter_whole_where_a_preset_cuts_the_batch() -> None:

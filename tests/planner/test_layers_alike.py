@@ -26,6 +26,7 @@ from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.kinds import Layers
 from autoparallel.planner.solve.layered import LayeredNetwork, minimise
 from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.subject import Subject
 from tests.captures import captured
 
 Mesh = tuple[int, ...]
@@ -69,7 +70,7 @@ def _space_of(model: nn.Module, width: int, rows: int, mesh: Mesh, profile: Prof
     x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, 16, device="meta")
     graph = captured(model, x, y, loss_fn=F.mse_loss, least_batch=2 * int(np.prod(mesh)))
     names = ("a", "b", "c")[: len(mesh)]
-    return SearchSpace(graph, Request(tuple(zip(names, mesh, strict=True)), profile))
+    return SearchSpace(Subject(graph, Request(tuple(zip(names, mesh, strict=True)), profile)))
 
 
 def _chain(

@@ -20,6 +20,7 @@ from autoparallel.planner.solve.factors import evaluate
 from autoparallel.planner.solve.integer_program import solve
 from autoparallel.planner.solve.layered import minimise
 from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.subject import Subject
 from tests.captures import captured
 
 Mesh = tuple[tuple[str, int], ...]
@@ -47,7 +48,7 @@ def _captured(width: int, hidden: int, rows: int) -> Captured:
 
 
 def _space(graph: Captured, mesh: Mesh, preset: str = "auto", profile: Profile = FAST_LINKS) -> SearchSpace:
-    return SearchSpace(graph, Request(mesh, profile, preset))
+    return SearchSpace(Subject(graph, Request(mesh, profile, preset)))
 
 
 def _kinds(plan: Plan, parameter: str) -> str:

@@ -26,6 +26,7 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
 from autoparallel.planner.stages import StagePlanner
+from autoparallel.planner.subject import Subject
 from tests.passes.support import captured
 
 PROFILE = replace(CPU, launch=1e-9, latency=1e-9)
@@ -48,7 +49,7 @@ class Uneven(nn.Module):
 def planner(model: nn.Module, width: int, ranks: int, limit: float | None = None, rows: int = 8) -> StagePlanner:
     graph = captured(model, torch.randn(rows, width), torch.randn(rows, width), loss_fn=F.mse_loss)
     request = Request((("dp", 1),), PROFILE, stages=ranks, memory_limit=limit)
-    return StagePlanner(graph, cheapest(SearchSpace(graph, request)), request, find_layers(graph.graph))
+    return StagePlanner(graph, cheapest(SearchSpace(Subject(graph, request))), request, find_layers(graph.graph))
 
 
 WIDTHS = (64, 256, 256, 64, 64, 64, 512, 64)
@@ -235,7 +236,7 @@ def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() 
     needs = []
     for preset in ("data_parallel", "fsdp"):
         request = Request((("dp", 2),), PROFILE, preset, stages=2)
-        found = StagePlanner(graph, cheapest(SearchSpace(graph, request)), request)
+        found = StagePlanner(graph, cheapest(SearchSpace(Subject(graph, request))), request)
         needs.append(found.pricer.rows(graph.actual).kept.sum())
     whole = 2 * 64 * 64 * 4
     assert needs == [4 * whole, 4 * whole / 2 + whole / 2]  # weight, gradient, two states; and the sum over its shard

@@ -24,6 +24,7 @@ from autoparallel.planner.options import Option
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request import Request
 from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.subject import Subject
 from autoparallel.rules.calls import tensor_operands
 
 FAST = dataclasses.replace(H100, name="fast", latency=1e-8, launch=1e-8, overlap=0.0)
@@ -132,7 +133,7 @@ def _space(profile: Profile, ranks: int, rows: int, width: int, hidden: int) -> 
         model, x = Shared(width, hidden), torch.empty(rows, width)
     request = Request((("x", ranks),), profile)
     captured = Planner(model, request).capture(call_of((x,)))
-    return SearchSpace(captured, request)
+    return SearchSpace(Subject(captured, request))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,10 @@ _LINE_STEPS = 60  # multipliers tried at most; each step ends at a new vertex of
 _CLOSE = 0.01  # the gap below which variables are not looked at one by one
 _LOCAL_MOVES = 1000  # improving changes applied at most after the dual is solved
 _ROUNDING = 1e-12  # relative difference of costs below which they count as equal
+
+
+Totals = Callable[[Sequence[int]], tuple[float, float]]
+"""Tells what both sums are at an assignment."""
 
 
 @dataclass(frozen=True)
@@ -54,68 +59,110 @@ def minimise_with_budget(
     See [Note: budgets]. Where bound and cost agree the solution is optimal. An infinite usage forbids an entry.
     Raises `Infeasible` with the smallest achievable usage where that is above the limit.
     """
-    factors, usage = Factors.of(factors), Factors.of(usage)
-    forbidden, finite = usage.split()
-    forbidding = factors.joined(forbidden)
-    network = LayeredNetwork(sizes, forbidding, finite, layers, max_table=max_table, dominance=dominance)
+    return Budget(sizes, factors, usage, layers, max_table=max_table, dominance=dominance).within(limit)
 
-    def totals(choices: Sequence[int]) -> tuple[float, float]:
-        return evaluate(factors, choices), evaluate(finite, choices)
 
-    def result(choices: Sequence[int], bound: float, multiplier: float) -> BudgetSolution:
+class Budget:
+    """Two sums of tables, of which one is minimised within limits on the other; what no limit changes is made once."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        factors: Iterable[Factor],
+        usage: Iterable[Factor],
+        layers: Layers = (),
+        *,
+        max_table: int = MAX_TABLE,
+        dominance: bool | None = None,
+    ) -> None:
+        self._sizes, self._layers = sizes, layers
+        self._factors, self._usage = Factors.of(factors), Factors.of(usage)
+        forbidden, self._finite = self._usage.split()
+        self._forbidding = self._factors.joined(forbidden)
+        self._by_multiplier: dict[float, Sequence[int]] = {}
+        self._network = LayeredNetwork(
+            sizes, self._forbidding, self._finite, layers, max_table=max_table, dominance=dominance
+        )
+
+    def within(self, limit: float) -> BudgetSolution:
+        """As `minimise_with_budget` says."""
+        low = self._cheapest  # the cheapest known above the limit
+        low_cost, low_usage = self.totals(low)
+        if low_usage <= limit:
+            return self._result(low, low_cost, 0.0)
+        high = self._smallest  # the best known within the limit
+        high_cost, high_usage = self.totals(high)
+        if high_usage > limit:
+            message = f"the smallest usage that any assignment achieves is {high_usage:g}, above the limit {limit:g}"
+            raise Infeasible(message, smallest_usage=high_usage, choices=high)
+        bound, multiplier = low_cost, 0.0
+        for _ in range(_LINE_STEPS):
+            slope = (high_cost - low_cost) / (low_usage - high_usage)
+            if slope <= 0.0:
+                break
+            middle = self._weighed(slope)
+            cost, used = self.totals(middle)
+            dual = cost + slope * (used - limit)
+            if dual > bound:
+                bound, multiplier = dual, slope
+            intersection = high_cost + slope * (high_usage - limit)
+            if dual >= intersection - _ROUNDING * (abs(cost) + slope * abs(used)):
+                break
+            if used <= limit:
+                high, high_cost, high_usage = middle, cost, used
+            else:
+                low, low_cost, low_usage = middle, cost, used
+        search = _LocalSearch(self._tables, self.totals, high, limit)
+        search.adopt_layers(low, self._layers)
+        search.adopt_parts(low)
+        if search.cost - bound > _CLOSE * abs(search.cost):
+            search.improve()
+        return self._result(search.choices, bound, multiplier)
+
+    @cached_property
+    def _tables(self) -> Network:
+        """The tables of both sums, by the variables that they are over."""
+        return Network(self._sizes, self._forbidding, self._finite)
+
+    def totals(self, choices: Sequence[int]) -> tuple[float, float]:
+        """What both sums are."""
+        return evaluate(self._forbidding, choices), evaluate(self._finite, choices)
+
+    @cached_property
+    def _cheapest(self) -> Sequence[int]:
+        return self._network.solve()
+
+    @cached_property
+    def _smallest(self) -> Sequence[int]:
+        return self._network.solve(lambda table: np.where(np.isinf(table), np.inf, 0.0), 1.0)
+
+    def _weighed(self, multiplier: float) -> Sequence[int]:
+        """The assignment that is best at a price of usage."""
+        if multiplier not in self._by_multiplier:
+            self._by_multiplier[multiplier] = self._network.solve(multiplier=multiplier)
+        return self._by_multiplier[multiplier]
+
+    def _result(self, choices: Sequence[int], bound: float, multiplier: float) -> BudgetSolution:
         states = tuple(choices)
-        solution = Solution(states, evaluate(factors, states), network.width)
-        return BudgetSolution(solution, evaluate(usage, states), min(bound, solution.cost), multiplier)
-
-    low = network.solve()  # the cheapest known above the limit
-    low_cost, low_usage = totals(low)
-    if low_usage <= limit:
-        return result(low, low_cost, 0.0)
-    high = network.solve(lambda table: np.where(np.isinf(table), np.inf, 0.0), 1.0)  # the best known within the limit
-    high_cost, high_usage = totals(high)
-    if high_usage > limit:
-        message = f"the smallest usage that any assignment achieves is {high_usage:g}, above the limit {limit:g}"
-        raise Infeasible(message, smallest_usage=high_usage, choices=high)
-    bound, multiplier = low_cost, 0.0
-    for _ in range(_LINE_STEPS):
-        slope = (high_cost - low_cost) / (low_usage - high_usage)
-        if slope <= 0.0:
-            break
-        middle = network.solve(multiplier=slope)
-        cost, used = totals(middle)
-        dual = cost + slope * (used - limit)
-        if dual > bound:
-            bound, multiplier = dual, slope
-        intersection = high_cost + slope * (high_usage - limit)
-        if dual >= intersection - _ROUNDING * (abs(cost) + slope * abs(used)):
-            break
-        if used <= limit:
-            high, high_cost, high_usage = middle, cost, used
-        else:
-            low, low_cost, low_usage = middle, cost, used
-    search = _LocalSearch(Network(sizes, forbidding, finite), list(high), limit)
-    search.adopt_layers(low, layers)
-    search.adopt_parts(low)
-    if search.cost - bound > _CLOSE * abs(search.cost):
-        search.improve()
-    return result(search.choices, bound, multiplier)
+        solution = Solution(states, evaluate(self._factors, states), self._network.width)
+        return BudgetSolution(solution, evaluate(self._usage, states), min(bound, solution.cost), multiplier)
 
 
 class _LocalSearch:
     """Changes of one or two variables that lower the first sum and keep the second within its limit."""
 
-    def __init__(self, network: Network, choices: list[int], limit: float) -> None:
-        self.network = network
+    def __init__(self, network: Network, totals: Totals, choices: Sequence[int], limit: float) -> None:
+        self.network, self.totals = network, totals
         self.choices = list(choices)
         self.limit = limit
-        self.cost, self.usage = network.totals(choices)
+        self.cost, self.usage = totals(choices)
 
     def _accept(self, changes: dict[int, int]) -> bool:
         """Make the changes if, added up anew, the assignment is within the limit and cheaper."""
         choices = list(self.choices)
         for v, state in changes.items():
             choices[v] = state
-        cost, usage = self.network.totals(choices)
+        cost, usage = self.totals(choices)
         if usage > self.limit or not cost < self.cost - _ROUNDING * abs(self.cost):
             return False
         self.choices, self.cost, self.usage = choices, cost, usage
@@ -133,7 +180,7 @@ class _LocalSearch:
 
         def over(first: int) -> bool:
             changes = mixed(first)
-            return self.network.totals([changes.get(v, state) for v, state in enumerate(own)])[1] > self.limit
+            return self.totals([changes.get(v, state) for v, state in enumerate(own)])[1] > self.limit
 
         first = bisect.bisect_left(range(len(order)), True, key=lambda i: not over(i))
         while first < len(order) and not self._accept(mixed(first)):

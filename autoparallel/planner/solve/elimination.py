@@ -93,10 +93,6 @@ class Network:
     def original(self, choices: Sequence[int]) -> tuple[int, ...]:
         return tuple([int(states[choice]) for states, choice in zip(self.states, choices, strict=True)])
 
-    def totals(self, choices: Sequence[int]) -> list[float]:
-        """What each sum is."""
-        return [math.fsum(float(t[tuple([choices[v] for v in s])]) for s, t in tables.items()) for tables in self.sums]
-
     def change(self, choices: Sequence[int], changes: Mapping[int, int]) -> list[float]:
         """By how much each sum grows where some variables, by number, take other states."""
         new = [changes.get(v, state) for v, state in enumerate(choices)]
