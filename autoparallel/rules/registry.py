@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from autoparallel.operators.opaque import function_class
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -64,12 +65,31 @@ def has_rule(target: Any) -> bool:
 
 
 def rule_for(node: fx.Node) -> Rule | None:
-    """The sharding rule of a call, or None when this call can only be replicated."""
+    """The sharding rule of a call, or None when this call can only be replicated.
+
+    It is worked out once for a call and its copies in other graphs, and stays with them, beside what it follows from.
+    """
     if node.op != "call_function" or not is_tensor(node):
         return None
     maker = _maker_of(node.target)
-    rule = maker(node) if maker is not None else None
-    return _without_partial_bools(rule, node) if rule is not None else None
+    if maker is None:
+        return None
+    arguments = map_aggregate((node.args, node.kwargs), _described)
+    follows_from = maker, arguments, id(node.meta["val"])
+    if node.meta.get("rule", (None,))[0] != follows_from:
+        rule = maker(node)
+        values = [x.meta.get("val") for x in (node, *node.all_input_nodes)]  # an id is unique while its owner lives
+        node.meta["rule"] = follows_from, _without_partial_bools(rule, node) if rule is not None else None, values
+    return node.meta["rule"][1]  # type: ignore[no-any-return]
+
+
+def _described(argument: Any) -> Any:
+    """An argument as a part of a key: nodes by their values, of which copies have the same."""
+    if isinstance(argument, fx.Node):
+        return "value", id(argument.meta.get("val"))
+    if isinstance(argument, torch.SymInt):
+        return "size", argument.node.expr
+    return type(argument), argument
 
 
 def _without_partial_bools(rule: Rule, node: fx.Node) -> Rule:
