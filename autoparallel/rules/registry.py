@@ -80,7 +80,7 @@ def rule_for(node: fx.Node) -> Rule | None:
         rule = maker(node)
         values = [x.meta.get("val") for x in (node, *node.all_input_nodes)]  # an id is unique while its owner lives
         node.meta["rule"] = follows_from, _without_partial_bools(rule, node) if rule is not None else None, values
-    return node.meta["rule"][1]  # type: ignore[no-any-return]
+    return node.meta["rule"][1]
 
 
 def _described(argument: Any) -> Any:

@@ -100,7 +100,7 @@ class Referee:
         space = self.space
         flows = node.meta["backward"] if backward is None else backward
         itemsize, differentiable = node.meta["val"].element_size(), bool(node.meta["differentiable"])
-        return space.redistributor.table(space.size.shape(node), itemsize, differentiable, bool(flows), parameter)
+        return space.subject.redistributor.table(space.size.shape(node), itemsize, differentiable, bool(flows), parameter)
 
     def _gathered(self, node: fx.Node, option: Option, need: Layout) -> float:
         """A parameter's way from rest, forward and back, and once more where it is gathered per use."""
@@ -115,7 +115,7 @@ class Referee:
         versions, total = {source}, 0.0
         for start, goal in [(source, middle), *((middle, want) for want in wanted)]:
             here = start
-            steps = space.redistributor.path(
+            steps = space.subject.redistributor.path(
                 start, goal, space.size.shape(node), node.meta["val"].element_size(),
                 bool(node.meta["differentiable"]), bool(node.meta["backward"]),
             )  # fmt: skip
