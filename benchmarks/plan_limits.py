@@ -14,6 +14,7 @@ included.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import possible_presets
 from autoparallel.planner.proposals import proposals
 from autoparallel.planner.request import Request, limit_in_bytes
+from autoparallel.report.progress import UNSHOWN
 from benchmarks import plan as planning
 
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
@@ -191,12 +193,14 @@ def measure(row: Row) -> dict[str, Any]:
     request = _on(mesh, Request(mesh, profile, precision=policy, memory_limit=limit, loss_chunks=row.chunks))
     call = call_of((), inputs)
     captured = Planner(model.train(), request).capture(call)
+    gc.freeze()  # garbage is looked for as while the command plans
     start = time.process_time()
     try:
-        if isinstance(row.mesh, int):
-            request = _on(MeshSearch(request, captured, call, row.mesh).choose().mesh, request)
-        evaluator = Evaluator(request, captured, call)
-        outcome = evaluator.best(proposals(evaluator))
+        with UNSHOWN.phase("search"):
+            if isinstance(row.mesh, int):
+                request = _on(MeshSearch(request, captured, call, row.mesh).choose().mesh, request)
+            evaluator = Evaluator(request, captured, call)
+            outcome = evaluator.best(proposals(evaluator))
         plan = outcome.require()
     except PlanError as error:
         return {"error": str(error), "search": time.process_time() - start}
