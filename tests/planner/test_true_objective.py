@@ -100,7 +100,8 @@ class Referee:
         space = self.space
         flows = node.meta["backward"] if backward is None else backward
         itemsize, differentiable = node.meta["val"].element_size(), bool(node.meta["differentiable"])
-        return space.subject.redistributor.table(space.size.shape(node), itemsize, differentiable, bool(flows), parameter)
+        shape = space.size.shape(node)
+        return space.subject.redistributor.table(shape, itemsize, differentiable, bool(flows), parameter)
 
     def _gathered(self, node: fx.Node, option: Option, need: Layout) -> float:
         """A parameter's way from rest, forward and back, and once more where it is gathered per use."""
