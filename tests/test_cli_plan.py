@@ -375,7 +375,7 @@ def test_an_edit_elsewhere_keeps_a_pinned_plan() -> None:
     edited, _, _ = net()
     edited.head = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).double()
     free = planned(edited)
-    kept = planned(edited, pins=Pins(kept=Plan.from_json(saved.to_json())))
+    kept = planned(edited, pins=Pins(plan=Plan.from_json(saved.to_json())))
     same = [name for name in saved.parameters if name in kept.parameters]
     assert len(same) == 8, "all but the head's"
     assert all(kept.parameters[name] == saved.parameters[name] for name in same)

@@ -32,6 +32,8 @@ FILES = {
 }
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 FACES = {"__init__", "__main__", "backend", "integrations", "tools"}
+PARTICIPLES = {"asked", "done", "found", "given", "kept", "known", "made", "mine", "own", "seen", "sent", "taken"}
+PUBLIC_NAMES = {("autoparallel.runtime.gradients.accumulation", "done")}
 
 
 def imports_of(statement: ast.AST) -> set[str]:
@@ -104,6 +106,21 @@ def test_imports_stand_at_the_top_of_their_file() -> None:
 
     lazy = {name: [node.lineno for node in inner(ast.parse(path.read_text()))] for name, path in FILES.items()}  # type: ignore[attr-defined]
     assert not {name: lines for name, lines in lazy.items() if lines}
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """The names that a module gives to variables, parameters and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def test_a_name_says_what_it_holds() -> None:
+    """A participle or a pronoun says what has become of a thing, not what it is."""
+    names = {(file, name.strip("_")) for file, path in FILES.items() for name in names_in(ast.parse(path.read_text()))}
+    assert {(file, name) for file, name in names if name in PARTICIPLES} == PUBLIC_NAMES
 
 
 def test_importing_the_package_imports_no_dynamo() -> None:

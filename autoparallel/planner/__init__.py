@@ -21,7 +21,7 @@ One search:
 - ``layouts``: the cheapest layouts; ``axis_pairs`` where tables are too large; ``solve`` has the solvers.
 - ``subject``: what is searched; ``space``: what can be chosen; ``options`` of an operator, ``at_rest`` of a parameter;
   ``permits``: what presets and pins leave of that; ``experts`` and ``interleaving`` find what is special;
-  ``signatures`` tell calls that are alike, ``kept`` what the backward finds of them.
+  ``signatures`` tell calls that are alike, ``saved_tensors`` what the backward finds of them.
 - ``problem``: the choices as a factor graph, with ``prices``, of which ``overlaps`` tells what chunks hide;
   ``infeasible`` explains why there is no plan.
 - ``stages``: cuts, schedules and recomputation of a pipeline; ``cuts`` finds the most even, ``stage_rows`` what

@@ -248,21 +248,21 @@ class Evaluator:
 
     def predicted(self, plan: Plan) -> tuple[LocalProgram, Prediction] | None:
         """The whole program of a plan, unchecked, and what it was predicted to cost; None where that was not asked."""
-        return next((known for other, known in self._exact if replace(other, origin=plan.origin) == plan), None)
+        return next((row for other, row in self._exact if replace(other, origin=plan.origin) == plan), None)
 
     def frontier(self, chosen: Plan) -> Frontier | None:
         """What the plans take that were forecast, or cut into stages; None where there were none."""
-        taken: dict[Hashable, tuple[Plan, float, float]] = {}
+        plans: dict[Hashable, tuple[Plan, float, float]] = {}
         for (*key, exactly), (plan, forecast) in self._forecasts.items():
-            if exactly or (*key,) not in taken:  # what the whole program told goes before what short ones did
-                taken[(*key,)] = plan, forecast.seconds, forecast.memory
+            if exactly or (*key,) not in plans:  # what the whole program told goes before what short ones did
+                plans[(*key,)] = plan, forecast.seconds, forecast.memory
         for outcome in self._outcomes.values():
             if outcome.plan is not None and outcome.plan.pipeline is not None:
                 memory = max(outcome.plan.pipeline.memory_by_rank())
-                taken[id(outcome)] = outcome.plan, outcome.seconds, memory
+                plans[id(outcome)] = outcome.plan, outcome.seconds, memory
         first: list[Tried] = []
         tried: list[Tried] = []
-        for plan, seconds, memory in taken.values():
+        for plan, seconds, memory in plans.values():
             is_chosen = not first and plan == replace(chosen, origin=plan.origin)
             (first if is_chosen else tried).append(plan.tried(seconds, memory))
         return frontier_of([*first, *tried], self.request.memory_limit) if tried or first else None

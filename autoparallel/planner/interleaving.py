@@ -55,10 +55,10 @@ def dealt_bytes(
     options: Sequence[Option],
     columns: Sequence[Layout],
     axis_sizes: Sequence[int],
-    kept: bool,
+    saved: bool,
 ) -> np.ndarray:
-    """The memory of what is dealt out, where the backward finds it (``kept``), and of its gradient."""
-    copies = int(kept) + int(node.meta["backward"])
+    """The memory of what is dealt out, where the backward finds it (``saved``), and of its gradient."""
+    copies = int(saved) + int(node.meta["backward"])
     held = [copies * local_numel(shape, c, axis_sizes) * float(node.meta["val"].element_size()) for c in columns]
     return np.array([[size if o.result != c else 0.0 for c, size in zip(columns, held, strict=True)] for o in options])
 

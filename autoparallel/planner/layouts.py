@@ -71,8 +71,8 @@ def cheapest(
             at_rest = format_layout(option.result)
             parameters[space.captured.parameters[node.name]] = ParameterPlan(at_rest, option.gather)
     for node, (layouts, number) in problem.readers.items():
-        made = problem.variables[node].options[choices[problem.variables[node].number]].result
-        if layouts[choices[number]] != made:
+        result = problem.variables[node].options[choices[problem.variables[node].number]].result
+        if layouts[choices[number]] != result:
             shared[node.meta["key"]] = format_layout(layouts[choices[number]])
     cost = evaluate(problem.factors, choices)
     return Plan(

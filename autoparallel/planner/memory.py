@@ -152,7 +152,7 @@ def _costs_more(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
 
 
 def _fitting(
-    free: Outcome, limit: float, gauge: Gauge, need: float | None, known: Outcome | None
+    free: Outcome, limit: float, gauge: Gauge, need: float | None, incumbent: Outcome | None
 ) -> Generator[Candidate, Outcome, Outcome | None]:
     """The fastest plan found of those that fit into a limit (see [Note: what fits]); where none does, the one that
     takes the least memory, and where none can be of use, any or none.
@@ -160,9 +160,9 @@ def _fitting(
     Args:
         free: what becomes of a candidate without the limit.
         need: how much room another plan needs beside what the search adds up; None where none is known.
-        known: the best plan that fits; what takes as long without fitting takes longer if it fits.
+        incumbent: the best plan that fits; what takes as long without fitting takes longer if it fits.
     """
-    below = math.inf if known is None else gauge.seconds(known)
+    below = math.inf if incumbent is None else gauge.seconds(incumbent)
     assert free.plan is not None and free.plan.estimate is not None
     # What adds up to too much takes too much: that need not be predicted.
     if need is None or free.plan.estimate.memory <= limit:
@@ -176,7 +176,7 @@ def _fitting(
     room, low, high = need, (-math.inf, math.inf), (math.inf, -math.inf)
     for _ in range(THRESHOLDS.rooms):
         outcome = yield replace(saving, limit=limit, room=room)
-        if known is not None and _costs_more(outcome, known, gauge):
+        if incumbent is not None and _costs_more(outcome, incumbent, gauge):
             return None
         if outcome.plan is None:
             high = room, -math.inf

@@ -69,12 +69,12 @@ def distinct(shapes: Iterable[Shape], profile: Profile) -> list[Shape]:
 def _lying(shape: Shape, profile: Profile) -> Any:
     """How the groups over all sets of axes lie over nodes, whatever the axes' order."""
 
-    def seen(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def lies(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         sizes = tuple(shape[axis] for axis in order)
         groups = (axes for n in range(1, len(order) + 1) for axes in itertools.combinations(order, n))
         return sizes, tuple(profile.nodes_of(shape, axes) for axes in groups)
 
-    return min(seen(order) for order in itertools.permutations(range(len(shape))))
+    return min(lies(order) for order in itertools.permutations(range(len(shape))))
 
 
 def inside(shape: Shape, profile: Profile) -> bool:

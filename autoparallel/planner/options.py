@@ -88,7 +88,7 @@ def operator_options(
         shards = np.array([way.mode.kind == "shard" and way.mode.factor == factor for way in ways])[combinations]
         count = np.where(shards, np.array(axis_sizes, dtype=np.int64), 1).prod(axis=1)
         fits &= (count == 1) | (size % count == 0)
-    kept = np.flatnonzero(fits)
+    possible = np.flatnonzero(fits)
     pricer = _Pricer(node, rule, ways, axis_sizes, profile, sizes)
     itemsizes = [x.meta["val"].element_size() for x in operands]
     moved = result_pieces * node.meta["val"].element_size()
@@ -97,7 +97,7 @@ def operator_options(
         moved = moved + pieces * itemsize
     best: dict[tuple[tuple[Layout, ...], Layout], Option] = {}
     portions = parts if node.meta["backward"] else (0.0, 0.0, 0.0)
-    for row, i in zip(combinations[kept].tolist(), kept.tolist(), strict=True):
+    for row, i in zip(combinations[possible].tolist(), possible.tolist(), strict=True):
         chosen = [ways[w] for w in row]
         needs = tuple([tuple([t.operands[k] for t in chosen]) for k in range(len(operands))])
         result = tuple([t.result for t in chosen])
@@ -151,15 +151,15 @@ class _Pricer:
         self.backward = bool(node.meta["backward"])
         # What communicates inside the operator costs differently on each axis; the rest counts pieces only.
         self.by_axis = rule is not None and (bool(rule.exchange) or "composite" in rule.reductions.values())
-        self.known: dict[Hashable, tuple[float, float]] = {}
+        self.seconds_of: dict[Hashable, tuple[float, float]] = {}
 
     def seconds(self, row: Sequence[int], moved: int) -> tuple[float, float]:
         """The time of the call and, where gradients flow, of its backward; and that of the call in the backward."""
         key: Hashable = (moved, tuple(row) if self.by_axis else tuple(sorted(zip(row, self.axis_sizes, strict=True))))
-        if key not in self.known:
+        if key not in self.seconds_of:
             modes = [self.ways[w].mode for w in row]
             forward, backward = operator_seconds(
                 self.profile, self.rule, modes, self.axis_sizes, self.sizes, moved, self.dtype
             )
-            self.known[key] = (forward + backward, forward) if self.backward else (forward, 0.0)
-        return self.known[key]
+            self.seconds_of[key] = (forward + backward, forward) if self.backward else (forward, 0.0)
+        return self.seconds_of[key]

@@ -30,9 +30,9 @@ class Overlaps:
 
     def __init__(self, subject: Subject) -> None:
         request, self.profile, self.axis_sizes = subject.request, subject.profile, subject.axis_sizes
-        self.size, asked = subject.size, request.linear_chunks
+        self.size, chunks = subject.size, request.linear_chunks
         self._heads = subject.heads  # which are not cut: the losses behind them go through their rows in chunks
-        counts = THRESHOLDS.linear_chunks if asked is None and not request.stages else (asked or 1,)
+        counts = THRESHOLDS.linear_chunks if chunks is None and not request.stages else (chunks or 1,)
         self.counts = tuple(count for count in counts if count > 1 and self.profile.overlap)
 
     def hidden(
@@ -67,8 +67,8 @@ class Overlaps:
         if reads:
             products += _read_seconds(readers, columns, shared=shared)[:, None]
         if makes:
-            made = np.array([_passes(option) for option in producer.options]).T[:, :, None]
-            products = np.where(sums | (not reads), made, products)
+            passes = np.array([_passes(option) for option in producer.options]).T[:, :, None]
+            products = np.where(sums | (not reads), passes, products)
         seconds = np.stack(exchange)
         hidden = []
         for count in self.counts:

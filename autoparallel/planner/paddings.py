@@ -22,9 +22,9 @@ def paddings(candidate: Candidate, evaluator: Evaluator) -> Proposals:
 def _rows(candidate: Candidate, evaluator: Evaluator) -> list[dict[str, int]]:
     """The rows of vocabularies as they lie already, as a preset has them, or either way."""
     request, captured = evaluator.request, evaluator.captured
-    at_rest, kept = evaluator.settled.at_rest, request.pins.kept
-    if at_rest is not None or kept is not None:
-        return [padded_rows(at_rest if at_rest is not None else kept.parameters)]  # type: ignore[union-attr]
+    at_rest, plan = evaluator.settled.at_rest, request.pins.plan
+    if at_rest is not None or plan is not None:
+        return [padded_rows(at_rest if at_rest is not None else plan.parameters)]  # type: ignore[union-attr]
     sizes, constraints = request.sizes, request.constraints(candidate.preset)
     if constraints.tensor or constraints.data or constraints.sequence:
         shards = math.prod(sizes[axis] for axis in constraints.tensor)

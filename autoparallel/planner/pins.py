@@ -72,18 +72,18 @@ class Pins:
 
     Attributes:
         pins: by pattern.
-        kept: a saved plan whose decisions are kept as far as the model still has them.
+        plan: a saved plan whose decisions are kept as far as the model still has them.
         excluded: decisions that are not to be taken again: parameter name to layouts at rest, operator key to modes.
     """
 
     pins: tuple[Pin, ...] = ()
-    kept: Plan | None = None
+    plan: Plan | None = None
     excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def text(self) -> str:
         """All of it, for ranks to compare."""
         lines = [*map(str, self.pins), *(f"not {k} {sorted(v)}" for k, v in sorted(self.excluded.items()))]
-        return "\n".join([*lines, *([self.kept.to_json()] if self.kept is not None else [])])
+        return "\n".join([*lines, *([self.plan.to_json()] if self.plan is not None else [])])
 
 
 class ResolvedPins:
@@ -94,12 +94,12 @@ class ResolvedPins:
     """
 
     def __init__(self, pins: Pins, captured: Captured, axes: Sequence[tuple[str, int]]) -> None:
-        self.kept, self.excluded = pins.kept, pins.excluded
+        self.plan, self.excluded = pins.plan, pins.excluded
         self.parameters = captured.parameters
         self.freed: list[str] = []
         self._pins: dict[fx.Node, list[Pin]] = {}
-        if pins.kept is not None and tuple(pins.kept.mesh) != tuple(axes):
-            raise PlanError(f"the pinned plan is for the mesh {mesh_text(pins.kept.mesh)}, not for {mesh_text(axes)}")
+        if pins.plan is not None and tuple(pins.plan.mesh) != tuple(axes):
+            raise PlanError(f"the pinned plan is for the mesh {mesh_text(pins.plan.mesh)}, not for {mesh_text(axes)}")
         nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
         named = {name: nodes[placeholder] for placeholder, name in captured.parameters.items()}
         modules = results_of_modules(captured.graph) if pins.pins else {}
@@ -117,17 +117,17 @@ class ResolvedPins:
 
     def __bool__(self) -> bool:
         """Whether anything is pinned."""
-        return bool(self._pins or self.kept is not None or self.excluded)
+        return bool(self._pins or self.plan is not None or self.excluded)
 
     def __contains__(self, node: fx.Node) -> bool:
         """Whether a parameter is pinned."""
-        return node in self._pins or self._kept_layout(node) is not None
+        return node in self._pins or self._layout_of_plan(node) is not None
 
     def axes(self, node: fx.Node) -> frozenset[int]:
         """The mesh axes that a parameter's pins say something about; on the others a preset has its say."""
         if node in self._pins:
             return frozenset(a for pin in self._pins[node] for a, text in enumerate(pin.placements) if text != "*")
-        layout = self._kept_layout(node)
+        layout = self._layout_of_plan(node)
         return frozenset() if layout is None else frozenset(range(len(parse_layout(layout))))
 
     def layouts(self, node: fx.Node, layouts: Sequence[Layout]) -> list[Layout]:
@@ -137,7 +137,7 @@ class ResolvedPins:
             PlanError: where a pattern leaves none.
         """
         if node not in self._pins:
-            return [x for x in layouts if format_layout(x) == self._kept_layout(node)] or list(layouts)
+            return [x for x in layouts if format_layout(x) == self._layout_of_plan(node)] or list(layouts)
         left = [x for x in layouts if self._agrees(node, x)]
         if not left:
             texts = sorted({format_layout(x).replace("I", "R") for x in layouts})
@@ -147,8 +147,8 @@ class ResolvedPins:
             )
         return left
 
-    def _kept_layout(self, node: fx.Node) -> str | None:
-        plan = None if self.kept is None else self.kept.parameters.get(self.parameters.get(node.name, ""))
+    def _layout_of_plan(self, node: fx.Node) -> str | None:
+        plan = None if self.plan is None else self.plan.parameters.get(self.parameters.get(node.name, ""))
         return None if plan is None else plan.at_rest
 
     def options(self, node: fx.Node, options: list[Option]) -> list[Option]:
@@ -187,14 +187,14 @@ class ResolvedPins:
 
     def _decision(self, node: fx.Node) -> Callable[[Option], bool] | None:
         """What the kept plan decided about a node, unless a pattern says something else."""
-        if self.kept is None or node in self._pins:
+        if self.plan is None or node in self._pins:
             return None
         if node.name in self.parameters:
-            plan: ParameterPlan | None = self.kept.parameters.get(self.parameters[node.name])
+            plan: ParameterPlan | None = self.plan.parameters.get(self.parameters[node.name])
             if plan is None:
                 return None
             return lambda o: format_layout(o.result) == plan.at_rest and o.gather == plan.gather
-        modes = self.kept.operators.get(node.meta.get("key", "")) if node.op == "call_function" else None
+        modes = self.plan.operators.get(node.meta.get("key", "")) if node.op == "call_function" else None
         return None if modes is None else lambda o: tuple(map(str, o.modes)) == tuple(modes)
 
     def _name(self, node: fx.Node) -> str:
@@ -227,15 +227,15 @@ def parse_pins(pins: Mapping[str, Any] | Plan | None, forbid: Mapping[str, Any] 
     Raises:
         TypeError, ValueError: for what is no pin.
     """
-    kept = pins if isinstance(pins, Plan) else None
+    plan = pins if isinstance(pins, Plan) else None
     table = {} if pins is None or isinstance(pins, Plan) else pins
     parsed: list[Pin] = []
-    for given, negative, what in ((table, False, "pins"), (forbid or {}, True, "forbid")):
-        if not isinstance(given, Mapping):
-            raise TypeError(f"{what} must be a dict of patterns, not a {type(given).__name__}")
-        for pattern, placements in given.items():
+    for patterns, negative, what in ((table, False, "pins"), (forbid or {}, True, "forbid")):
+        if not isinstance(patterns, Mapping):
+            raise TypeError(f"{what} must be a dict of patterns, not a {type(patterns).__name__}")
+        for pattern, placements in patterns.items():
             parsed.append(Pin(pattern, parse_placements(pattern, placements), negative))
-    return Pins(tuple(parsed), kept)
+    return Pins(tuple(parsed), plan)
 
 
 def parse_placements(pattern: str, placements: Any) -> tuple[str, ...]:
@@ -247,8 +247,8 @@ def parse_placements(pattern: str, placements: Any) -> tuple[str, ...]:
     if isinstance(placements, str):
         placements = placements.split(",")
     if not isinstance(placements, Sequence):
-        given = type(placements).__name__
-        raise TypeError(f"the pin {pattern!r} needs one placement for each mesh axis, not a {given}")
+        kind = type(placements).__name__
+        raise TypeError(f"the pin {pattern!r} needs one placement for each mesh axis, not a {kind}")
     return tuple(_text_of(pattern, p) for p in placements)
 
 

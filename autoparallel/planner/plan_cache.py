@@ -80,7 +80,7 @@ def _digest(text: str) -> str:
 
 def key_of(request: Request, captured: Captured, call: Call, settled: Settled, *others: object) -> str | None:
     """A digest of what a search depends on; None where some of it is known by its address in memory alone."""
-    if request.pins.kept is not None:  # the search says what of it is not possible any more
+    if request.pins.plan is not None:  # the search says what of it is not possible any more
         return None
     sets = (captured.rebound, captured.lengths, captured.left_out, captured.attributes, captured.actual.items())
     return digest_of(
@@ -112,8 +112,8 @@ def _lines(module: fx.GraphModule) -> Iterator[str]:
             if id(value) not in texts:
                 texts[id(value)] = str(pytree.tree_map(_shown, value))
             target = getattr(node.target, "__qualname__", "") and f"{node.target.__module__}.{node.target.__qualname__}"
-            seen = [node.meta.get(name) for name in _SEEN], sorted(map(repr, node.meta.get("batch_factors") or ()))
-            yield f"{node} {target or node.target} {node.args} {node.kwargs} {texts[id(value)]} {seen}"
+            facts = [node.meta.get(name) for name in _SEEN], sorted(map(repr, node.meta.get("batch_factors") or ()))
+            yield f"{node} {target or node.target} {node.args} {node.kwargs} {texts[id(value)]} {facts}"
 
 
 def _shown(value: Any) -> object:

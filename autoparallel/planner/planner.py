@@ -145,10 +145,10 @@ class Planner:
         """A plan that the search has found for a call, as :meth:`finish` gives it, but without a program that may run;
         None where the search has not predicted the whole program."""
         plan = plan if plan.staging is not None else with_reductions(plan, self._reductions or {})
-        known = self._known(plan, call)
-        if known is None:
+        predicted = self._known(plan, call)
+        if predicted is None:
             return None
-        built, prediction = known
+        built, prediction = predicted
         return self._reduced(plan, built, LatePrediction(lambda: prediction))
 
     def _reduced(self, plan: Plan, built: LocalProgram, late: LatePrediction) -> Plan:
@@ -166,5 +166,5 @@ class Planner:
 
     def _known(self, plan: Plan, call: Call) -> tuple[LocalProgram, Prediction] | None:
         """What the search has predicted of the whole program, where the plan is the one that it found for the call."""
-        found, self._predicted = self._predicted, None  # asked for once: a planner that lives on keeps no program alive
-        return None if found is None or found[1] != call.specs or found[0] != plan else found[2]
+        row, self._predicted = self._predicted, None  # asked for once: a planner that lives on keeps no program alive
+        return None if row is None or row[1] != call.specs or row[0] != plan else row[2]

@@ -23,7 +23,7 @@ class Prices:
     """The tables of one tensor: from its producer, to its consumers, to what leaves the graph; and bytes.
 
     Attributes:
-        kept: bytes that the backward finds more, or less, where what it finds is redistributed first, by how much of
+        saved: bytes that the backward finds more, or less, where what it finds is redistributed first, by how much of
             the layer runs again: nothing, or one of ``RECOMPUTED``.
         hidden: what chunks of linear layers hide of the way from its producer, of which the most is taken off already
             (see ``Overlaps.hidden``).
@@ -31,7 +31,7 @@ class Prices:
 
     source: np.ndarray
     usage: np.ndarray | None
-    kept: np.ndarray | None = None
+    saved: np.ndarray | None = None
     hidden: np.ndarray | None = None
     readers: list[np.ndarray] = field(default_factory=list)
     leaving: list[np.ndarray] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Pricer:
         overlaps: Overlaps,
     ) -> None:
         self.captured, self.size, self.searched = subject.captured, subject.size, subject.searched
-        self.kept, self.products = subject.kept, subject.products
+        self.saved_tensors, self.products = subject.saved_tensors, subject.products
         self.redistributor, self.profile = subject.redistributor, subject.profile
         self.axis_sizes, self.microbatches, self.stages = subject.axis_sizes, subject.microbatches, subject.stages
         self.forbidden, self.overlaps = forbidden, overlaps
@@ -73,8 +73,8 @@ class Pricer:
         if columns is None:
             columns = [leaving[0]] if leaving else [o.needs[readers[0][1]] for o in readers[0][0].options]
         source, usage = self._source_prices(producer, columns), self._gathered_bytes(producer, columns)
-        kept = self._redistributed_bytes(producer, columns)
-        prices = Prices(source, usage if usage is not None and usage.any() else None, kept)
+        saved = self._redistributed_bytes(producer, columns)
+        prices = Prices(source, usage if usage is not None and usage.any() else None, saved)
         if is_tensor(node) and self.overlaps.counts:
             forward, _ = self.again(producer, columns)
             both = forward, self._matrix(node, [o.result for o in producer.options], columns) - forward
@@ -88,7 +88,7 @@ class Pricer:
         if shared is not None:
             return self._price_readers(prices, node, readers, leaving, shared)
         if leaving:  # as its one layout is wanted
-            prices.source, prices.usage, prices.kept = prices.source[:, 0], None, None
+            prices.source, prices.usage, prices.saved = prices.source[:, 0], None, None
             prices.hidden = None if prices.hidden is None else prices.hidden[..., 0]
         return prices
 
@@ -159,7 +159,7 @@ class Pricer:
         """The bytes that the backward finds of what is brought from each option's result into each layout, less those
         counted with the option; by answer, as the last dim."""
         node = producer.node
-        product, alone = self.products.get(node), self.kept.read.get(node)
+        product, alone = self.products.get(node), self.saved_tensors.read.get(node)
         if node.name in self.captured.parameters or deals_out(node) or (alone is None and not product):
             return None
         shape, size = self.size.shape(node), float(node.meta["val"].element_size())
@@ -172,29 +172,29 @@ class Pricer:
         sums = (table.codes[places] == PARTIAL).any(axis=1)[:, None]
         none = np.zeros(differs.shape)
         # A view's bytes are counted with what it looks at, which may lie otherwise.
-        counted = before if node in self.kept.parts else np.minimum(before, after)
-        found = none if alone is None else differs * (after - counted * alone)
+        counted = before if node in self.saved_tensors.parts else np.minimum(before, after)
+        saved = none if alone is None else differs * (after - counted * alone)
         # With all but the products, a sum is not made again, but kept where the others read it.
         again = none if product is False else differs * sums * (after - before * bool(product))
-        by_answer = np.stack([found, again, none], axis=-1)
+        by_answer = np.stack([saved, again, none], axis=-1)
         return by_answer if by_answer.any() else None
 
     def _gathered_bytes(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray | None:
         node = producer.node
         if deals_out(node):
-            shape, kept = self.size.shape(node), node in self.kept.parts
-            return dealt_bytes(node, shape, producer.options, columns, self.axis_sizes, kept)
+            shape, saved = self.size.shape(node), node in self.saved_tensors.parts
+            return dealt_bytes(node, shape, producer.options, columns, self.axis_sizes, saved)
         if node.name not in self.captured.parameters:
             return None
         shape, itemsize = self.size.shape(node), node.meta["val"].element_size()
         held = np.array([local_numel(shape, column, self.axis_sizes) for column in columns])
-        own = np.array([local_numel(shape, option.result, self.axis_sizes) for option in producer.options])
+        local = np.array([local_numel(shape, option.result, self.axis_sizes) for option in producer.options])
         # Over several microbatches gradients are added up as they are made; else each is reduced at once, and lives for
         # a moment only.
         gradient = max(itemsize, 4) if self.microbatches > 1 and node.meta["backward"] else 0
         each = np.array([itemsize * int(o.gather != "per_use") + gradient for o in producer.options])
         cast = self.captured.parameters[node.name] in self.captured.rest_dtypes
-        used = np.where(cast | (held[None] > own[:, None]), each[:, None] * held[None], 0.0)
+        used = np.where(cast | (held[None] > local[:, None]), each[:, None] * held[None], 0.0)
         return used / float(self.stages)
 
 

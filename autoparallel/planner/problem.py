@@ -80,10 +80,10 @@ class Problem:
     def shares(self, factors: Factors, choices: Sequence[int]) -> dict[fx.Node, float]:
         """What the tables of some factors add up to, by the node that makes a tensor: a table's first variable."""
         nodes = {v.number: node for node, v in self.variables.items()}
-        made = np.array([number in nodes for number in range(len(self.sizes))])
+        is_tensor = np.array([number in nodes for number in range(len(self.sizes))])
         shares: dict[fx.Node, float] = {}
         for scopes, entries in factors.entries(choices):
-            its = made[scopes[:, 0]]
+            its = is_tensor[scopes[:, 0]]
             for number, entry in zip(scopes[its, 0].tolist(), entries[its].tolist(), strict=True):
                 node = nodes[number]
                 shares[node] = shares.get(node, 0.0) + entry

@@ -33,8 +33,8 @@ class PlanAgain:
 
     def best_without(self, plan: Decisions, excluded: Mapping[str, frozenset[str]]) -> Plan | None:
         """See ``Reasons.best_without``."""
-        asked = self.planner.request
-        request = replace(asked, plan=plan.origin, pins=replace(asked.pins, excluded=excluded))
+        original = self.planner.request
+        request = replace(original, plan=plan.origin, pins=replace(original.pins, excluded=excluded))
         planner = Planner(self.planner.model, request)
         captured = self._captured.copy()
         try:

@@ -98,13 +98,13 @@ class SearchSpace:
         self.permits = Permits(subject, preset, self.pinned.keys())
         self.constraints, self.pins = self.permits.constraints, self.permits.pins
         self.unruled: dict[str, int] = {}
-        self._known: dict[fx.Node, list[Option] | None] = {}
+        self._options: dict[fx.Node, list[Option] | None] = {}
         self._ends: dict[fx.Node, tuple[_Ends, Sequence[tuple[fx.Node, int]]]] = {}
         # What is alike is worked out once: options by the kind of node, prices by the options on both sides.
         self._of_kind: dict[Hashable, tuple[list[Option] | None, bool]] = {}  # with whether they have a rule
         self._left: dict[Hashable, list[Option]] = {}
         self._ends_alike: dict[Hashable, _Ends] = {}
-        self._own: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
+        self._own_prices: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
         self.overlaps = Overlaps(subject)
         self._pricer = Pricer(subject, partial(self.permits.forbidden, self.options), self.overlaps)
 
@@ -165,7 +165,7 @@ class SearchSpace:
         variable = Variable(node, options, problem.add(len(options), layers))
         problem.variables[node] = variable
         alike = id(options), node in self.open, node in self.subject.repeated
-        if alike not in self._own:
+        if alike not in self._own_prices:
             seconds = np.array([o.seconds for o in options])
             saved = np.array([o.saved_bytes for o in options])
             if node in self.open:
@@ -174,8 +174,8 @@ class SearchSpace:
                     [seconds, seconds + again * (node in self.subject.repeated), seconds + again], axis=-1
                 )
                 saved = np.stack([saved, [o.kept_bytes for o in options], [o.left_bytes for o in options]], axis=-1)
-            self._own[alike] = seconds, saved if saved.any() else None
-        option_seconds, option_bytes = self._own[alike]
+            self._own_prices[alike] = seconds, saved if saved.any() else None
+        option_seconds, option_bytes = self._own_prices[alike]
         scope = variable.number, *self._again(problem, node)
         problem.factors.add(scope, option_seconds)
         if option_bytes is not None:
@@ -184,7 +184,7 @@ class SearchSpace:
         if not consumers and not leaves:
             return
         # Worked out once for tensors that are alike and whose consumers are.
-        options_of = self._known
+        options_of = self._options
         layer = self.open.get(node)
         at = tuple([(id(options_of[r]), position, self.open.get(r) == layer) for r, position in consumers])
         key = (
@@ -225,7 +225,7 @@ class SearchSpace:
 
         Nodes that are alike have the very same list.
         """
-        if node not in self._known:
+        if node not in self._options:
             kind = self._kind(node)
             if kind not in self._of_kind:
                 if node.op == "placeholder" and node.name in self.captured.parameters:
@@ -250,12 +250,12 @@ class SearchSpace:
                         raise NoOption(node)
                 self._of_kind[kind] = options, self._rule_is_known(node)
             options, has_rule = self._of_kind[kind]
-            self._known[node] = self._left_by_pins(node, options)
+            self._options[node] = self._left_by_pins(node, options)
             if not has_rule:
-                made = node.args[0] if node.target is operator.getitem else node
-                name = operator_name(made.target)  # type: ignore[union-attr]
+                producer = node.args[0] if node.target is operator.getitem else node
+                name = operator_name(producer.target)  # type: ignore[union-attr]
                 self.unruled[name] = self.unruled.get(name, 0) + 1
-        return self._known[node]
+        return self._options[node]
 
     def _left_by_pins(self, node: fx.Node, options: list[Option] | None) -> list[Option] | None:
         """The options that the user's pins leave; the same list where they leave the same."""
@@ -291,7 +291,7 @@ class SearchSpace:
         layer = self.open.get(node)
         outside = layer is not None and any(self.open.get(user) != layer for user in node.users)
         return (
-            self.subject.kept.parts.get(node, 0.0),
+            self.subject.saved_tensors.parts.get(node, 0.0),
             float(outside or self.products.get(node, False)),
             float(outside),
         )
@@ -333,8 +333,8 @@ class SearchSpace:
         prices, factors = ends.prices, problem.factors
         if prices is None:
             prices = ends.prices = self._pricer.price(producer, readers, ends.leaving, ends.shared)
-            if prices.kept is not None and node not in self.open:
-                prices.kept = np.ascontiguousarray(prices.kept[..., 0])
+            if prices.saved is not None and node not in self.open:
+                prices.saved = np.ascontiguousarray(prices.saved[..., 0])
             ends.again, ends.hidden = self._again_prices(producer, readers, ends, prices)
         first, scope = producer.number, (producer.number, *[reader.number for reader, _ in readers])
         if ends.shared is not None:
@@ -350,8 +350,8 @@ class SearchSpace:
             if prices.usage is not None:
                 problem.usage.add(scope, prices.usage)
             with_answer = *scope, *self._again(problem, node)
-            if prices.kept is not None:
-                problem.usage.add(with_answer, prices.kept)
+            if prices.saved is not None:
+                problem.usage.add(with_answer, prices.saved)
             if ends.again is not None:
                 factors.add(with_answer, ends.again)
             for hidden, table in zip(problem.hidden.values(), ends.hidden, strict=False):

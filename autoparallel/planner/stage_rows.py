@@ -26,8 +26,8 @@ from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout, dual_layout
 from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
-from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.request import Request
+from autoparallel.planner.saved_tensors import kept_parts
 from autoparallel.planner.signatures import Signatures
 from autoparallel.predict.cost import operator_seconds
 from autoparallel.predict.optimizer import cost_at_rest
@@ -56,7 +56,7 @@ class Rows:
             its gradients with them.
         activations: bytes that the backward needs, by answer.
         moment: bytes that its gradients take while its backward runs.
-        kept: bytes of the parameters that are read here first, with gradients and optimizer states.
+        resting: bytes of the parameters that are read here first, with gradients and optimizer states.
         reads: the parameters that it reads: the bytes where they lie, and where they are borrowed.
         crossing: seconds for which the values travel, forward, that cross where a stage begins here.
         entering: bytes of these.
@@ -69,7 +69,7 @@ class Rows:
     inputs: Array
     activations: Array
     moment: Array
-    kept: Array
+    resting: Array
     reads: Sequence[Mapping[fx.Node, tuple[float, float]]]
     crossing: Array
     entering: Array
@@ -116,7 +116,7 @@ class RowPricer:
     def rows(self, actual: Mapping[Any, int]) -> Rows:
         """The prices where open sizes are these."""
         size = Sizes(actual)
-        made: dict[fx.Node, Layout] = {}
+        results: dict[fx.Node, Layout] = {}
         by_kind: dict[Hashable, _Price] = {}
         prices: list[_Price] = []
         for node, layer in zip(self.nodes, self.layers, strict=True):
@@ -124,19 +124,19 @@ class RowPricer:
                 price = _Price((Invariant,) * len(self.sizes))
             else:
                 outside = any(layer_of(user) != layer for user in node.users)
-                at = tuple([made.get(x) for x in self.alike.operands(node)])
+                at = tuple([results.get(x) for x in self.alike.operands(node)])
                 way = self.alike.call(node), self.plan.operators[node.meta["key"]], at
                 key = *way, layer is not None, outside, self.saved.get(node), self.products.get(node)
                 if key not in by_kind:
-                    by_kind[key] = self._price(node, size, made, layer is not None, outside)
+                    by_kind[key] = self._price(node, size, results, layer is not None, outside)
                 price = by_kind[key]
             prices.append(price)
-            made[node] = price.result
-        seen: set[fx.Node] = set()
-        kept = []
+            results[node] = price.result
+        visited: set[fx.Node] = set()
+        resting = []
         for read in self._reads:
-            kept.append(sum(held for x, (held, _) in read.items() if x not in seen))
-            seen.update(read)
+            resting.append(sum(held for x, (held, _) in read.items() if x not in visited))
+            visited.update(read)
         return Rows(
             self.nodes,
             self.layers,
@@ -145,18 +145,18 @@ class RowPricer:
             np.array([p.inputs for p in prices]).T,
             np.array([p.activations for p in prices]).T,
             np.array([p.moment for p in prices]),
-            np.array(kept, dtype=float),
+            np.array(resting, dtype=float),
             self._reads,
             *self._crossing(prices, size),
         )
 
     def _price(
-        self, node: fx.Node, size: Sizes, made: Mapping[fx.Node, Layout], may_recompute: bool, outside: bool
+        self, node: fx.Node, size: Sizes, results: Mapping[fx.Node, Layout], may_recompute: bool, outside: bool
     ) -> _Price:
         """What one operator costs.
 
         Args:
-            made: the layouts in which operators before it make their results.
+            results: the layouts in which operators before it make their results.
             may_recompute: whether its layer may run again.
             outside: whether others than its layer read its result.
         """
@@ -169,27 +169,27 @@ class RowPricer:
             for x, layout in zip(operands, needs, strict=True)
         )
         forward, backward = operator_seconds(self.profile, rule, modes, self.sizes, size, moved, val.dtype)
-        sent = gathered = 0.0
+        travel = gathered = 0.0
         for x, need in zip(operands, needs, strict=True):
-            if x in made and made[x] != need:
+            if x in results and results[x] != need:
                 itemsize, flows = x.meta["val"].element_size(), bool(x.meta["differentiable"])
                 table = self.redistributor.table(size.shape(x), itemsize, flows, False)
-                between = table.index[made[x]], table.index[need]
-                sent += float(table.seconds[between])
+                between = table.index[results[x]], table.index[need]
+                travel += float(table.seconds[between])
                 gathered += float(table.seconds[between] * table.gathered[between])
         flows = bool(node.meta["backward"])
-        once = backward + sent if flows else 0.0
+        once = backward + travel if flows else 0.0
         saved = self.saved.get(node, 0.0) * result_bytes
         if not may_recompute:
-            again, inputs, kept = ((number,) * ANSWERS for number in (once, once / 2, saved))
-            return _Price(result, forward + sent, again, inputs, kept, moved * flows)
+            again, inputs, activations = ((number,) * ANSWERS for number in (once, once / 2, saved))
+            return _Price(result, forward + travel, again, inputs, activations, moved * flows)
         left = float(result_bytes) if flows and outside else 0.0
         product = float(result_bytes) if flows and self.products.get(node) else 0.0
         # Where all but the products runs again, of the collectives only gathers do.
-        repeated = 0.0, gathered + (0.0 if node in self.products else forward), forward + sent
+        repeated = 0.0, gathered + (0.0 if node in self.products else forward), forward + travel
         again = tuple([once + more for more in repeated])
         inputs = once / 2, *again[1:]
-        return _Price(result, forward + sent, again, inputs, (saved, max(left, product), left), moved * flows)
+        return _Price(result, forward + travel, again, inputs, (saved, max(left, product), left), moved * flows)
 
     @cached_property
     def _reads(self) -> list[dict[fx.Node, tuple[float, float]]]:

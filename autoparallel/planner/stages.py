@@ -71,13 +71,13 @@ def steps_of(rows: Rows) -> list[Step]:
     """How each layer saves more and more, what costs least for a byte first; a step that the next one beats is none."""
     steps = []
     for layer, (begin, end) in rows.spans().items():
-        seconds, kept = (part[:, begin:end].sum(axis=1) for part in (rows.backward, rows.activations))
+        seconds, held = (part[:, begin:end].sum(axis=1) for part in (rows.backward, rows.activations))
         answer = 0
-        while better := [a for a in range(answer + 1, ANSWERS) if kept[a] < kept[answer]]:
+        while better := [a for a in range(answer + 1, ANSWERS) if held[a] < held[answer]]:
             before = answer
-            answer = min(better, key=lambda a: (seconds[a] - seconds[before]) / (kept[before] - kept[a]))
+            answer = min(better, key=lambda a: (seconds[a] - seconds[before]) / (held[before] - held[a]))
             gone = np.maximum(0.0, rows.activations[0, begin:end] - rows.activations[answer, begin:end])
-            more, saved = float(seconds[answer] - seconds[before]), float(kept[before] - kept[answer])
+            more, saved = float(seconds[answer] - seconds[before]), float(held[before] - held[answer])
             steps.append(Step(layer, begin, end, answer, more, saved, float(gone.sum())))
     return steps
 
@@ -134,16 +134,16 @@ class StagePlanner:
             raise PlanError(f"no pipeline over {PIPELINE_AXIS}={self.ranks} can be planned: {why}")
         return best
 
-    def settled(self, known: Pipeline) -> PipelinePlan:
+    def settled(self, pipeline: Pipeline) -> PipelinePlan:
         """The pipeline that an earlier plan has settled, for a call that is not differentiated and may have any number
         of microbatches; the plan says how many those have that are.
 
         Raises:
             PlanError: where it does not fit.
         """
-        assert known.schedule is not None and known.microbatches is not None
-        rows, per_rank = self._rows(1, 1), known.stages_per_rank or 1
-        return self._plan(rows, steps_of(rows), known.schedule, per_rank, known.microbatches, known.cuts)[0]
+        assert pipeline.schedule is not None and pipeline.microbatches is not None
+        rows, per_rank = self._rows(1, 1), pipeline.stages_per_rank or 1
+        return self._plan(rows, steps_of(rows), pipeline.schedule, per_rank, pipeline.microbatches, pipeline.cuts)[0]
 
     def _rows(self, planned: int, count: int) -> Rows:
         """What operators cost in so many microbatches, where the graph has the sizes of another number."""
@@ -199,7 +199,7 @@ class StagePlanner:
         if self.memory_limit is None:
             return []
         held = in_flight(schedule, self.ranks, len(spans), count)
-        kept = self._kept_bytes(rows, spans, schedule)
+        resting = self._resting_bytes(rows, spans, schedule)
         begins = [begin for begin, _ in spans]
         inside: list[list[Step]] = [[] for _ in spans]
         for step in steps:
@@ -207,11 +207,11 @@ class StagePlanner:
             if step.end <= spans[stage][1]:
                 inside[stage].append(step)
         for rank in range(self.ranks):
-            mine = [s for s in range(len(spans)) if rank_of_stage(schedule, self.ranks, s) == rank]
-            memory = sum(kept[s] + held[s] * rows.activations[0, slice(*spans[s])].sum() for s in mine)
-            widest = {s: rows.moment[slice(*spans[s])].max() for s in mine}
+            stages = [s for s in range(len(spans)) if rank_of_stage(schedule, self.ranks, s) == rank]
+            memory = sum(resting[s] + held[s] * rows.activations[0, slice(*spans[s])].sum() for s in stages)
+            widest = {s: rows.moment[slice(*spans[s])].max() for s in stages}
             moment = dict(widest)
-            order = [(step.slope / held[s], s, step) for s in mine for step in inside[s]]
+            order = [(step.slope / held[s], s, step) for s in stages for step in inside[s]]
             for _, s, step in sorted(order, key=operator.itemgetter(0)):
                 if memory + max(moment.values()) <= self.memory_limit:
                     break
@@ -233,7 +233,7 @@ class StagePlanner:
         at = answers, np.arange(n)
         backwards, all_inputs, activations = rows.backward[at], rows.inputs[at], rows.activations[at]
         held = in_flight(schedule, self.ranks, len(spans), count)
-        kept = self._kept_bytes(rows, spans, schedule)
+        resting = self._resting_bytes(rows, spans, schedule)
         costs = []
         for stage, (begin, end) in enumerate(spans):
             part = slice(begin, end)
@@ -242,7 +242,7 @@ class StagePlanner:
             forward, backward = float(rows.forward[part].sum()), float(backwards[part].sum())
             inputs = float(all_inputs[part].sum()) / backward if backward else 0.5
             entering = float(rows.entering[begin]) if begin and answers[begin] else 0.0
-            memory = kept[stage] + held[stage] * (float(activations[part].sum()) + entering)
+            memory = resting[stage] + held[stage] * (float(activations[part].sum()) + entering)
             largest = max([0.0, *(step.spared for step in again if begin <= step.begin < end)])
             moment = float(rows.moment[part].max()) + largest
             passing = float(rows.crossing[end]) if end < n else 0.0
@@ -250,17 +250,17 @@ class StagePlanner:
             costs.append(StageCost(*ends, forward, backward, memory, held[stage], inputs, moment, passing))
         return costs
 
-    def _kept_bytes(self, rows: Rows, spans: Sequence[tuple[int, int]], schedule: str) -> list[float]:
+    def _resting_bytes(self, rows: Rows, spans: Sequence[tuple[int, int]], schedule: str) -> list[float]:
         """What each stage keeps of parameters, gradients and optimizer states."""
         homes: dict[fx.Node, int] = {}  # parameter to the rank that holds it
-        kept = []
+        resting = []
         for stage, span in enumerate(spans):
             rank, total = rank_of_stage(schedule, self.ranks, stage), 0.0
             for x, (held, borrowed) in {x: sizes for r in rows.reads[slice(*span)] for x, sizes in r.items()}.items():
                 total += held if x not in homes else borrowed if homes[x] != rank else 0.0
                 homes.setdefault(x, rank)
-            kept.append(total)
-        return kept
+            resting.append(total)
+        return resting
 
     def _require_fits(self, plan: PipelinePlan, may_recompute: bool) -> None:
         if self.memory_limit is None:
@@ -321,7 +321,7 @@ class StagePlanner:
             memory, moment = np.zeros(self.ranks), np.zeros(self.ranks)
             for stage, span in enumerate(itertools.pairwise([0, *cuts, len(places) - 1])):
                 rank, once = ranks[stage], points[0]
-                memory[rank] += once.kept[span] + flight[stage] * once.activations[span]
+                memory[rank] += once.resting[span] + flight[stage] * once.activations[span]
                 moment[rank] = max(moment[rank], once.moment[span])
             return float((memory + moment).max())
 
@@ -354,9 +354,9 @@ def _least_seconds(plan: PipelinePlan) -> float:
     where the backward is not parted others wait for its last gradients."""
     least = 0.0
     for rank in range(plan.ranks):
-        mine = plan.stages_of(rank)
-        busy = plan.microbatches * sum(plan.stages[s].forward + plan.stages[s].backward for s in mine)
-        ahead = plan.stages[: min(mine)]
+        stages = plan.stages_of(rank)
+        busy = plan.microbatches * sum(plan.stages[s].forward + plan.stages[s].backward for s in stages)
+        ahead = plan.stages[: min(stages)]
         back = 0.0 if plan.schedule in SPLIT else sum(stage.backward for stage in ahead)
         least = max(least, busy + sum(stage.forward for stage in ahead) + back)
     return least
@@ -368,13 +368,13 @@ class _Point:
 
     Attributes:
         seconds: for a microbatch.
-        kept: bytes of parameters, gradients and optimizer states.
+        resting: bytes of parameters, gradients and optimizer states.
         activations: bytes for each microbatch in flight.
         moment: bytes beside these while a backward runs.
     """
 
     seconds: Array
-    kept: Array
+    resting: Array
     activations: Array
     moment: Array
 
@@ -398,16 +398,16 @@ def _points(rows: Rows, steps: Sequence[Step], places: npt.NDArray[np.intp]) -> 
     moments = np.maximum.reduceat(rows.moment, places[:-1])
     for begin in range(len(places) - 1):
         moment[begin, begin + 1 :] = np.maximum.accumulate(moments[begin:])
-    seconds, kept = between(rows.forward + rows.backward[0]), between(rows.kept)
-    points = [_Point(seconds, kept, between(rows.activations[0]), moment)]
+    seconds, resting = between(rows.forward + rows.backward[0]), between(rows.resting)
+    points = [_Point(seconds, resting, between(rows.activations[0]), moment)]
     slopes = sorted({float(f"{step.slope:.3g}") for step in steps})
     if len(slopes) > THRESHOLDS.slopes:
         slopes = [slopes[i] for i in np.linspace(0, len(slopes) - 1, THRESHOLDS.slopes).astype(int)]
     for slope in slopes:
-        taken = [step for step in steps if float(f"{step.slope:.3g}") <= slope]
+        chosen = [step for step in steps if float(f"{step.slope:.3g}") <= slope]
         ending, beginning = np.zeros((2, 2, len(rows.nodes)))  # seconds and bytes, where layers end and begin
         entering = np.zeros(len(rows.nodes) + 1)
-        for step in taken:
+        for step in chosen:
             ending[:, step.end - 1] += step.seconds, step.saved
             beginning[:, step.begin] += step.seconds, step.saved
             entering[step.begin] = rows.entering[step.begin] if step.begin else 0.0
@@ -416,7 +416,7 @@ def _points(rows: Rows, steps: Sequence[Step], places: npt.NDArray[np.intp]) -> 
             for ends, begins in zip(ending, beginning, strict=True)
         )
         activations = points[0].activations - saved + entering[places][:, None] * (saved > 0)
-        points.append(_Point(seconds + more, kept, activations, moment + max(step.spared for step in taken)))
+        points.append(_Point(seconds + more, resting, activations, moment + max(step.spared for step in chosen)))
     return points
 
 
@@ -431,7 +431,7 @@ def _seconds_within(points: Sequence[_Point], limit: float, held: float, stages:
     fastest = np.full_like(points[0].seconds, np.inf)
     before: tuple[Array, Array] | None = None
     for point in points:
-        needs = stages * (point.kept + held * point.activations) + point.moment
+        needs = stages * (point.resting + held * point.activations) + point.moment
         fits = np.isinf(fastest) & (needs <= limit)
         if before is None:
             fastest[fits] = point.seconds[fits]

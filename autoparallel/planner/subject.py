@@ -12,8 +12,8 @@ from autoparallel.graph.layers import layer_of
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout
-from autoparallel.planner.kept import Kept, kept_parts
 from autoparallel.planner.request import Request
+from autoparallel.planner.saved_tensors import Kept, kept_parts
 from autoparallel.planner.signatures import Signatures
 
 
@@ -55,7 +55,7 @@ class Subject:
         self.repeated = self.open.keys() - self.products.keys()
 
     @cached_property
-    def kept(self) -> Kept:
+    def saved_tensors(self) -> Kept:
         """What the backward finds of each node."""
         return kept_parts(self.captured.graph, self.size, self.loss_chunks)
 

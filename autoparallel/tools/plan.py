@@ -220,7 +220,7 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             axes=axes,
             profile=profile,
             plan=plan,
-            pins=replace(pins, kept=Plan.load(options.pins)) if options.pins else pins,
+            pins=replace(pins, plan=Plan.load(options.pins)) if options.pins else pins,
             memory_limit=limit_in_bytes(options.memory_limit, profile),
             loss_chunks=options.loss_chunks,
             linear_chunks=options.linear_chunks,

@@ -223,7 +223,7 @@ class TestWideGraphs:
     def test_bounds_of_states_are_exact_or_too_low(self, most: int) -> None:
         sizes, factors, _, layers = _chain(3, copies=3, period=5, states=4, outer=True)
         kept = 8  # inside a layer
-        bounds = LayeredNetwork(sizes, factors, layers=layers, max_table=most, relax=True, kept=kept).bounds()
+        bounds = LayeredNetwork(sizes, factors, layers=layers, max_table=most, relax=True, hub=kept).bounds()
         least = []
         for state in range(sizes[kept]):
             pin = np.full(sizes[kept], np.inf)

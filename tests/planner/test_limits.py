@@ -17,10 +17,10 @@ from autoparallel.hardware import CPU, H100, PROFILES, Profile
 from autoparallel.planner.candidates import Candidate, Proposals
 from autoparallel.planner.draft import Draft, call_of
 from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.kept import kept_parts
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.presets import possible_presets
 from autoparallel.planner.request import Request, limit_in_bytes
+from autoparallel.planner.saved_tensors import kept_parts
 from autoparallel.planner.signatures import Signatures
 from tests.captures import draft, shared_captures
 from tests.models.gpt import GPT, GPTConfig

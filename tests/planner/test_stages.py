@@ -237,6 +237,6 @@ def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() 
     for preset in ("data_parallel", "fsdp"):
         request = Request((("dp", 2),), PROFILE, preset, stages=2)
         found = StagePlanner(graph, cheapest(SearchSpace(Subject(graph, request))), request)
-        needs.append(found.pricer.rows(graph.actual).kept.sum())
+        needs.append(found.pricer.rows(graph.actual).resting.sum())
     whole = 2 * 64 * 64 * 4
     assert needs == [4 * whole, 4 * whole / 2 + whole / 2]  # weight, gradient, two states; and the sum over its shard

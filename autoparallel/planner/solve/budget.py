@@ -172,15 +172,15 @@ class _LocalSearch:
         """Take over as many of the last layers of a cheaper assignment as fit."""
         outermost = [path[0] if path else None for path in layers]
         order = list(dict.fromkeys(layer for layer in outermost if layer is not None))
-        own = list(self.choices)
+        before = list(self.choices)
 
         def mixed(first: int) -> dict[int, int]:
             last = {*order[first:]}
-            return {v: other[v] for v, layer in enumerate(outermost) if layer in last and own[v] != other[v]}
+            return {v: other[v] for v, layer in enumerate(outermost) if layer in last and before[v] != other[v]}
 
         def over(first: int) -> bool:
             changes = mixed(first)
-            return self.totals([changes.get(v, state) for v, state in enumerate(own)])[1] > self.limit
+            return self.totals([changes.get(v, state) for v, state in enumerate(before)])[1] > self.limit
 
         first = bisect.bisect_left(range(len(order)), True, key=lambda i: not over(i))
         while first < len(order) and not self._accept(mixed(first)):
@@ -188,7 +188,7 @@ class _LocalSearch:
 
     def adopt_parts(self, other: Sequence[int]) -> None:
         """Take over connected parts of a cheaper assignment, the largest gain first, as far as they fit."""
-        differing = {v for v, (mine, its) in enumerate(zip(self.choices, other, strict=True)) if mine != its}
+        differing = {v for v, (here, its) in enumerate(zip(self.choices, other, strict=True)) if here != its}
         parts: list[tuple[int, int, float, dict[int, int]]] = []
         while differing:
             part, frontier = [], [min(differing)]

@@ -138,12 +138,12 @@ class Network:
             raise TooWide(order.largest, max_table, order.largest_scope)
         return order
 
-    def _keep(self, v: int, kept: npt.NDArray[np.intp]) -> None:
-        self.states[v] = self.states[v][kept]
-        self.sizes[v] = len(kept)
+    def _keep(self, v: int, states: npt.NDArray[np.intp]) -> None:
+        self.states[v] = self.states[v][states]
+        self.sizes[v] = len(states)
         for tables, of in zip(self.sums, self.scopes_of, strict=True):
             for scope in of[v]:
-                tables[scope] = tables[scope].take(kept, axis=scope.index(v))
+                tables[scope] = tables[scope].take(states, axis=scope.index(v))
 
     def _drop_impossible(self) -> None:
         """Arc consistency: keep a state only if every table has a finite entry for it among the states left."""
@@ -218,13 +218,13 @@ class Order:
     largest_scope: Scope
 
 
-def elimination_order(sizes: Sequence[int], scopes: Iterable[Scope], max_table: int, kept: Collection[int]) -> Order:
+def elimination_order(sizes: Sequence[int], scopes: Iterable[Scope], max_table: int, ends: Collection[int]) -> Order:
     """Smallest next table first; where that is costly, also three others, and the best of them.
 
     They are least new adjacency first, and along the graph from either end: each variable once its furthest neighbour
     is reached, as suits a long chain whose parts all meet the same variable.
 
-    Variables that are ``kept`` are not in the order.
+    The ``ends`` are not in the order.
     """
     neighbours: list[set[int]] = [set() for _ in sizes]
     for scope in scopes:
@@ -233,12 +233,12 @@ def elimination_order(sizes: Sequence[int], scopes: Iterable[Scope], max_table: 
             neighbours[v].update(free)
     for v, near in enumerate(neighbours):
         near.discard(v)
-    order = _greedy_order(sizes, neighbours, kept)
+    order = _greedy_order(sizes, neighbours, ends)
     if order.largest > max_table or order.work > _EASY_WORK:
         last = [max(near, default=0) for near in neighbours]
         first = [-min(near, default=0) for near in neighbours]
-        along = [_greedy_order(sizes, neighbours, kept, rank) for rank in (last, first)]
-        filling = _greedy_order(sizes, neighbours, kept, fill=True)
+        along = [_greedy_order(sizes, neighbours, ends, rank) for rank in (last, first)]
+        filling = _greedy_order(sizes, neighbours, ends, fill=True)
         order = min(order, filling, *along, key=lambda o: (o.largest > max_table, o.work))
     return order
 
@@ -246,7 +246,7 @@ def elimination_order(sizes: Sequence[int], scopes: Iterable[Scope], max_table: 
 def _greedy_order(
     sizes: Sequence[int],
     adjacency: list[set[int]],
-    kept: Collection[int],
+    ends: Collection[int],
     rank: Sequence[int] | None = None,
     fill: bool = False,
 ) -> Order:
@@ -259,7 +259,7 @@ def _greedy_order(
             return rank[v] if rank is not None else 0, table
         return sum([sizes[a] * sizes[b] for a in near[v] for b in near[v] if a < b and b not in near[a]]), table
 
-    scores = {v: score(v) for v in range(len(sizes)) if sizes[v] > 1 and v not in kept}
+    scores = {v: score(v) for v in range(len(sizes)) if sizes[v] > 1 and v not in ends}
     heap = [(value, v) for v, value in scores.items()]
     heapq.heapify(heap)
     sequence: list[int] = []
@@ -382,8 +382,8 @@ def _matched(groups: list[list[tuple[Scope, Array]]], dims: Sequence[int], v: in
         return groups
     least = []
     for group in groups:
-        scope = sorted({u for own, _ in group for u in own})
-        views = [table.reshape([dims[u] if u in own else 1 for u in scope]) for own, table in group]
+        scope = sorted({u for of, _ in group for u in of})
+        views = [table.reshape([dims[u] if u in of else 1 for u in scope]) for of, table in group]
         least.append([float(_add_up([view[state] for view in views]).min()) for state in range(dims[v])])
     low = np.array(least)
     mean = low.mean(axis=0)

@@ -62,13 +62,13 @@ def solve(program: Program, seconds: float | None = None) -> Found:
         return _solve(program, None)
     command = [sys.executable, "-P", __file__]
     try:
-        sent = pickle.dumps((vars(program), seconds))
-        done = subprocess.run(command, input=sent, capture_output=True, timeout=seconds + _GRACE, check=False)
+        message = pickle.dumps((vars(program), seconds))
+        process = subprocess.run(command, input=message, capture_output=True, timeout=seconds + _GRACE, check=False)
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"HiGHS did not end within {seconds + _GRACE:.0f} s") from error
-    if done.returncode:
-        raise RuntimeError(f"HiGHS failed: {done.stderr.decode(errors='replace').strip()[-500:]}")
-    return Found(**pickle.loads(done.stdout))
+    if process.returncode:
+        raise RuntimeError(f"HiGHS failed: {process.stderr.decode(errors='replace').strip()[-500:]}")
+    return Found(**pickle.loads(process.stdout))
 
 
 def _solve(program: Program, seconds: float | None) -> Found:

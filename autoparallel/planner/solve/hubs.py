@@ -57,32 +57,32 @@ def prove(
     factors = Factors.of(factors)
     cost = evaluate(factors, choices)
     whole = {size: np.arange(size) for size in set(sizes)}  # alike stays alike, so that it folds
-    kept: list[States] = [whole[size] for size in sizes]
+    states_left: list[States] = [whole[size] for size in sizes]
     left, bound = factors, -np.inf
     last: int | None = None
     for look in range(LOOKS):
-        counts = [len(states) for states in kept]
+        counts = [len(states) for states in states_left]
         last = _hub(counts, left, last)
         most = BOUND_TABLE if look < 2 else NARROWED_TABLE
-        network = LayeredNetwork(counts, left, layers=layers, max_table=most, relax=True, kept=last)
-        if last is None or network.kept is None:
+        network = LayeredNetwork(counts, left, layers=layers, max_table=most, relax=True, hub=last)
+        if last is None or network.hub is None:
             bound = max(bound, network.bound())
             break
         bounds = network.bounds()
         bound = max(bound, float(bounds.min()))
         if bound >= cost * (1 - CLOSE):
             return choices, min(bound, cost)
-        kept[last] = kept[last][np.flatnonzero(bounds <= cost * (1 + _ROUNDING))]
-        left = factors.restricted(kept)
+        states_left[last] = states_left[last][np.flatnonzero(bounds <= cost * (1 + _ROUNDING))]
+        left = factors.restricted(states_left)
     if bound >= cost * (1 - CLOSE):
         return choices, min(bound, cost)
-    within = None if budget is None else (budget[0].restricted(kept), budget[1])
-    rest = _minimise_rest([len(states) for states in kept], left, within, layers)
+    within = None if budget is None else (budget[0].restricted(states_left), budget[1])
+    rest = _minimise_rest([len(states) for states in states_left], left, within, layers)
     if rest is None:
         return choices, min(bound, cost)
     solution, least = rest
     if solution.cost < cost:
-        choices = [int(states[choice]) for states, choice in zip(kept, solution.choices, strict=True)]
+        choices = [int(states[choice]) for states, choice in zip(states_left, solution.choices, strict=True)]
     return choices, min(max(bound, least), cost, solution.cost)
 
 

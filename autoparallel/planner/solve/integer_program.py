@@ -98,10 +98,10 @@ def solve(
         if not scope:
             constant_cost, constant_usage = constant_cost + float(cost), constant_usage + float(use)
         elif len(scope) == 1:
-            own = slice(offsets[scope[0]], offsets[scope[0] + 1])
-            objective[0][own] += np.where(allowed, cost, 0.0)
-            weights[0][own] += np.where(allowed, use, 0.0)
-            upper[own][~allowed] = 0.0
+            span = slice(offsets[scope[0]], offsets[scope[0] + 1])
+            objective[0][span] += np.where(allowed, cost, 0.0)
+            weights[0][span] += np.where(allowed, use, 0.0)
+            upper[span][~allowed] = 0.0
         else:
             entries = np.nonzero(allowed)
             count = len(entries[0])

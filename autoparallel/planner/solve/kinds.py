@@ -54,22 +54,22 @@ class Kind:
 
     Attributes:
         members: for each layer a row of variables: its own, and then those of others that its tables mention.
-        own: how many of a row are its own.
+        own_count: how many of a row are its own.
         inner: the places in a row of those that nothing else mentions.
         tables: the tables of a layer, by number, with the places of their variables.
     """
 
     members: Scopes
-    own: int
+    own_count: int
     inner: Scope
     tables: list[tuple[int, Scope]]
 
 
-def find_kinds(sizes: Sequence[int], terms: Terms, layers: Layers, kept: int | None) -> list[Kind]:
+def find_kinds(sizes: Sequence[int], terms: Terms, layers: Layers, hub: int | None) -> list[Kind]:
     """The layers that are alike; of those that are not, the layers inside.
 
     Args:
-        kept: a variable that is no layer's inner one.
+        hub: a variable that is no layer's inner one.
     """
     kinds: list[Kind] = []
     layer = np.full(len(sizes), -1, dtype=np.intp)  # that each variable is in, by number
@@ -80,21 +80,21 @@ def find_kinds(sizes: Sequence[int], terms: Terms, layers: Layers, kept: int | N
         for v in left.tolist():
             path = layers[v]
             layer[v] = first + numbers.setdefault(path[level], len(numbers)) if len(path) > level else -1
-        alike = _alike(np.array(sizes, dtype=np.intp), terms, layer, range(first, first + len(numbers)), kept)
+        alike = _alike(np.array(sizes, dtype=np.intp), terms, layer, range(first, first + len(numbers)), hub)
         kinds += alike
-        left = np.setdiff1d(left, [v for kind in alike for v in kind.members[:, : kind.own].ravel()])
+        left = np.setdiff1d(left, [v for kind in alike for v in kind.members[:, : kind.own_count].ravel()])
         first += len(numbers)
     return kinds
 
 
-def _alike(sizes: Scopes, terms: Terms, layer: Scopes, numbers: range, kept: int | None) -> list[Kind]:
+def _alike(sizes: Scopes, terms: Terms, layer: Scopes, numbers: range, hub: int | None) -> list[Kind]:
     """The kinds among the layers of these numbers."""
     first, count, variables = numbers.start, len(numbers), len(sizes)
     owner = layer[terms.scopes[:, -1]]
     inner = layer >= first
     inner[terms.scopes[layer[terms.scopes] != owner[:, None]]] = False
-    if kept is not None:
-        inner[kept] = False
+    if hub is not None:
+        inner[hub] = False
     tables, scopes, owner = [entries[owner >= first] for entries in (terms.table, terms.scopes, owner - first)]
     # A layer's variables, and those of others that its tables mention, both in ascending order.
     of_layers = np.argsort(layer, kind="stable")
@@ -113,10 +113,10 @@ def _alike(sizes: Scopes, terms: Terms, layer: Scopes, numbers: range, kept: int
     lines_begin = np.searchsorted(owner[order], np.arange(count + 1))
     alike: dict[Hashable, list[tuple[int, Scopes]]] = {}
     for i in range(count):
-        own = of_layers[begins[i] : begins[i + 1]]
-        row = np.concatenate([own, others[others_begin[i] : others_begin[i + 1]] - i * variables])
+        inner_row = of_layers[begins[i] : begins[i + 1]]
+        row = np.concatenate([inner_row, others[others_begin[i] : others_begin[i + 1]] - i * variables])
         its = lines[lines_begin[i] : lines_begin[i + 1]]
-        alike.setdefault((its.tobytes(), sizes[own].tobytes(), inner[own].tobytes()), []).append((i, row))
+        alike.setdefault((its.tobytes(), sizes[inner_row].tobytes(), inner[inner_row].tobytes()), []).append((i, row))
     kinds = []
     for members in alike.values():
         i, row = members[0]

@@ -82,10 +82,10 @@ class LayeredNetwork:
     Attributes:
         kinds: the layers that are alike, in variables that have a choice.
         width: the largest number of other variables in a table while eliminating.
-        kept: where the variable is that is kept; None where it has no choice.
+        hub: where the variable is that is kept; None where it has no choice.
 
     With ``relax``, what is too wide is minimised in parts, and only `bound` may be asked, or, where a variable is
-    ``kept``, `bounds`.
+    ``hub``, `bounds`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LayeredNetwork:
         max_table: int = MAX_TABLE,
         dominance: bool | None = None,
         relax: bool = False,
-        kept: int | None = None,
+        hub: int | None = None,
     ) -> None:
         if any(size < 1 for size in sizes):
             raise ValueError("every variable needs at least one state")
@@ -106,17 +106,17 @@ class LayeredNetwork:
         self._sizes = [sizes[v] for v in self._free]
         self._count, self._most = len(sizes), max_table if relax else None
         terms, costs, constants = self._terms(sizes, Factors.of(factors), Factors.of(usage))
-        last = self._free.index(kept) if kept in self._free else None
+        last = self._free.index(hub) if hub in self._free else None
         self.kinds = find_kinds(self._sizes, terms, [layers[v] for v in self._free] if layers else (), last)
         in_layer = np.zeros(len(self._sizes), dtype=bool)
         inner = np.zeros(len(self._sizes), dtype=bool)
         for kind in self.kinds:
-            in_layer[kind.members[:, : kind.own]] = True
+            in_layer[kind.members[:, : kind.own_count]] = True
             inner[kind.members[:, kind.inner]] = True
         self._rest = np.flatnonzero(~inner).tolist()
         place = {v: i for i, v in enumerate(self._rest)}
-        self.kept = None if last is None else place[last]
-        ends = set() if self.kept is None else {self.kept}
+        self.hub = None if last is None else place[last]
+        ends = set() if self.hub is None else {self.hub}
 
         def network(sizes: Sequence[int], placed: Iterable[tuple[int, Scope]], constants: Sequence[float]) -> Network:
             sums = [[Factor((), np.array(constant))] for constant in constants]
@@ -130,10 +130,10 @@ class LayeredNetwork:
         self._network = network([self._sizes[v] for v in self._rest], placed, constants)
         self._layers: list[_Layer] = []
         for kind in self.kinds:
-            own = network([self._sizes[v] for v in kind.members[0]], kind.tables, (0.0, 0.0))
+            inside = network([self._sizes[v] for v in kind.members[0]], kind.tables, (0.0, 0.0))
             outer = [u for u in range(kind.members.shape[1]) if u not in kind.inner]
-            order = own.reduce(max_table, dominance, outer, relax)
-            self._layers.append(_Layer(kind, own, order, outer, []))
+            order = inside.reduce(max_table, dominance, outer, relax)
+            self._layers.append(_Layer(kind, inside, order, outer, []))
         # How the layers are tied together does not depend on the multiplier.
         met = {place[v] for layer in self._layers for v in layer.kind.members[:, layer.outer].ravel().tolist()} | ends
         self._order = self._network.reduce(max_table, dominance, met, relax or bool(self.kinds))
@@ -170,8 +170,8 @@ class LayeredNetwork:
     def bounds(self) -> Array:
         """For each state of the variable that is kept, what no assignment with it costs less than."""
         _, elimination = self._run(_as_it_is, 0.0)
-        assert self.kept is not None
-        total = np.zeros(self._network.sizes[self.kept])
+        assert self.hub is not None
+        total = np.zeros(self._network.sizes[self.hub])
         for table in elimination.left.values():
             total = total + table
         return total

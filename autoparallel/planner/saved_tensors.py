@@ -27,14 +27,14 @@ class Saved:
     """What one kind of call saves.
 
     Attributes:
-        seen: the operand that its result is a view of; None for memory of its own.
+        viewed: the operand that its result is a view of; None for memory of its own.
         operands: those that are saved, by number.
         result: whether its result is.
         beside: bytes that are saved beside these, for each byte of the largest of them.
         largest: the operand that this is; None for the result.
     """
 
-    seen: int | None
+    viewed: int | None
     operands: tuple[int, ...]
     result: bool
     beside: float
@@ -76,7 +76,7 @@ def kept_parts(graph: fx.Graph, size: Signatures, loss_chunks: int = 1) -> Kept:
         if key not in saved_by_kind:
             saved_by_kind[key] = _run(node, operands, size)
         saved = saved_by_kind[key]
-        owners[node] = node if saved.seen is None else owners.get(operands[saved.seen], operands[saved.seen])
+        owners[node] = node if saved.viewed is None else owners.get(operands[saved.viewed], operands[saved.viewed])
         for x, by in [*((operands[i], operands[i]) for i in saved.operands), *([(node, None)] if saved.result else [])]:
             owner = owners.get(x, x)
             saved_nodes.add(owner)
@@ -129,9 +129,9 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
     beside = sum(storage.nbytes() for i, storage in saved.items() if i not in places and i not in storages)
     sizes = {None: sum(x.nbytes for x in results)} | {i: values[x].nbytes for i, x in enumerate(operands)}
     largest = max(sizes, key=lambda i: sizes[i])
-    seen = [places[i] for i in storages if i in places]
+    viewed = [places[i] for i in storages if i in places]
     return Saved(
-        seen[0] if seen and is_tensor(node) else None,
+        viewed[0] if viewed and is_tensor(node) else None,
         tuple(sorted(places[i] for i in saved if i in places)),
         any(i in saved and i not in places for i in storages),
         beside / max(1, sizes[largest]),
