@@ -18,7 +18,7 @@ from autoparallel.data import from_json, to_json
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
-from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.captured import Captured, CaptureError, InputSpec
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.meshes import MeshSearch
@@ -200,8 +200,22 @@ class Compiler:
         return choice
 
     def _capture(self, call: Call, training: bool | None = None) -> Captured:
+        def capture() -> Captured:
+            self._require_same_names()
+            return self.planner.capture(call, training=training)
+
         with self._progress.phase("capture"):
-            return self.settings.agreement.together(lambda: self.planner.capture(call, training=training))
+            return self.settings.agreement.together(capture)
+
+    def _require_same_names(self) -> None:
+        """Raises where a module that came to another place has taken a parameter there, which is known by its name."""
+        known = self.settings.store.parameters
+        for name, parameter in self.settings.model.named_parameters():
+            if not self.settings.lent and known.get(name) is not parameter:
+                raise CaptureError(
+                    f"{name} was another parameter, or none, in compile()\n"
+                    "What to change: change the plain model, then compile it, and make its optimizer."
+                )
 
     def _plan(self, captured: Captured, call: Call, at_rest: dict[str, ParameterPlan] | None) -> Plan:
         plan, first = self.request.plan, self.first

@@ -141,7 +141,8 @@ def table(rows: Mapping[str, Row]) -> str:
         "ranks simulated in one process, operator by operator, forward and backward; right means within "
         f"{TOLERANCES[0]:g} ({TOLERANCES[1]:g} where a model casts to float32 by itself), and the number is the share "
         "of operators that run sharded. *Without a rule*: operators that run on whole tensors. *Whole*: how many "
-        "parameters of two dims or more tensor_parallel leaves whole.",
+        "parameters of two dims or more tensor_parallel leaves whole. Where *auto* has 0%, every way to cut so small "
+        "a model is predicted to take longer than to leave it whole.",
         "",
         f"| model | captured | {' | '.join(PLANS)} | without a rule | whole |",
         f"| --- | --- | {' | '.join('---' for _ in PLANS)} | --- | --- |",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from tests.capture.programs.loops import finish, net
 from tests.capture.registry import loop
@@ -112,4 +113,44 @@ def grows_midway(run: Run) -> None:
             model.append(nn.Linear(8, 8))
             run.changed()
         optimizer = sgd(model, momentum=0.0)
+        run.step(model, optimizer, step)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+@loop(ranks=True, line=False, refused="make its optimizer")
+def layers_swapped_midway(run: Run) -> None:
+    """The same parameters under each other's names."""
+    plain = Chain()
+    model = run.compile(plain)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        if step == 1:
+            plain.a, plain.b = plain.b, plain.a
+            run.changed()
+        run.step(model, optimizer, step)
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+@loop(line=False, refused="make its optimizer")
+def parametrized_midway(run: Run) -> None:
+    """The parameter stays, under another name."""
+    plain = Chain()
+    model = run.compile(plain)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        if step == 1:
+            parametrize.register_parametrization(plain.a, "weight", Halved(), unsafe=True)
+            run.changed()
         run.step(model, optimizer, step)
