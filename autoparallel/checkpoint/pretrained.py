@@ -323,20 +323,18 @@ def _reads_of(
     """Reads this rank's part of a tensor of the files."""
     for piece in entry.pieces:
         tensor = tensors[piece.name][0]
-        local_region = own_region(tensor.shape, *layout_of(tensor, world.mesh))
-        blocks = piece.within(local_region) if local_region is not None else None
-        if local_region is None or blocks is None:
+        region = own_region(tensor.shape, *layout_of(tensor, world.mesh))
+        blocks = piece.within(region) if region is not None else None
+        if region is None or blocks is None:
             continue
 
-        def take(
-            piece: Any = piece, tensor: Tensor = tensor, local_region: Region = local_region, blocks: Any = blocks
-        ) -> None:
+        def take(piece: Any = piece, tensor: Tensor = tensor, region: Region = region, blocks: Any = blocks) -> None:
             part = blocks[1].within(whole_region(entry.shape))
             try:
                 value = handle.get_slice(name)[part] if part else handle.get_tensor(name)
             except Exception as error:
                 raise CheckpointError(f"{file} is damaged: {name}: {error}; the model is loaded in part") from error
             local = _torch.local_of(tensor).detach()
-            local[blocks[0].within(local_region)] = piece.as_own(value, blocks[0].shape).to(local.device, local.dtype)
+            local[blocks[0].within(region)] = piece.as_own(value, blocks[0].shape).to(local.device, local.dtype)
 
         yield take

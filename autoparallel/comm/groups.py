@@ -170,20 +170,17 @@ class MeshGroups:
         """Reduces the contiguous ``x`` in place."""
         if self.size(axis) == 1:
             return lambda: x
-        payload = as_real(x)
-        return self._start("all_reduce", axis, x, lambda group: dist.all_reduce(payload, _REDUCE[op], group, True))
+        data = as_real(x)
+        return self._start("all_reduce", axis, x, lambda group: dist.all_reduce(data, _REDUCE[op], group, True))
 
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
         """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
         if self.size(axis) == 1:
             return _copied(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
-        payload, received = as_real(x).view(-1), as_real(out).view(-1)
+        data, received = as_real(x).view(-1), as_real(out).view(-1)
         wait = self._start(
-            "all_gather",
-            axis,
-            out,
-            lambda group: _torch.all_gather_single(received, payload, group=group, async_op=True),
+            "all_gather", axis, out, lambda group: _torch.all_gather_single(received, data, group=group, async_op=True)
         )
         return lambda: self.groups[axis].by_place(wait())
 
@@ -192,10 +189,10 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x[0])
         out = x.new_empty(x.shape[1:])
-        payload, received = as_real(self.groups[axis].by_number(x)).view(-1), as_real(out).view(-1)
+        data, received = as_real(self.groups[axis].by_number(x)).view(-1), as_real(out).view(-1)
         return self._start(
             "reduce_scatter", axis, out,
-            lambda group: _torch.reduce_scatter_single(received, payload, group=group, async_op=True),
+            lambda group: _torch.reduce_scatter_single(received, data, group=group, async_op=True),
         )  # fmt: skip
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
@@ -203,9 +200,9 @@ class MeshGroups:
         if self.size(axis) == 1:
             return _copied(x)
         out = torch.empty_like(x)
-        received, payload = as_real(out), as_real(self.groups[axis].by_number(x))
+        received, data = as_real(out), as_real(self.groups[axis].by_number(x))
         wait = self._start(
-            "all_to_all", axis, out, lambda group: dist.all_to_all_single(received, payload, group=group, async_op=True)
+            "all_to_all", axis, out, lambda group: dist.all_to_all_single(received, data, group=group, async_op=True)
         )
         return lambda: self.groups[axis].by_place(wait())
 

@@ -31,7 +31,7 @@ def without_needless_padding(
 
 
 def permitted(layouts: Sequence[Layout], constraints: Constraints, experts: int | None = None) -> list[Layout]:
-    """Those of some layouts that a preset permits.
+    """The layouts, of some, that a preset permits.
 
     Args:
         experts: the dim of the experts, where the parameter stacks them.

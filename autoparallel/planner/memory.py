@@ -44,7 +44,7 @@ class Gauge:
         return self.evaluator.forecast(plan, exactly=self.exactly)
 
     def seconds(self, outcome: Outcome) -> float:
-        """Of a step of what became of a candidate that has a plan."""
+        """The seconds of a step of what became of a candidate that has a plan."""
         return self.forecast(outcome.require()).seconds
 
     def memory(self, plan: Plan) -> float:
