@@ -209,9 +209,9 @@ class Compiler:
 
     def _require_same_names(self) -> None:
         """Raises where a module that came to another place has taken a parameter there, which is known by its name."""
-        known = self.settings.store.parameters
+        parameters = self.settings.store.parameters
         for name, parameter in self.settings.model.named_parameters():
-            if not self.settings.lent and known.get(name) is not parameter:
+            if not self.settings.lent and parameters.get(name) is not parameter:
                 raise CaptureError(
                     f"{name} was another parameter, or none, in compile()\n"
                     "What to change: change the plain model, then compile it, and make its optimizer."
