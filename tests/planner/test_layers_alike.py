@@ -19,7 +19,7 @@ from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.request import Request
 from autoparallel.planner.solve import highs, hubs, integer_program, kinds
-from autoparallel.planner.solve.budget import minimise_with_budget
+from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.elimination import Infeasible, TooWide
 from autoparallel.planner.solve.factors import Factor, Factors, evaluate
 from autoparallel.planner.solve.hubs import prove
@@ -132,7 +132,7 @@ class TestLayers:
     def test_within_a_limit_layers_choose_differently(self, seed: int) -> None:
         sizes, factors, usage, layers = _chain(seed, copies=8, period=3, states=3, outer=False)
         limit = (evaluate(usage, minimise(sizes, factors).choices) + minimise(sizes, usage).cost) / 2
-        found = minimise_with_budget(sizes, factors, usage, limit, layers)
+        found = Budget(sizes, factors, usage, layers).within(limit)
         assert found.usage <= limit
         assert found.bound <= found.solution.cost
         copies = {found.solution.choices[2 + 3 * i : 5 + 3 * i] for i in range(8)}

@@ -1,6 +1,6 @@
 """Exact minimisation within a budget: one limit on a second sum of tables.
 
-[Note: budgets] `minimise_with_budget` adds one limit on a second sum of tables. Relaxing it with a multiplier m >= 0
+[Note: budgets] `Budget` puts one limit on a second sum of tables. Relaxing it with a multiplier m >= 0
 leaves the unconstrained problem cost + m * usage. Its minimum less m * limit is a lower bound for every m; the best m
 is found by intersecting the lines of the cheapest infeasible and the best feasible solution until no solution lies
 below the intersection. What remains between bound and solution is narrowed by mixing the two solutions: as many of the
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,16 +22,12 @@ import numpy.typing as npt
 from autoparallel.planner.solve.elimination import Infeasible, Network, Solution
 from autoparallel.planner.solve.factors import Array, Factor, Factors, evaluate
 from autoparallel.planner.solve.kinds import Layers
-from autoparallel.planner.solve.layered import MAX_TABLE, LayeredNetwork
+from autoparallel.planner.solve.layered import LayeredNetwork
 
 _LINE_STEPS = 60  # multipliers tried at most; each step ends at a new vertex of the dual, so few are needed
 _CLOSE = 0.01  # the gap below which variables are not looked at one by one
 _LOCAL_MOVES = 1000  # improving changes applied at most after the dual is solved
 _ROUNDING = 1e-12  # relative difference of costs below which they count as equal
-
-
-Totals = Callable[[Sequence[int]], tuple[float, float]]
-"""Tells what both sums are at an assignment."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +40,6 @@ class BudgetSolution:
     multiplier: float  # cost per unit of usage at the bound: what a little more of the limit would be worth
 
 
-def minimise_with_budget(
-    sizes: Sequence[int],
-    factors: Iterable[Factor],
-    usage: Iterable[Factor],
-    limit: float,
-    layers: Layers = (),
-    *,
-    max_table: int = MAX_TABLE,
-    dominance: bool | None = None,
-) -> BudgetSolution:
-    """The cheapest assignment found whose sum of `usage` tables is at most `limit`, with a lower bound on the best.
-
-    See [Note: budgets]. Where bound and cost agree the solution is optimal. An infinite usage forbids an entry.
-    Raises `Infeasible` with the smallest achievable usage where that is above the limit.
-    """
-    return Budget(sizes, factors, usage, layers, max_table=max_table, dominance=dominance).within(limit)
-
-
 class Budget:
     """Two sums of tables, of which one is minimised within limits on the other; what no limit changes is made once."""
 
@@ -72,7 +50,6 @@ class Budget:
         usage: Iterable[Factor],
         layers: Layers = (),
         *,
-        max_table: int = MAX_TABLE,
         dominance: bool | None = None,
     ) -> None:
         self._sizes, self._layers = sizes, layers
@@ -80,12 +57,14 @@ class Budget:
         forbidden, self._finite = self._usage.split()
         self._forbidding = self._factors.joined(forbidden)
         self._by_multiplier: dict[float, Sequence[int]] = {}
-        self._network = LayeredNetwork(
-            sizes, self._forbidding, self._finite, layers, max_table=max_table, dominance=dominance
-        )
+        self._network = LayeredNetwork(sizes, self._forbidding, self._finite, layers, dominance=dominance)
 
     def within(self, limit: float) -> BudgetSolution:
-        """As `minimise_with_budget` says."""
+        """The cheapest assignment found whose usage is at most `limit`, with a lower bound on the best.
+
+        See [Note: budgets]. Where bound and cost agree the solution is optimal. An infinite usage forbids an entry.
+        Raises `Infeasible` with the smallest achievable usage where that is above the limit.
+        """
         low = self._cheapest  # the cheapest known above the limit
         low_cost, low_usage = self.totals(low)
         if low_usage <= limit:
@@ -112,7 +91,7 @@ class Budget:
                 high, high_cost, high_usage = middle, cost, used
             else:
                 low, low_cost, low_usage = middle, cost, used
-        search = _LocalSearch(self._tables, self.totals, high, limit)
+        search = _LocalSearch(self, high, limit)
         search.adopt_layers(low, self._layers)
         search.adopt_parts(low)
         if search.cost - bound > _CLOSE * abs(search.cost):
@@ -120,7 +99,7 @@ class Budget:
         return self._result(search.choices, bound, multiplier)
 
     @cached_property
-    def _tables(self) -> Network:
+    def tables(self) -> Network:
         """The tables of both sums, by the variables that they are over."""
         return Network(self._sizes, self._forbidding, self._finite)
 
@@ -151,11 +130,11 @@ class Budget:
 class _LocalSearch:
     """Changes of one or two variables that lower the first sum and keep the second within its limit."""
 
-    def __init__(self, network: Network, totals: Totals, choices: Sequence[int], limit: float) -> None:
-        self.network, self.totals = network, totals
+    def __init__(self, budget: Budget, choices: Sequence[int], limit: float) -> None:
+        self.network, self.totals = budget.tables, budget.totals
         self.choices = list(choices)
         self.limit = limit
-        self.cost, self.usage = totals(choices)
+        self.cost, self.usage = self.totals(choices)
 
     def _accept(self, changes: dict[int, int]) -> bool:
         """Make the changes if, added up anew, the assignment is within the limit and cheaper."""

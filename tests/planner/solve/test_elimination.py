@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.planner.solve import elimination, integer_program
-from autoparallel.planner.solve.budget import minimise_with_budget
+from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.elimination import Infeasible, TooWide
 from autoparallel.planner.solve.factors import Factor, evaluate
 from autoparallel.planner.solve.layered import minimise
@@ -208,13 +208,13 @@ class TestBudget:
         smallest, largest = usages[possible].min(), usages[possible].max()
         limit = float(np.floor(smallest + tightness * (largest - smallest)))
         best = costs[possible & (usages <= limit)].min()
-        result = minimise_with_budget(sizes, factors, usage, limit, dominance=dominance)
+        result = Budget(sizes, factors, usage, dominance=dominance).within(limit)
         assert result.usage == evaluate(usage, result.solution.choices) <= limit
         assert result.solution.cost == evaluate(factors, result.solution.choices)
         assert result.bound - 1e-9 <= best <= result.solution.cost + 1e-9
         assert result.bound <= result.solution.cost
         with pytest.raises(Infeasible, match="smallest usage") as error:
-            minimise_with_budget(sizes, factors, usage, smallest - 0.5)
+            Budget(sizes, factors, usage).within(smallest - 0.5)
         assert error.value.smallest_usage == pytest.approx(smallest)
 
     @pytest.mark.parametrize("seed", range(4))
@@ -225,7 +225,7 @@ class TestBudget:
         usage += [Factor((v, v + 1), 5e8 * rng.random((4, 4))) for v in range(11)]
         limit = 0.5 * (evaluate(usage, minimise(sizes, factors).choices) + minimise(sizes, usage).cost)
         referee, _ = integer_program.solve(sizes, factors, (usage, limit))
-        result = minimise_with_budget(sizes, factors, usage, limit)
+        result = Budget(sizes, factors, usage).within(limit)
         assert evaluate(usage, referee.choices) <= limit * (1 + 1e-6)
         assert result.bound - 1e-5 <= referee.cost <= result.solution.cost + 1e-5
         with pytest.raises(Infeasible):
@@ -236,7 +236,7 @@ class TestBudget:
         rng = np.random.default_rng(1)
         usage = [Factor((v,), rng.integers(0, 10**9, 8).astype(np.float64)) for v in range(300)]
         free = evaluate(usage, minimise(sizes, factors).choices)
-        result = minimise_with_budget(sizes, factors, usage, 0.7 * free)
+        result = Budget(sizes, factors, usage).within(0.7 * free)
         assert result.usage <= 0.7 * free
         assert result.multiplier > 0.0
         assert result.solution.cost <= result.bound * 1.001
@@ -245,7 +245,7 @@ class TestBudget:
         sizes, factors = chain(20, 4)
         usage = [Factor((3,), np.arange(4.0))]
         for limit in (3.0, math.inf):
-            result = minimise_with_budget(sizes, factors, usage, limit)
+            result = Budget(sizes, factors, usage).within(limit)
             assert result.bound == result.solution.cost == minimise(sizes, factors).cost
             assert result.multiplier == 0.0
 
@@ -253,6 +253,6 @@ class TestBudget:
         """The multiplier only finds (small, small): the rest of the limit is used by one variable, the dearer one."""
         factors = [Factor((0,), np.array([10.0, 0.0])), Factor((1,), np.array([11.0, 0.0]))]
         usage = [Factor((0,), np.array([0.0, 6.0])), Factor((1,), np.array([0.0, 6.0]))]
-        result = minimise_with_budget([2, 2], factors, usage, 7.0)
+        result = Budget([2, 2], factors, usage).within(7.0)
         assert result.solution.choices == (0, 1)
         assert result.bound <= 10.0 == result.solution.cost
