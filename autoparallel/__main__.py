@@ -1,6 +1,10 @@
 """``python -m autoparallel``."""
 
+import gc
+
 from autoparallel.tools.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    status = main()
+    gc.freeze()  # what is left ends with the process: looking through it for garbage takes a second
+    raise SystemExit(status)
