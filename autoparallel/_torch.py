@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _random
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import has_side_effect
@@ -279,6 +280,12 @@ def import_tracer() -> None:
     """Imports Dynamo and what else traces a model, which takes long and sets environment variables: both would disturb
     a trace that is watched."""
     importlib.import_module("torch.export._trace")
+
+
+def graph_module(graph: fx.Graph) -> fx.GraphModule:
+    """A graph without submodules as a module, whose Python is written when it is first run: most are rewritten or
+    copied, and never are."""
+    return _LazyGraphModule(nn.Module(), graph)
 
 
 def outside_of_dynamo() -> AbstractContextManager[Any]:

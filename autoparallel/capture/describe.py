@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import size_guards
+from autoparallel._torch import graph_module, size_guards
 from autoparallel.capture.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.passes import describing_passes
 from autoparallel.capture.recorder import IN_THE_MODEL
@@ -50,7 +50,7 @@ def describe(
     Raises:
         CaptureError: for a trace that no program can have.
     """
-    module = fx.GraphModule(torch.nn.Module(), program.graph)
+    module = graph_module(program.graph)
     graph = module.graph
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     parameters: dict[str, str] = {}

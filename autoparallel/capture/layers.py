@@ -6,10 +6,11 @@ them are traced, and the graph is filled up with copies.
 
 [Note: when that is sound] Of a ``ModuleList``, the layers in a row whose records are equal are a stack: the same
 operators, the same constants, the same shapes, reading the same places of the layer before, the same values of what
-came before all layers, and their own parameters under the same names, of the same kind.  The model without the inner
-layers of its stacks is run and recorded, too, and must say the same everywhere else.  After tracing, the graph's last
-two layers of a stack must again be equal, node by node, and what follows may read the last one alone.  Draws of random
-numbers count on from layer to layer, as in a trace of all.  Where anything differs, the whole model is traced.
+came before all layers, and their own parameters under the same names, of the same kind. The first of them may read
+from elsewhere what the others read of the layer before. The model without the inner layers of its stacks is run and
+recorded, too, and must say the same everywhere else. After tracing, the graph's last two layers of a stack must again
+be equal, node by node, and what follows may read the last one alone. Draws of random numbers count on from layer to
+layer, as in a trace of all. Where anything differs, the whole model is traced.
 """
 
 from __future__ import annotations
@@ -265,10 +266,38 @@ class _Record:
             first = len(names) - 1
             while first and alike[first - 1] == alike[-1]:
                 first -= 1
+            if first and self._enters(path, names[first - 1], names[first]):
+                first -= 1
             count = len(names) - first
             if count - _KEPT >= _LEAST_SAVED:
                 stacks.append(Stack(path, first, count))
         return stacks
+
+    def _enters(self, path: str, name: str, next_name: str) -> bool:
+        """Whether a layer is as the next one, but that it reads from elsewhere what that one reads of it."""
+        layers = [[i for i, region in enumerate(self.region) if region[:2] == (path, x)] for x in (name, next_name)]
+        if self._kind(f"{path}.{name}") != self._kind(f"{path}.{next_name}") or len({*map(len, layers)}) > 1:
+            return False
+        entered: dict[Hashable, Hashable] = {}
+
+        def same(read: Hashable, following: Hashable) -> bool:
+            place = self._place(following, path, next_name)
+            if isinstance(read, str) or place[:2] != ("layer", 1):  # type: ignore[index]
+                return self._place(read, path, name) == place
+            is_outside = self.region[cast(tuple[int, int], read)[0]][:2] != (path, name)
+            return is_outside and self._made(read) == self._made(following) and entered.setdefault(place, read) == read
+
+        for i, following in zip(*layers, strict=True):
+            (what, reads), (next_what, next_reads) = self.lines[i], self.lines[following]
+            if what != next_what or not all(map(same, reads, next_reads)):
+                return False
+        return True
+
+    def _made(self, read: Hashable) -> Hashable:
+        """The kind of what an operator has made."""
+        line, output = cast(tuple[int, int], read)
+        what: Any = self.lines[line][0]
+        return what[3][output]
 
     def _kind(self, prefix: str) -> Hashable:
         """The parameters and buffers of a layer."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
@@ -176,14 +176,14 @@ class Captured:
 
     def copy(self) -> Captured:
         """The same graph once more, for another program to be made of."""
-        return replace(self, module=fx.GraphModule(nn.Module(), copy_graph(self.graph)))
+        return replace(self, module=_torch.graph_module(copy_graph(self.graph)))
 
     def part(self, graph: fx.Graph) -> Captured:
         """The same with another graph, and what is known of those of its placeholders that this one has, too."""
         names = {node.name for node in graph.nodes if node.op == "placeholder"}
         return replace(
             self,
-            module=fx.GraphModule(nn.Module(), graph),
+            module=_torch.graph_module(graph),
             parameters={node: name for node, name in self.parameters.items() if node in names},
             buffers={node: name for node, name in self.buffers.items() if node in names},
             constants={node: value for node, value in self.constants.items() if node in names},
