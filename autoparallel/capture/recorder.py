@@ -12,6 +12,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -322,7 +323,7 @@ class Recorder:
     def is_changed(self, number: int) -> bool:
         """Whether the run has changed one of the lists, dicts and sets that the model holds."""
         container, entries = self._containers[number]
-        if not container and not entries:
+        if not container and not entries or _holds_the_same(container, entries):
             return False
         if isinstance(container, OrderedDict):  # hooks, among others
             container = {
@@ -376,6 +377,13 @@ def _is_bookkeeping(module: Any) -> bool:
 
 def _is_same(before: Any, now: Any) -> bool:
     return before is now or type(before) is type(now) and is_plain(now) and freeze(before) == freeze(now)
+
+
+def _holds_the_same(container: Any, entries: Any) -> bool:
+    """Whether two containers hold the very same objects in the same order, which most of a model's do."""
+    if len(container) != len(entries) or not all(map(is_, container, entries)):
+        return False
+    return not isinstance(container, dict) or all(map(is_, container.values(), entries.values()))
 
 
 def _flat(container: Any) -> Iterator[Any]:
