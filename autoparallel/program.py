@@ -464,10 +464,10 @@ def _require_loss(captured: Captured) -> None:
 
 def _require_combinable(captured: Captured, numbers: list[int]) -> None:
     weight = captured.weight
-    if weight is not None and weight.kind == "unknown":
+    if weight is not None and weight.problem:
         raise PlanError(
-            f"it cannot be told what the loss of microbatches is a mean over: {weight.reason}. Pass a loss_fn that "
-            "returns (sum, count) to compile(), or use one microbatch"
+            f"the losses of microbatches cannot be put together: {weight.problem}. Pass a loss_fn that returns (sum, "
+            "count) to compile(), or use one microbatch"
         )
     results = captured.graph.output_node().args[0]
     for i in numbers:

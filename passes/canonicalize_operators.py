@@ -36,6 +36,9 @@ from autoparallel.rules.shapes import expression, order_of
 
 aten = torch.ops.aten
 
+BATCH_STATISTIC = "batch_statistic"
+"""Marks, in a node's ``meta``, what batch norm takes over the batch."""
+
 
 def canonicalize_operators(module: fx.GraphModule) -> None:
     """Rewrites the graph of ``module`` in place."""
@@ -187,6 +190,7 @@ def _batch_statistics_norm(
     mean = emit(aten.mean.dim, x, dims, True)
     centred = emit(aten.sub.Tensor, x, mean)
     variance = emit(aten.mean.dim, emit(aten.mul.Tensor, centred, centred), dims, True)
+    mean.meta[BATCH_STATISTIC] = variance.meta[BATCH_STATISTIC] = True
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, eps))
     return _scaled(emit, centred, inverse, weight, bias, original), mean, variance, dims
 
@@ -230,16 +234,25 @@ def _frozen_batch_norm(emit: Emitter, node: fx.Node) -> Any:
     return lambda i: y
 
 
-def _full_slice(emit: Emitter, node: fx.Node) -> Any:
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a slice is all of its dim."""
     v = arguments(node)
     size = shape_of(v["self"])[v["dim"]]
     whole = v["end"] is None or (isinstance(v["end"], int) and v["end"] >= (size if isinstance(size, int) else 2**62))
-    return v["self"] if v["start"] in (None, 0) and v["step"] == 1 and whole else None
+    return v["start"] in (None, 0) and v["step"] == 1 and whole
 
 
-def _complex_scatter(emit: Emitter, node: fx.Node) -> Any:
-    """What is written into complex numbers, which torch does not differentiate, is written into their pairs."""
+def _full_slice(emit: Emitter, node: fx.Node) -> Any:
+    return node.args[0] if _is_whole(node) else None
+
+
+def _scatter(emit: Emitter, node: fx.Node) -> Any:
+    """What is written over all of a tensor takes its place; what is written into complex numbers, which torch does not
+    differentiate, is written into their pairs."""
     v = arguments(node)
+    same = v["src"].meta["val"].dtype == node.meta["val"].dtype
+    if node.target is aten.slice_scatter.default and same and _is_whole(node):
+        return v["src"]
     if not node.meta["val"].is_complex():
         return None
     x, source = (emit(aten.view_as_real.default, v[name]) for name in ("self", "src"))
@@ -332,7 +345,7 @@ _REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys(
         (aten._unsafe_view.default, aten.view.default), lambda emit, node: emit(aten.reshape.default, *node.args)
     ),
-    **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default), _complex_scatter),
+    **dict.fromkeys((aten.select_scatter.default, aten.slice_scatter.default), _scatter),
     **dict.fromkeys((aten.std_mean.correction, aten.var_mean.correction), _variance_and_mean),
     **dict.fromkeys(
         (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.unsafe_split.Tensor), _split

@@ -1,25 +1,31 @@
-"""Follows the rows of the batch through a graph, to tell whether microbatches compute what the whole batch does.
+"""Follows the rows of the batch through a graph, to tell what the losses of microbatches are of that of the batch.
 
-They do where each call makes of some rows those rows of its result, or a sum over rows of which nothing is made but a
-loss.  What a sharding rule allows for a dim that is cut is what may be done to a dim that comes in parts, as long as no
-communication stands behind it.  Rewrites nothing.
+They add up to it, or it is their weighted mean, where each call makes of some rows those rows of its result, or a sum
+or a mean over rows of which nothing is made but a loss.  What a sharding rule allows for a dim that is cut is what may
+be done to a dim that comes in parts, as long as no communication stands behind it.  Rewrites nothing.
 
 For (x is the batch):
     linear = aten.linear(x, w)         rows
-    mean = aten.mean(linear, [0])      a summand of each microbatch
+    mean = aten.mean(linear, [0])      a mean over the rows of each microbatch
     sub = aten.sub(linear, mean)       of the whole batch only: microbatches would make something else
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from autoparallel import operators
+from autoparallel.graph.captured import Captured, InputSpec, LossWeight
+from autoparallel.operators.opaque import has_own_backward
+from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
+from autoparallel.passes.weigh_loss import LOSSES, SCALED, chain_of, clamps_of
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands
@@ -27,65 +33,156 @@ from autoparallel.rules.ways import call_modes
 
 aten = torch.ops.aten
 
-_SCALED = (
+_BY_SIZE = (
     aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.pow.Tensor_Tensor, aten.rsub.Tensor,
 )  # fmt: skip
-_SUMS = (aten.sum.default, aten.sum.dim_IntList, operators.cross_entropy_sum)
 _ALIKE = (aten.expand.default, aten.full.default, aten.zeros.default, aten.ones.default)
 _VIEWS = (aten.unsqueeze.default, aten.expand.default, aten.reshape.default, aten._to_copy.default)
 
 
-def mixes_rows(graph: fx.Graph, batched: Collection[str], results: Collection[fx.Node]) -> str:
-    """The key of the first call that makes of the batch what microbatches do not make of theirs; empty where none does.
+def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | None:
+    """What the loss weighs, as ``weigh_loss`` found it, if the loss is made of rows of the batch; else why it is not.
+
+    Batch norm takes the statistics of a microbatch, and a call that no rule knows is taken to leave rows apart;
+    ``mixes`` tells where there is one.
 
     Args:
-        batched: the placeholders whose first dim is the batch.
-        results: the loss, and what it weighs: sums over the batch, or quotients of such sums.
+        specs: the inputs of a call.
     """
-    walk = _Walk(results)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            walk.placements[node] = Shard(0) if node.name in batched else Invariant
-        elif node.op == "call_function":
-            placement = walk.follow(node) if is_tensor(node) else Invariant
-            if placement is None:
-                return str(node.meta["key"])
-            walk.placements[node] = placement
-    return next((str(node.meta["key"]) for node in results if walk.placements[node] != Partial), "")
+    weight = captured.weight
+    if weight is None or weight.kind == "unknown":
+        return weight
+    assert captured.objective is not None
+    results: Any = captured.graph.output_node().args[0]
+    loss = results[captured.objective]
+    names = zip(captured.inputs, specs, strict=True)
+    walk = _Walk({name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch})
+    *scales, reduction = walk.chain = chain_of(loss)
+    count = None if weight.output is None else results[weight.output]
+    if count is not None:
+        walk.clamps = clamps_of(reduction, count)
+    if key := walk.through(captured.graph):
+        fixed = "" if captured.batches else f"; the batch size is fixed: {captured.why_fixed}"
+        return replace(weight, kind="unknown", reason=f"{key} is of the whole batch, not of its rows one by one{fixed}")
+    if not captured.batches and any(node.target in SCALED for node in scales):
+        reason = f"a number scales it, of which the batch size, that is fixed, may be a part: {captured.why_fixed}"
+        return replace(weight, kind="unknown", reason=reason)
+    operands, kind, given, key = tensor_operands(reduction), weight.kind, False, _key(reduction)
+    if count is not None:
+        given = walk.placements[count] == Invariant
+        if not walk.is_sum(operands[0]) or not given and not walk.is_sum(count):
+            return replace(weight, kind="unknown", reason=f"{key} is no quotient of two sums over rows")
+    elif kind == "sum" or reduction.target is aten.div.Tensor:
+        if not walk.is_sum(operands[0]) and all(walk.placements[x].kind != "S" for x in operands):
+            return replace(weight, kind="unknown", reason=f"{key} adds up what is no sum over rows")
+    elif all(walk.placements[x].kind != "S" for x in operands):
+        return replace(weight, kind="unknown", reason=f"{key} is no mean over rows")
+    if kind == "mean" and captured.batches and not isinstance(weight.size, int):
+        size = weight.size.node.expr
+        if size.free_symbols.isdisjoint(captured.batches):
+            kind = "sum"
+        elif sympy.expand(size.subs({rows: 2 * rows for rows in captured.batches}) - 2 * size) != 0:
+            return replace(weight, kind="unknown", reason=f"{key} divides by what does not grow with the rows")
+    return replace(weight, kind=kind, given=given, mixes=walk.mixes)
 
 
 class _Walk:
     """One walk through a graph.
 
     Attributes:
+        batched: the placeholders whose first dim is the batch.
         placements: of each value, the dim of its rows, whether it is a summand of each microbatch, or the same for all.
+        chain: from the loss to the sum, mean or quotient that it is.
+        clamps: what keeps zero from the divisor of that quotient.
+        means: those of the summands that are means over the rows of a microbatch.
         numbers: the values that count rows: microbatches may look up their rows with them, and nothing else.
+        mixes: the key of the first call of which it is only taken for granted that it leaves rows apart.
     """
 
-    def __init__(self, results: Collection[fx.Node]) -> None:
-        self.results = results
+    def __init__(self, batched: Collection[str]) -> None:
+        self.batched = batched
         self.placements: dict[fx.Node, Placement] = {}
+        self.chain: list[fx.Node] = []
+        self.clamps: list[fx.Node] = []
+        self.means: set[fx.Node] = set()
         self.numbers: set[fx.Node] = set()
+        self.mixes = ""
 
-    def follow(self, node: fx.Node) -> Placement | None:
+    def through(self, graph: fx.Graph) -> str:
+        """Goes through a graph; the key of the first call that makes something of the whole batch, if one does."""
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.placements[node] = Shard(0) if node.name in self.batched else Invariant
+            elif node.op == "call_function":
+                placement = self._follow(node) if is_tensor(node) else Invariant
+                if placement is None:
+                    self.mixes = self.mixes or _key(node)
+                    placement = self._take_for_granted(node)
+                if placement is None:
+                    return _key(node)
+                self.placements[node] = placement
+        loss = self.chain[0]
+        return "" if self.placements[loss] == Partial else _key(loss)
+
+    def is_sum(self, node: fx.Node) -> bool:
+        """Whether the values of microbatches add up to that of the batch."""
+        return self.placements[node] == Partial and node not in self.means
+
+    def _follow(self, node: fx.Node) -> Placement | None:
         """How a call's result lies; None where it is of the whole batch only."""
         operands = [self.placements[x] for x in tensor_operands(node)]
+        if node.meta.get(BATCH_STATISTIC):
+            return None
         if node.target is operator.getitem:
-            return operands[0] if operands else Invariant
-        if node.target is operators.weighted_mean or self._is_quotient(node):
-            return Partial if operands[0] == Partial and operands[1] in (Partial, Invariant) else None
-        if node.target in _SCALED and any(not is_tensor(x) for x in node.all_input_nodes):  # by the size of the batch
-            sums = node in self.results and operands == [Partial] and node.all_input_nodes[0].target in _SUMS
-            return Partial if sums else None
+            return operands[0] if operands else None
+        if node in self.chain[:-1] or node in self.clamps or _is_cast_of_count(node):
+            self.means |= {node} & {node for x in tensor_operands(node) if x in self.means}
+            return operands[0]
+        if node is self.chain[-1] and node.target in LOSSES and Shard(0) in operands and rule_for(node) is None:
+            self.means |= {node} if arguments(node)["reduction"] == 1 else set()
+            return Partial if {*operands} <= {Shard(0), Invariant} else None
+        if node.target is operators.weighted_mean or node in self.chain and node.target is aten.div.Tensor:
+            total, divisor = [*operands, Invariant][:2]
+            if total == Partial and divisor in (Partial, Invariant):
+                return Partial
+        if node.target in _BY_SIZE and any(not is_tensor(x) for x in node.all_input_nodes):  # by the size of the batch
+            return None
         if any(x in self.numbers for x in node.all_input_nodes) or node.target in (aten.arange.default,):
             return self._count(node, operands)
         if all(x == Invariant for x in operands):
             rows = _open_dim(node)
             return Invariant if rows is None else Shard(rows) if node.target in _ALIKE else None
-        return _along_rule(node, operands) or _along_dim(node, operands)
+        return self._along_rule(node, operands) or _along_dim(node, operands)
 
-    def _is_quotient(self, node: fx.Node) -> bool:
-        return node in self.results and node.target is aten.div.Tensor and len(tensor_operands(node)) == 2
+    def _take_for_granted(self, node: fx.Node) -> Placement | None:
+        """How the result of a call lies that no rule knows, that is random, or a statistic of a batch norm."""
+        if node.meta.get(BATCH_STATISTIC):
+            return Invariant
+        if node.target in operators.DRAWS and not tensor_operands(node) and (rows := _open_dim(node)) is not None:
+            return Shard(rows)
+        call: Any = node.args[0] if node.target is operator.getitem else node
+        if rule_for(call) is not None and not has_own_backward(call.target):
+            return None
+        cut = [(x, p) for x in tensor_operands(call) if (p := self.placements[x]).kind == "S"]
+        for x, placement in cut:
+            if len(shape_of(node)) > placement.dim and shape_of(node)[placement.dim] == shape_of(x)[placement.dim]:
+                return placement
+        return None if cut else Invariant
+
+    def _along_rule(self, node: fx.Node, operands: list[Placement]) -> Placement | None:
+        """How a result lies by the rule of the call, where that sends nothing."""
+        rule = rule_for(node)
+        summands = {x in self.means for x in tensor_operands(node) if self.placements[x] == Partial}
+        for way in call_modes(node) if len(summands) < 2 else ():
+            kind = rule.reductions.get(way.mode.factor) if rule is not None and way.mode.kind == "shard" else None
+            if kind == "composite":
+                continue
+            pairs = zip(operands, way.operands, strict=True)
+            if all(b in (Invariant, Replicate) if a == Invariant else a == b for a, b in pairs):
+                if kind == "mean" or True in summands:
+                    self.means.add(node)
+                return way.result
+        return None
 
     def _count(self, node: fx.Node, operands: list[Placement]) -> Placement | None:
         """The placement of a call that counts rows, or uses their numbers."""
@@ -104,21 +201,14 @@ class _Walk:
         return Shard(rows) if by_rows and Partial not in placements else None
 
 
+def _is_cast_of_count(node: fx.Node) -> bool:
+    dtypes = [x.meta["val"].dtype for x in tensor_operands(node)]
+    return node.target is aten._to_copy.default and not dtypes[0].is_floating_point and not dtypes[0].is_complex
+
+
 def _open_dim(node: fx.Node) -> int | None:
     """The dim of a result whose size depends on the batch's."""
     return next((dim for dim, size in enumerate(shape_of(node)) if not isinstance(size, int)), None)
-
-
-def _along_rule(node: fx.Node, operands: list[Placement]) -> Placement | None:
-    """How a result lies by the rule of the call, where that sends nothing."""
-    rule = rule_for(node)
-    for way in call_modes(node):
-        if way.mode.kind == "shard" and rule is not None and rule.reductions.get(way.mode.factor) == "composite":
-            continue
-        pairs = zip(operands, way.operands, strict=True)
-        if all(b in (Invariant, Replicate) if a == Invariant else a == b for a, b in pairs):
-            return way.result
-    return None
 
 
 def _along_dim(node: fx.Node, operands: list[Placement]) -> Placement | None:
@@ -131,3 +221,7 @@ def _along_dim(node: fx.Node, operands: list[Placement]) -> Placement | None:
     cut = [x for x, p in zip(tensor_operands(node), operands, strict=True) if p.kind == "S"]
     alike = all(shape_of(x)[dim] == shape_of(node)[dim] for x in cut)
     return Shard(dim) if alike and values["dim"] % len(shape_of(node)) != dim else None
+
+
+def _key(node: fx.Node) -> str:
+    return str(node.meta["key"])

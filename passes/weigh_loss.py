@@ -29,9 +29,12 @@ _SAME = (
     aten._to_copy.default, aten.to.dtype, aten.reshape.default, aten.view.default, aten.clone.default,
     aten.alias.default, aten.squeeze.default, aten.neg.default, aten.squeeze.dims,
 )  # fmt: skip
-_SCALED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+SCALED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+_CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.detach.default)
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default)
+_QUOTIENTS = (aten.div.Tensor, operators.weighted_mean)
 _SUMS = (aten.sum.default, operators.cross_entropy_sum)
-_LOSSES = (
+LOSSES = (
     aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default,
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
 )  # fmt: skip
@@ -40,26 +43,21 @@ _LOSSES = (
 def weigh_loss(module: fx.GraphModule, loss: int, counted: bool) -> LossWeight:
     """Rewrites the graph of ``module`` in place; the loss is its output number ``loss``.
 
+    Whether what a mean is over are rows of the batch, ``follow_batch`` tells.
+
     Args:
         counted: the loss function returned its sum and its count, so that the divisor is the weight whatever it is.
     """
     output = module.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
-    node = results[loss]
-    while True:
-        if node.op != "call_function":
-            return LossWeight("unknown", reason="it is not computed by the model")
-        if node.target in _SAME or node.target in _SCALED and _is_number(node.args[1]):
-            node = node.args[0]
-        elif node.target is aten.mul.Tensor and _is_number(node.args[0]):
-            node = node.args[1]
-        else:
-            break
-    if node.target is aten.div.Tensor:
+    node = chain_of(results[loss])[-1]
+    if node.op != "call_function":
+        return LossWeight("unknown", reason="it is not computed by the model")
+    if node.target in _QUOTIENTS:
         return _of_quotient(module.graph, node, results, counted)
     if node.target in (aten.mean.default, aten.mean.dim):
         return LossWeight("mean", size=math.prod(shape_of(node.args[0])))
-    if node.target in _LOSSES and arguments(node)["reduction"] in (1, 2):
+    if node.target in LOSSES and arguments(node)["reduction"] in (1, 2):
         shapes = [shape_of(x) for x in node.args[:2] if isinstance(x, fx.Node)]
         size = math.prod(torch.broadcast_shapes(*shapes))
         return LossWeight("mean", size=size) if arguments(node)["reduction"] == 1 else LossWeight("sum")
@@ -67,6 +65,28 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool) -> LossWeight:
         return LossWeight("sum")
     where = node.meta.get("key") or node.name
     return LossWeight("unknown", reason=f"it is neither a mean nor a sum, but the result of {where}")
+
+
+def chain_of(loss: fx.Node) -> list[fx.Node]:
+    """From the loss to the mean, sum or quotient that it is, but for sign, dtype and shape, and a number's factor."""
+    chain = [loss]
+    while (node := chain[-1]).op == "call_function":
+        first, *others = node.args
+        if node.target in _SAME or node.target in SCALED and _is_number(others[0]):
+            chain.append(first)  # type: ignore[arg-type]
+        elif node.target is aten.mul.Tensor and _is_number(first):
+            chain.append(others[0])  # type: ignore[arg-type]
+        else:
+            break
+    return chain
+
+
+def clamps_of(quotient: fx.Node, count: fx.Node) -> list[fx.Node]:
+    """What stands between the divisor of a loss and what it counts."""
+    chain: list[Any] = [quotient.args[1]]
+    while chain[-1] is not count:
+        chain.append(chain[-1].args[0])
+    return chain[:-1]
 
 
 def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted: bool) -> LossWeight:
@@ -78,16 +98,55 @@ def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted
         return LossWeight("mean", size=value)
     if value.ndim or total.meta["val"].ndim:
         return LossWeight("unknown", reason="it is divided by a tensor that is not a scalar")
-    if divisor.op == "placeholder" and not counted:
+    if _is_given(divisor) and not counted:
         return LossWeight("sum")  # an input divides the sum: the caller's own count, the same for all microbatches
+    output = graph.output_node()
+    if (count := _clamped(divisor)) is not None:  # zero is all of it that a clamp keeps from a division
+        output.args = ((*results, count),)
+        return LossWeight("mean", output=len(results))
     with graph.inserting_before(node):
         mean = graph.call_function(operators.weighted_mean, (total, divisor))
     mean.meta = dict(node.meta)
     node.replace_all_uses_with(mean)
     graph.erase_node(node)
-    output = graph.output_node()
     output.args = ((*(mean if r is node else r for r in results), divisor),)
     return LossWeight("mean", output=len(results))
+
+
+def _is_given(divisor: fx.Node) -> bool:
+    """Whether a divisor is computed from scalars of the caller's alone."""
+    nodes, seen = [divisor], {divisor}
+    while nodes:
+        node = nodes.pop()
+        if node.op == "placeholder" and shape_of(node) or node.op != "placeholder" and not node.all_input_nodes:
+            return False
+        new = set(node.all_input_nodes) - seen
+        nodes += new
+        seen |= new
+    return True
+
+
+def _clamped(divisor: fx.Node) -> fx.Node | None:
+    """The count that a divisor is, but for a clamp to one or less, which only keeps zero from it."""
+    node = _casts_of(divisor)[-1]
+    if node.target not in _CLAMPS:
+        return None
+    least, most = arguments(node)["min"], arguments(node).get("max")
+    if most is not None or not isinstance(least, int | float) or not 0 < least <= 1:
+        return None
+    count: Any = node.args[0]
+    *_, added = _casts_of(count)
+    counts = added.target in (aten.sum.default, aten.sum.dim_IntList)
+    whole = [*_casts_of(count), *(_casts_of(added.args[0]) if counts else [])]  # type: ignore[arg-type]
+    return count if any(not x.meta["val"].dtype.is_floating_point for x in whole) else None
+
+
+def _casts_of(node: fx.Node) -> list[fx.Node]:
+    """A value, and those that it is a copy of in another dtype."""
+    chain = [node]
+    while chain[-1].target in _CASTS:
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    return chain
 
 
 def _is_number(value: Any) -> bool:

@@ -16,6 +16,7 @@ from autoparallel import _torch
 from autoparallel.capture.attempt import FailsUntraced, attempt_capture, scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
+from autoparallel.passes.follow_batch import weight_of_rows
 
 
 def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **options: Any) -> Captured:
@@ -52,6 +53,7 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
         captured.fixed = tuple(line for line in fixed if line not in ("", "an unknown line"))
         captured.numbers = tuple([i for i, spec in enumerate(attempt) if isinstance(spec, NumberSpec)])
         if fits(captured, attempt):
+            captured.weight = weight_of_rows(captured, specs)
             return captured
     assert failed is not None  # the last attempt has no symbols that could differ from the call
     if failed.__cause__ is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import fx
 
@@ -16,7 +15,6 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity
 from autoparallel.graph.fingerprint import fingerprint
-from autoparallel.passes.follow_batch import mixes_rows
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, Shard, divides, fills_up, format_layout, reaches_all
 from autoparallel.planner.signatures import Signatures
@@ -129,9 +127,8 @@ def unable(captured: Captured, call: Call) -> str:
     """Why a model cannot be run in microbatches, as a pipeline does; empty where it can."""
     if captured.objective is None:
         return explain_ambiguity(len(captured.flowing)) if len(captured.flowing) > 1 else "it has no loss"
-    weight = captured.weight
-    if weight is not None and weight.kind == "unknown":
-        return f"it cannot be told what the loss is a mean over: {weight.reason}"
+    if captured.weight is not None and captured.weight.problem:
+        return captured.weight.problem
     if any(layout is not None for layout in call.layouts):
         return "an input is a DTensor"
     if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
@@ -156,15 +153,8 @@ def differing(captured: Captured, call: Call, count: int) -> str:
         return f"it sets {', '.join(captured.attributes)}"
     if captured.mutated_buffers:
         return f"it would change the buffer {captured.mutated_buffers[0]} once in each microbatch"
-    assert captured.objective is not None
-    results = [captured.objective]
-    if captured.weight is not None and captured.weight.output is not None:
-        results.append(captured.weight.output)
-    nodes: Any = captured.graph.output_node().args[0]
-    names = zip(captured.inputs, call.specs, strict=True)
-    batched = [name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch]
-    if key := mixes_rows(captured.graph, batched, [nodes[i] for i in results]):
-        return f"{key} is of the whole batch, not of its rows one by one"
+    if captured.weight is not None and captured.weight.mixes:
+        return f"{captured.weight.mixes} is of the whole batch, not of its rows one by one"
     return ""
 
 

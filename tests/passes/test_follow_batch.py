@@ -1,4 +1,4 @@
-"""`mixes_rows`: whether microbatches compute what the whole batch does."""
+"""`weight_of_rows`: whether microbatches compute what the whole batch does, and what the loss of each weighs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoparallel.passes.follow_batch import mixes_rows
+from autoparallel.graph.captured import LossWeight
 from tests.passes.support import captured
 
 
@@ -24,10 +24,10 @@ class Task(nn.Module):
         return self.loss(self.layer(x), y)
 
 
-def _found(loss: Callable[[Tensor, Tensor], Tensor]) -> str:
-    graph = captured(Task(loss), torch.rand(8, 4), torch.zeros(8, dtype=torch.int64))
-    results = graph.graph.output_node().args[0]
-    return mixes_rows(graph.graph, [name for name in graph.inputs if name is not None], results)  # type: ignore[arg-type]
+def _weight(loss: Callable[[Tensor, Tensor], Tensor]) -> LossWeight:
+    weight = captured(Task(loss), torch.rand(8, 4), torch.zeros(8, dtype=torch.int64)).weight
+    assert weight is not None
+    return weight
 
 
 ALIKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -36,6 +36,7 @@ ALIKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum over the rows' number": lambda h, y: h.square().sum() / h.shape[0],
     "the same for all rows": lambda h, y: (h - torch.arange(4).expand(h.shape[0], 4)).square().mean(),
     "its own rows, by number": lambda h, y: h[torch.arange(h.shape[0]), y].mean(),
+    "clamped to one": lambda h, y: (h.sum(1) * (y > 0)).sum() / (y > 0).double().sum().clamp(min=1),
     "along another dim": lambda h, y: torch.diff(h, dim=-1).cumsum(-1).mean(),
 }
 DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
@@ -46,16 +47,29 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "by the rows' number": (lambda h, y: (h / h.shape[0]).square().mean(), "div"),
     "the number of each row": (lambda h, y: (h.sum(1) * torch.arange(h.shape[0])).mean(), "mul"),
     "a mean over the rows' number": (lambda h, y: h.mean() / h.shape[0], "div"),
-    "not of the batch": (lambda h, y: torch.ones(()) * 2, "mul"),
+    "a mean over rows, added up": (lambda h, y: h.mean(0).sum(), "sum"),
+    "a mean of two sums": (lambda h, y: torch.stack([h.sum(), h.exp().sum()]).mean(), "mean"),
+    "a quotient of two means": (lambda h, y: (h.sum(1) * y).mean() / y.double().mean(), "div"),
+    "over the number's root": (lambda h, y: h.sum() / h.shape[0] ** 0.5, "div"),
+    "over the number's square": (lambda h, y: h.sum() / h.shape[0] ** 2, "div"),
+    "over what depends on the longest": (lambda h, y: h.sum() / y.max(), "max"),
+    "over a count and a bit": (lambda h, y: h.sum() / ((y > 0).sum() + 1e-6), "add"),
+    "clamped to more than one": (lambda h, y: h.sum() / (y > 0).sum().clamp(min=2), "clamp"),
+    "the first row": (lambda h, y: h[0].sum(), "select"),
+    "rows beside rows": (lambda h, y: (h * h.flip(0)).mean(), "flip"),
+    "over the detached loss": (lambda h, y: h.square().mean() / h.square().mean().detach(), "div"),
+    "over a number that the batch fixes": (lambda h, y: h.sum() / len(h), "a number scales it"),
 }
 
 
 @pytest.mark.parametrize("loss", ALIKE)
 def test_rows_that_stay_apart(loss: str) -> None:
-    assert _found(ALIKE[loss]) == ""
+    weight = _weight(ALIKE[loss])
+    assert weight.kind != "unknown" and not weight.mixes, weight
 
 
 @pytest.mark.parametrize("loss", DIFFERENT)
 def test_rows_that_are_mixed_are_named(loss: str) -> None:
     function, operator = DIFFERENT[loss]
-    assert operator in _found(function)
+    weight = _weight(function)
+    assert weight.kind == "unknown" and operator in weight.reason, weight
