@@ -13,7 +13,7 @@ For (x is the batch):
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,36 +54,51 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
         return weight
     assert captured.objective is not None
     results: Any = captured.graph.output_node().args[0]
-    loss = results[captured.objective]
+    loss, count = results[captured.objective], None if weight.output is None else results[weight.output]
     names = zip(captured.inputs, specs, strict=True)
-    walk = _Walk({name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch})
-    *scales, reduction = walk.chain = chain_of(loss)
-    count = None if weight.output is None else results[weight.output]
-    if count is not None:
-        walk.clamps = clamps_of(reduction, count)
-    if key := walk.through(captured.graph):
-        fixed = "" if captured.batches else f"; the batch size is fixed: {captured.why_fixed}"
-        return replace(weight, kind="unknown", reason=f"{key} is of the whole batch, not of its rows one by one{fixed}")
-    if not captured.batches and any(node.target in SCALED for node in scales):
-        reason = f"a number scales it, of which the batch size, that is fixed, may be a part: {captured.why_fixed}"
+    batched = {name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch}
+    walk = _Walk(batched, loss, count)
+    walk.through(_needed(captured.graph, {loss} if count is None else {loss, count}))
+    reason = walk.problem or _problem(walk, weight, count, captured.batches)
+    open_sizes = all(captured.is_batch(shape_of(x)[0]) for x in captured.graph.nodes if x.name in batched)
+    if not open_sizes and (reason or any(node.target in SCALED for node in walk.chain[:-1])):
+        reason = f"{reason or 'a number scales it, which may be made of the batch size'}; the batch is fixed: "
+        reason += captured.why_fixed
+    if reason:
         return replace(weight, kind="unknown", reason=reason)
-    operands, kind, given, key = tensor_operands(reduction), weight.kind, False, _key(reduction)
-    if count is not None:
-        given = walk.placements[count] == Invariant
-        if not walk.is_sum(operands[0]) or not given and not walk.is_sum(count):
-            return replace(weight, kind="unknown", reason=f"{key} is no quotient of two sums over rows")
-    elif kind == "sum" or reduction.target is aten.div.Tensor:
-        if not walk.is_sum(operands[0]) and all(walk.placements[x].kind != "S" for x in operands):
-            return replace(weight, kind="unknown", reason=f"{key} adds up what is no sum over rows")
-    elif all(walk.placements[x].kind != "S" for x in operands):
-        return replace(weight, kind="unknown", reason=f"{key} is no mean over rows")
-    if kind == "mean" and captured.batches and not isinstance(weight.size, int):
-        size = weight.size.node.expr
-        if size.free_symbols.isdisjoint(captured.batches):
-            kind = "sum"
-        elif sympy.expand(size.subs({rows: 2 * rows for rows in captured.batches}) - 2 * size) != 0:
-            return replace(weight, kind="unknown", reason=f"{key} divides by what does not grow with the rows")
+    kind = weight.kind if weight.output is not None or captured.is_batch(weight.size) or not open_sizes else "sum"
+    given = count is not None and walk.placements[count] == Invariant
     return replace(weight, kind=kind, given=given, mixes=walk.mixes)
+
+
+def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None, rows: Collection[sympy.Symbol]) -> str:
+    """Why a loss, whose calls all leave rows apart, does not weigh what ``weigh_loss`` found; empty where it does."""
+    reduction = walk.chain[-1]
+    operands = tensor_operands(reduction)
+    cut = any(walk.placements[x].kind == "S" for x in operands)
+    if count is not None:
+        sums = walk.is_sum(operands[0]) and (walk.placements[count] == Invariant or walk.is_sum(count))
+        return "" if sums else "it is no quotient of two sums over rows"
+    if weight.kind == "sum" or reduction.target is aten.div.Tensor:
+        if not cut and not walk.is_sum(operands[0]):
+            return f"{_key(reduction)} is of no sum over rows"
+    elif not cut:
+        return f"{_key(reduction)} is no mean over rows"
+    if weight.kind == "mean" and not isinstance(weight.size, int):
+        size = weight.size.node.expr
+        twice = size.subs({symbol: 2 * symbol for symbol in rows})
+        if size.free_symbols & {*rows} and sympy.expand(twice - 2 * size) != 0:
+            return f"{_key(reduction)} divides by what does not grow with the rows"
+    return ""
+
+
+def _needed(graph: fx.Graph, results: set[fx.Node]) -> list[fx.Node]:
+    """What some results are made of, in the order of the graph."""
+    needed = set(results)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed]
 
 
 class _Walk:
@@ -97,20 +112,20 @@ class _Walk:
         means: those of the summands that are means over the rows of a microbatch.
         numbers: the values that count rows: microbatches may look up their rows with them, and nothing else.
         mixes: the key of the first call of which it is only taken for granted that it leaves rows apart.
+        problem: which call does not.
     """
 
-    def __init__(self, batched: Collection[str]) -> None:
-        self.batched = batched
+    def __init__(self, batched: Collection[str], loss: fx.Node, count: fx.Node | None) -> None:
+        self.batched, self.chain = batched, chain_of(loss)
+        self.clamps = [] if count is None else clamps_of(self.chain[-1], count)
         self.placements: dict[fx.Node, Placement] = {}
-        self.chain: list[fx.Node] = []
-        self.clamps: list[fx.Node] = []
         self.means: set[fx.Node] = set()
         self.numbers: set[fx.Node] = set()
-        self.mixes = ""
+        self.mixes, self.problem = "", ""
 
-    def through(self, graph: fx.Graph) -> str:
-        """Goes through a graph; the key of the first call that makes something of the whole batch, if one does."""
-        for node in graph.nodes:
+    def through(self, nodes: Iterable[fx.Node]) -> None:
+        """Goes through a graph, to the first call that makes something of the whole batch, if one does."""
+        for node in nodes:
             if node.op == "placeholder":
                 self.placements[node] = Shard(0) if node.name in self.batched else Invariant
             elif node.op == "call_function":
@@ -118,11 +133,10 @@ class _Walk:
                 if placement is None:
                     self.mixes = self.mixes or _key(node)
                     placement = self._take_for_granted(node)
-                if placement is None:
-                    return _key(node)
+                if placement is None or node is self.chain[0] and placement != Partial:
+                    self.problem = f"{_key(node)} is of the whole batch, not of its rows one by one"
+                    return
                 self.placements[node] = placement
-        loss = self.chain[0]
-        return "" if self.placements[loss] == Partial else _key(loss)
 
     def is_sum(self, node: fx.Node) -> bool:
         """Whether the values of microbatches add up to that of the batch."""

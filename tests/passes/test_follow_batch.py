@@ -49,7 +49,7 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "a mean over the rows' number": (lambda h, y: h.mean() / h.shape[0], "div"),
     "a mean over rows, added up": (lambda h, y: h.mean(0).sum(), "sum"),
     "a mean of two sums": (lambda h, y: torch.stack([h.sum(), h.exp().sum()]).mean(), "mean"),
-    "a quotient of two means": (lambda h, y: (h.sum(1) * y).mean() / y.double().mean(), "div"),
+    "a quotient of two means": (lambda h, y: (h.sum(1) * y).mean() / y.double().mean(), "quotient"),
     "over the number's root": (lambda h, y: h.sum() / h.shape[0] ** 0.5, "div"),
     "over the number's square": (lambda h, y: h.sum() / h.shape[0] ** 2, "div"),
     "over what depends on the longest": (lambda h, y: h.sum() / y.max(), "max"),
@@ -57,7 +57,7 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "clamped to more than one": (lambda h, y: h.sum() / (y > 0).sum().clamp(min=2), "clamp"),
     "the first row": (lambda h, y: h[0].sum(), "select"),
     "rows beside rows": (lambda h, y: (h * h.flip(0)).mean(), "flip"),
-    "over the detached loss": (lambda h, y: h.square().mean() / h.square().mean().detach(), "div"),
+    "over the detached loss": (lambda h, y: h.square().mean() / h.square().mean().detach(), "quotient"),
     "over a number that the batch fixes": (lambda h, y: h.sum() / len(h), "a number scales it"),
 }
 
