@@ -67,8 +67,8 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     if reason:
         return replace(weight, kind="unknown", reason=reason)
     kind = weight.kind if weight.output is not None or captured.is_batch(weight.size) or not open_sizes else "sum"
-    given = count is not None and walk.placements[count] == Invariant
-    return replace(weight, kind=kind, given=given, mixes=walk.mixes)
+    from_call = count is not None and walk.placements[count] == Invariant
+    return replace(weight, kind=kind, from_call=from_call, mixes=walk.mixes)
 
 
 def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None, rows: Collection[sympy.Symbol]) -> str:

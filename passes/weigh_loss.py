@@ -98,7 +98,7 @@ def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted
         return LossWeight("mean", size=value)
     if value.ndim or total.meta["val"].ndim:
         return LossWeight("unknown", reason="it is divided by a tensor that is not a scalar")
-    if _is_given(divisor) and not counted:
+    if _is_from_call(divisor) and not counted:
         return LossWeight("sum")  # an input divides the sum: the caller's own count, the same for all microbatches
     output = graph.output_node()
     if (count := _clamped(divisor)) is not None:  # zero is all of it that a clamp keeps from a division
@@ -113,16 +113,16 @@ def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted
     return LossWeight("mean", output=len(results))
 
 
-def _is_given(divisor: fx.Node) -> bool:
+def _is_from_call(divisor: fx.Node) -> bool:
     """Whether a divisor is computed from scalars of the caller's alone."""
-    nodes, seen = [divisor], {divisor}
+    nodes, visited = [divisor], {divisor}
     while nodes:
         node = nodes.pop()
-        if node.op == "placeholder" and shape_of(node) or node.op != "placeholder" and not node.all_input_nodes:
+        if shape_of(node) if node.op == "placeholder" else not node.all_input_nodes:
             return False
-        new = set(node.all_input_nodes) - seen
+        new = set(node.all_input_nodes) - visited
         nodes += new
-        seen |= new
+        visited |= new
     return True
 
 

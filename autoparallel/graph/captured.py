@@ -298,7 +298,7 @@ class LossWeight:
         size: the weight as a product of sizes (of the trace), where it does not; 1 for every call of a sum.
         kind: ``"mean"``, ``"sum"``, or ``"unknown"`` where the weight cannot be told.
         reason: why it is unknown.
-        given: whether the weight comes with the call, the same for all parts of its batch.
+        from_call: whether the weight comes with the call, the same for all parts of its batch.
         mixes: the key of the first call of which it is only taken for granted that it leaves the rows of the batch
             apart; empty where there is none.
     """
@@ -307,7 +307,7 @@ class LossWeight:
     output: int | None = None
     size: Any = 1
     reason: str = ""
-    given: bool = False
+    from_call: bool = False
     mixes: str = ""
 
     @property
@@ -315,7 +315,7 @@ class LossWeight:
         """Why the losses of parts of a batch cannot be put together to that of the batch; empty where they can."""
         if self.kind == "unknown":
             return f"it cannot be told what the loss is a mean over: {self.reason}"
-        if self.given:
+        if self.from_call:
             return (
                 "the count that loss_fn returns is of the whole batch: return one of its rows, or divide the sum by it"
             )
