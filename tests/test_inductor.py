@@ -30,7 +30,7 @@ from autoparallel import operators
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import use_communicator
 from autoparallel.passes.name_nodes import name_nodes
-from autoparallel.runtime.gradients.buckets import ParameterBucket
+from autoparallel.runtime.gradients.backwards import Gather
 from autoparallel.runtime.programs.compiled import CompiledRegion, RegionCompiler, find_regions, forms_of, one_at_a_time
 from tests.distributed import run_distributed
 from tests.models import GPTConfig, build, build_gpt
@@ -181,16 +181,16 @@ class _Alive:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.gathers = self.most = 0
-        gather = ParameterBucket.gather
+        take = Gather.__call__
 
-        def counted(bucket: ParameterBucket) -> list[Tensor]:
-            values = gather(bucket)
+        def counted(gather: Gather) -> list[Tensor]:
+            values = take(gather)
             self.gathers += 1
             self.storages.update(x.untyped_storage() for x in values)
             self.most = max(self.most, sum(s.nbytes() for s in self.storages))
             return values
 
-        patch.setattr(ParameterBucket, "gather", counted)
+        patch.setattr(Gather, "__call__", counted)
 
 
 Again = tuple[tuple[str, str], ...]

@@ -2,7 +2,8 @@
 
 [Note: gather per use] A bucket that is gathered per use keeps nothing for the backward: while the body runs,
 saved-tensor hooks recognise what operators save of a gathered parameter, by its storage, and save a note instead; the
-backward gathers the bucket again.  The next bucket's gather is started ahead, in the forward and in the backward.
+backward gathers again what notes were saved of, which embeddings and biases are not.  The next bucket's gather is
+started ahead, in the forward and in the backward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from autoparallel import _torch
 from autoparallel.passes.bucket_collectives import Bucket
-from autoparallel.passes.hoist_parameter_chains import makes_tensor
+from autoparallel.passes.hoist_parameter_chains import ParameterChain, makes_tensor
 from autoparallel.passes.recompute_layers import Region
 from autoparallel.runtime.gradients.backwards import Gather, Tensors
 from autoparallel.runtime.gradients.store import GradientStore, KeptCopy
@@ -52,15 +53,15 @@ class ParameterBucket(nn.Module):
                 self.following.prefetch()
         return values
 
-    def local_parameters(self) -> Tensors:
-        """This rank's tensors of the parameters at rest."""
+    def local_parameters(self, chains: Sequence[ParameterChain]) -> Tensors:
+        """This rank's tensors of some of the bucket's parameters at rest."""
         parameters = self.store.parameters
-        return [x.detach() for x in map(_torch.local_of, [parameters[c.name] for c in self.bucket.chains])]
+        return [x.detach() for x in map(_torch.local_of, [parameters[c.name] for c in chains])]
 
     def prefetch(self) -> None:
         """Starts the gather whose result the next ``gather`` returns."""
         if self._started is None:
-            self._started = self._start()
+            self._started = self.start(self.bucket.chains)
 
     def drop(self) -> None:
         """Waits for what is under way of a gather that has been started, and forgets it."""
@@ -72,19 +73,21 @@ class ParameterBucket(nn.Module):
         """This rank's values for every use."""
         if self.bucket.gather == "per_step":
             return self._once_per_step()
-        started, self._started = self._started or self._start(), None
+        started, self._started = self._started or self.start(self.bucket.chains), None
         return started()
 
     def _once_per_step(self) -> Tensors:
         """Keeps what is gathered under ``no_sync()`` for the calls that follow (see ``KeptCopy``)."""
         copy = self.store.copies.pop(self, None)
-        values = self._start()() if copy is None else copy.values
+        chains = self.bucket.chains
+        values = self.start(chains)() if copy is None else copy.values
         if not self.store.synchronise:
-            self.store.copies[self] = copy or KeptCopy(values, self.local_parameters())
+            self.store.copies[self] = copy or KeptCopy(values, self.local_parameters(chains))
         return [value.view_as(value) for value in values]
 
-    def _start(self) -> Gather:
-        return self.store.gather(self.bucket.chains, self.local_parameters())
+    def start(self, chains: Sequence[ParameterChain]) -> Gather:
+        """Starts to gather some of the bucket's parameters."""
+        return self.store.gather(chains, self.local_parameters(chains))
 
 
 def gather_ahead(regions: Sequence[Region], buckets: Mapping[str, ParameterBucket]) -> None:
@@ -148,7 +151,9 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         self._owners: dict[int, tuple[ParameterBucket, int, int]] = {}  # by the marks of storages
         self._storages: list[_torch.StorageWeakRef] = []  # so that no others get these marks
         self._notes: dict[ParameterBucket, int] = dict.fromkeys(buckets, 0)
-        self._gathered: dict[ParameterBucket, Tensors] = {}
+        self._noted: dict[ParameterBucket, set[int]] = {bucket: set() for bucket in buckets}  # places of parameters
+        self._started: dict[ParameterBucket, Gather] = {}  # ahead
+        self._gathered: dict[ParameterBucket, dict[int, torch.Tensor]] = {}  # by places among the values
         self._visited: set[ParameterBucket] = set()
         super().__init__(self._pack, self._unpack)
 
@@ -168,9 +173,12 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         """Notes the storages of a bucket that has just been gathered."""
         for i, (value, gathered) in enumerate(zip(values, bucket.gathered, strict=True)):
             if gathered:
-                storage = _torch.StorageWeakRef(value.untyped_storage())
+                memory = value.untyped_storage()
+                storage = _torch.StorageWeakRef(memory)
                 self._storages.append(storage)
                 self._owners[storage.cdata] = bucket, i, int(value.storage_offset())
+                if memory.nbytes() != value.nbytes:  # how it lies among others follows from what is gathered with it
+                    self._noted[bucket].update(range(len(bucket.bucket.chains)))
 
     def regathered(self) -> list[Bucket]:
         """The buckets that the backward will gather again."""
@@ -182,6 +190,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
             return tensor, tensor._version  # which torch does not compare where hooks save
         bucket, value, base = owner
         self._notes[bucket] += 1
+        self._noted[bucket].add(value // len(bucket.bucket.chains[0].uses))
         offset = int(tensor.storage_offset()) - base
         return _Note(bucket, value, tensor.size(), tensor.stride(), offset)
 
@@ -199,7 +208,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         values = self._gathered.get(bucket)
         if values is None:
             with torch.no_grad():
-                values = self._gathered[bucket] = bucket.gather()
+                values = self._gathered[bucket] = self._gather(bucket)
             self._visited.add(bucket)
             self._prefetch_before(bucket)
         base = values[saved.value]
@@ -208,11 +217,25 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
             del self._gathered[bucket]
         return base.as_strided(saved.size, saved.stride, saved.offset + base.storage_offset())
 
+    def _start(self, bucket: ParameterBucket) -> Gather:
+        return bucket.start([bucket.bucket.chains[i] for i in sorted(self._noted[bucket])])
+
+    def _gather(self, bucket: ParameterBucket) -> dict[int, torch.Tensor]:
+        uses = len(bucket.bucket.chains[0].uses)
+        places = [i * uses + use for i in sorted(self._noted[bucket]) for use in range(uses)]
+        return dict(zip(places, (self._started.pop(bucket, None) or self._start(bucket))(), strict=True))
+
+    def _drop(self, bucket: ParameterBucket) -> None:
+        started = self._started.pop(bucket, None)
+        if started is not None:
+            started.abandon()
+
     def _prefetch_before(self, bucket: ParameterBucket) -> None:
         """Starts the gather that the backward most likely needs next: the bucket used just before this one."""
         for earlier in reversed(self._buckets[: self._buckets.index(bucket)]):
             if self._notes[earlier] > 0:
-                if earlier not in self._gathered and earlier not in self._visited:
-                    earlier.prefetch()
-                    earlier.store.passes.running().leftovers.append(earlier.drop)  # it may end without using it
+                if earlier not in self._gathered and earlier not in self._visited and earlier not in self._started:
+                    self._started[earlier] = self._start(earlier)
+                    # The backward may end without using it.
+                    earlier.store.passes.running().leftovers.append(partial(self._drop, earlier))
                 return

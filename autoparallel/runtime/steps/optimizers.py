@@ -48,7 +48,7 @@ def watch_optimizers(clipper: Clipper) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _after_step(optimizer)  # of a step that raised
-    if not _REPLACED.keys().isdisjoint(map(id, _held(optimizer))):
+    if _REPLACED and not _REPLACED.keys().isdisjoint(map(id, _held(optimizer))):
         raise RuntimeError(
             "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
             "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
