@@ -9,7 +9,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.graph.captured import CaptureError
 from autoparallel.plan import Plan
-from autoparallel.planner.presets import Preset
+from autoparallel.planner.request.presets import Preset
 from autoparallel.rules import RuleError, register_rule
 from autoparallel.runtime.meter import Meter
 from autoparallel.runtime.module import ParallelModule

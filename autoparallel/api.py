@@ -17,11 +17,11 @@ from autoparallel.compiler import Compiler, Settings, mesh_of
 from autoparallel.decisions.pipeline import Pipeline, require_counts
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
-from autoparallel.planner.meshes import refusal
-from autoparallel.planner.pins import parse_pins
+from autoparallel.planner.candidates.meshes import refusal
 from autoparallel.planner.plan_cache import PlanCache
-from autoparallel.planner.presets import PRESETS, Preset
-from autoparallel.planner.request import Request, limit_in_bytes, profile_of_run
+from autoparallel.planner.request.pins import parse_pins
+from autoparallel.planner.request.presets import PRESETS, Preset
+from autoparallel.planner.request.request import Request, limit_in_bytes, profile_of_run
 from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.report.progress import Progress
 from autoparallel.runtime.gradients.store import GradientStore

@@ -31,8 +31,8 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import CaptureError, InputSpec
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
-from autoparallel.planner.pins import Pins, parse_pins
-from autoparallel.planner.request import Request, limit_in_bytes, profile_of_run
+from autoparallel.planner.request.pins import Pins, parse_pins
+from autoparallel.planner.request.request import Request, limit_in_bytes, profile_of_run
 from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.runtime.calls.call import run_call
 from autoparallel.runtime.calls.kinds import Kinds

@@ -21,12 +21,12 @@ from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
-from autoparallel.planner.meshes import MeshSearch
+from autoparallel.planner.candidates.meshes import MeshSearch
 from autoparallel.planner.plan_cache import PlanCache, key_of
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
 from autoparallel.planner.reasons import PlanAgain
-from autoparallel.planner.request import Request, Settled
+from autoparallel.planner.request.request import Request, Settled
 from autoparallel.predict.cost import workload_of
 from autoparallel.program import LocalProgram, StagedProgram, find_owners
 from autoparallel.report.explain import headline

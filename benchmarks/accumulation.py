@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoparallel
 from autoparallel.plan import Plan
-from autoparallel.planner.presets import Preset
+from autoparallel.planner.request.presets import Preset
 from benchmarks.side_by_side import GPT, LAYERS, WIDTH, Comparison, Contender, launch, loss_fn, tokens, updates
 
 ROWS = 2

@@ -25,7 +25,7 @@ import transformers
 from autoparallel.graph.captured import Captured
 from autoparallel.operators import RandomState
 from autoparallel.plan import Plan
-from autoparallel.planner.presets import Preset
+from autoparallel.planner.request.presets import Preset
 from autoparallel.tools.parity.localize_capture import capture_deviation
 from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
 from autoparallel.tools.parity.noise import narrowing_casts

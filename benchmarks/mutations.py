@@ -44,9 +44,9 @@ from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import Preset
 from autoparallel.planner.programs import prepare
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.presets import Preset
+from autoparallel.planner.request.request import Request
 from autoparallel.program import lay_out
 from autoparallel.tools.parity.recording import arguments_of
 from autoparallel.tools.parity.task import Task, make_task

@@ -31,9 +31,9 @@ from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.hardware import H100
 from autoparallel.plan import Plan
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.request import Request
-from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.space import SearchSpace
+from autoparallel.planner.space.subject import Subject
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 NAMES = ("a", "b", "c")

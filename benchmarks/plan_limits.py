@@ -34,15 +34,15 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
-from autoparallel.planner.candidates import Outcome
+from autoparallel.planner.candidates.candidates import Outcome
+from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.meshes import MeshSearch
+from autoparallel.planner.candidates.proposals import proposals
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.meshes import MeshSearch
-from autoparallel.planner.pins import parse_pins
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import possible_presets
-from autoparallel.planner.proposals import proposals
-from autoparallel.planner.request import Request, limit_in_bytes
+from autoparallel.planner.request.pins import parse_pins
+from autoparallel.planner.request.presets import possible_presets
+from autoparallel.planner.request.request import Request, limit_in_bytes
 from autoparallel.report.progress import UNSHOWN
 from benchmarks import plan as planning
 

@@ -22,7 +22,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import H100
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.report.progress import Progress
 from autoparallel.text import duration
 from benchmarks.plan import llama

@@ -63,12 +63,12 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import A100, H100, H200, Profile
 from autoparallel.plan import Plan
+from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.proposals import proposals
 from autoparallel.planner.draft import call_of, draft_captured
-from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.proposals import proposals
-from autoparallel.planner.request import Request, limit_in_bytes
+from autoparallel.planner.request.pins import Pins, parse_pins
+from autoparallel.planner.request.request import Request, limit_in_bytes
 
 PEAK = (989e12 + 835e12) / 2
 """Its authors put the peak of their H100 between that of the SXM and of the NVL card."""

@@ -19,7 +19,7 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.planner import planner
 from autoparallel.planner.draft import Draft, draft_captured
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 
 Captures = dict[tuple[Any, ...], Captured]
 _PLAIN = (bool, int, float, str, tuple)  # attributes that tell modules apart

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
-from autoparallel.planner import evaluation, plan_cache
+from autoparallel.planner import plan_cache
+from autoparallel.planner.candidates import evaluation
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.pins import Pins, parse_pins
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.pins import Pins, parse_pins
+from autoparallel.planner.request.request import Request
 from autoparallel.tools import plan as cli_plan
 from autoparallel.tools.answers import Answer, File, answer_key
 from autoparallel.tools.cli import _parser, main

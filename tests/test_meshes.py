@@ -22,12 +22,12 @@ from autoparallel.decisions.meshes import Alternative, MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.plan import Plan
-from autoparallel.planner import evaluation
+from autoparallel.planner.candidates import evaluation
+from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.meshes import MeshSearch, distinct, factored, inside, splits
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.meshes import MeshSearch, distinct, factored, inside, splits
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.tools.cli import main
 from tests.captures import draft

@@ -16,9 +16,9 @@ from autoparallel.hardware import profile_for
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_fits
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.request import Request
-from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.space import SearchSpace
+from autoparallel.planner.space.subject import Subject
 from tests.captures import captured
 from tests.models import MLP, build
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autoparallel.api import compile
 from autoparallel.comm.world import Axes, count_ranks, make_mesh, mesh_text
 from autoparallel.integrations.optimizers import hand_over, holds_all
-from autoparallel.planner.presets import SEQUENCE_AXES, TENSOR_AXIS
+from autoparallel.planner.request.presets import SEQUENCE_AXES, TENSOR_AXIS
 from autoparallel.runtime.meter import Meter
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.programs.microbatches import NotKept

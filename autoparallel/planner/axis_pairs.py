@@ -15,10 +15,10 @@ import numpy as np
 from torch import fx
 
 from autoparallel.placements import Layout
-from autoparallel.planner.options import Option
-from autoparallel.planner.problem import Problem
+from autoparallel.planner.calls.options import Option
 from autoparallel.planner.solve.elimination import TooWide
 from autoparallel.planner.solve.factors import Factors, States, evaluate
+from autoparallel.planner.space.problem import Problem
 
 Solve = Callable[[Sequence[int], Factors, Factors, bool], Sequence[int]]
 """Minimises costs; with the flag, within the limit on usage."""

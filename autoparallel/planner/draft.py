@@ -12,7 +12,7 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, describe_inputs
 from autoparallel.plan import Plan
-from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
 from autoparallel.predict.stages import predict_stages

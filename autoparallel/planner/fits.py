@@ -17,7 +17,7 @@ from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity
 from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, Shard, divides, fills_up, format_layout, reaches_all
-from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import call_modes, typed_call
 

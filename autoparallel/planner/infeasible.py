@@ -12,10 +12,10 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.lines import line_of
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
-from autoparallel.planner.options import Option
-from autoparallel.planner.problem import Problem
+from autoparallel.planner.calls.options import Option
 from autoparallel.planner.solve.elimination import Infeasible
-from autoparallel.planner.space import SearchSpace
+from autoparallel.planner.space.problem import Problem
+from autoparallel.planner.space.space import SearchSpace
 from autoparallel.predict.forecast import Forecast
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands

@@ -20,14 +20,14 @@ from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.infeasible import explain_conflict, explain_limit
-from autoparallel.planner.problem import Problem
 from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.elimination import Infeasible, TooWide
 from autoparallel.planner.solve.factors import Factors, evaluate
 from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.integer_program import solve_if_small
 from autoparallel.planner.solve.layered import minimise
-from autoparallel.planner.space import NoOption, SearchSpace
+from autoparallel.planner.space.problem import Problem
+from autoparallel.planner.space.space import NoOption, SearchSpace
 from autoparallel.planner.thresholds import THRESHOLDS
 
 

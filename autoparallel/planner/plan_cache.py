@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.planner.pins import Pins
-from autoparallel.planner.request import Request, Settled
+from autoparallel.planner.request.pins import Pins
+from autoparallel.planner.request.request import Request, Settled
 from autoparallel.rules.registry import USER_RULES
 
 T = TypeVar("T")

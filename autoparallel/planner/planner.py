@@ -21,11 +21,11 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.mark_batch import mark_batch
 from autoparallel.plan import Plan
-from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.proposals import proposals
 from autoparallel.planner.plan_cache import PlanCache, key_of
 from autoparallel.planner.programs import build, prepare
-from autoparallel.planner.proposals import proposals
-from autoparallel.planner.request import Request, Settled
+from autoparallel.planner.request.request import Request, Settled
 from autoparallel.predict.pipeline_traffic import pipeline_traffic
 from autoparallel.predict.predict import predict
 from autoparallel.predict.reductions import choose_reductions, with_reductions

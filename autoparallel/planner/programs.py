@@ -15,7 +15,7 @@ from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.runner import Watch, ignore
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_cuttable, require_fits
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.program import LocalProgram, StagedProgram, build_program, build_stages
 
 

@@ -21,7 +21,7 @@ from autoparallel.comm.world import Axes, axes_of, make_mesh, mesh_text
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
-from autoparallel.planner.presets import PRESETS, Preset
+from autoparallel.planner.request.presets import PRESETS, Preset
 from autoparallel.text import plain_text
 from autoparallel.tools import plan as cli_plan
 from autoparallel.tools.calibration import calibrate, profile_tables

@@ -21,15 +21,15 @@ from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
+from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.meshes import MeshSearch, refusal
 from autoparallel.planner.draft import call_of, draft_captured
-from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.meshes import MeshSearch, refusal
-from autoparallel.planner.pins import Pins, parse_pins
 from autoparallel.planner.plan_cache import PlanCache
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import PRESETS, Preset, possible_presets
 from autoparallel.planner.reasons import PlanAgain
-from autoparallel.planner.request import Request, limit_in_bytes, profile_of_run
+from autoparallel.planner.request.pins import Pins, parse_pins
+from autoparallel.planner.request.presets import PRESETS, Preset, possible_presets
+from autoparallel.planner.request.request import Request, limit_in_bytes, profile_of_run
 from autoparallel.predict.cost import workload_of
 from autoparallel.report.comparison import Comparison, comparison_blocks, report
 from autoparallel.report.meshes import choice_blocks

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autoparallel import operators
 from autoparallel.comm.world import MeshShape
 from autoparallel.plan import Plan
-from autoparallel.planner.presets import Preset
+from autoparallel.planner.request.presets import Preset
 from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.tools.parity.comparison import Record, compare, compare_ranks, seen_of
 from autoparallel.tools.parity.localize import localized

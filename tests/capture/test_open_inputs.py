@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 import autoparallel
 from autoparallel.planner import planner
-from autoparallel.planner.pins import Pins
+from autoparallel.planner.request.pins import Pins
 from tests.distributed import run_distributed
 from tests.models.gpt import GPT
 from tests.runtime.support import mesh_of

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from tests.captures import draft
 from tests.distributed import run_distributed
 from tests.models.fused import FusedConfig, FusedModel

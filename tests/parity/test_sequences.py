@@ -15,7 +15,7 @@ import autoparallel
 from autoparallel import Plan, PlanError
 from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from tests.captures import draft
 from tests.models.gpt import GPT, GPTConfig
 from tests.runtime.support import make, off, run_on_ranks

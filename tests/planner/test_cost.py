@@ -16,7 +16,7 @@ from autoparallel.operators.experts import grouped_linear
 from autoparallel.placements.modes import parse_mode
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.predict.cost import model_flops, operator_seconds, rule_points
 from autoparallel.rules import rule_for
 

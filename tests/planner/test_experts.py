@@ -13,12 +13,12 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
-from autoparallel.planner.experts import find_experts
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.presets import constraints_for
-from autoparallel.planner.request import Request
-from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.request.presets import constraints_for
+from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.experts import find_experts
+from autoparallel.planner.space.space import SearchSpace
+from autoparallel.planner.space.subject import Subject
 from tests.passes.support import captured
 
 EP = (("ep", 2),)

@@ -13,11 +13,11 @@ from autoparallel.hardware import CPU
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.infeasible import explain_conflict
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.permits import Permits
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request
-from autoparallel.planner.space import NoOption, SearchSpace
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.permits import Permits
+from autoparallel.planner.space.space import NoOption, SearchSpace
+from autoparallel.planner.space.subject import Subject
 from tests.captures import draft
 
 

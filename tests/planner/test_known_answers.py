@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autoparallel.hardware import CPU, H100, Profile
 from autoparallel.placements import Replicate
 from autoparallel.planner.draft import Draft, call_of
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from tests.captures import draft
 from tests.models.fused import FusedBlock, FusedConfig
 

@@ -17,7 +17,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner import layouts as search_module
 from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.planner.solve import highs, hubs, integer_program, kinds
 from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.elimination import Infeasible, TooWide
@@ -25,8 +25,8 @@ from autoparallel.planner.solve.factors import Factor, Factors, evaluate
 from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.kinds import Layers
 from autoparallel.planner.solve.layered import LayeredNetwork, minimise
-from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.space.space import SearchSpace
+from autoparallel.planner.space.subject import Subject
 from tests.captures import captured
 
 Mesh = tuple[int, ...]

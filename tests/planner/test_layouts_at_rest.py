@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoparallel.placements import divides, format_layout, largest_piece, parse_layout
-from autoparallel.planner.at_rest import every_layout, permitted, without_needless_padding
-from autoparallel.planner.presets import constraints_for
+from autoparallel.planner.request.presets import constraints_for
+from autoparallel.planner.space.at_rest import every_layout, permitted, without_needless_padding
 
 NAMES = ("dp", "tp", "ep")
 

@@ -14,14 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autoparallel.comm.world import Axes
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100, PROFILES, Profile
-from autoparallel.planner.candidates import Candidate, Proposals
+from autoparallel.planner.calls.saved_tensors import kept_parts
+from autoparallel.planner.calls.signatures import Signatures
+from autoparallel.planner.candidates.candidates import Candidate, Proposals
+from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.draft import Draft, call_of
-from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.presets import possible_presets
-from autoparallel.planner.request import Request, limit_in_bytes
-from autoparallel.planner.saved_tensors import kept_parts
-from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.request.presets import possible_presets
+from autoparallel.planner.request.request import Request, limit_in_bytes
 from tests.captures import draft, shared_captures
 from tests.models.gpt import GPT, GPTConfig
 from tests.planner.blocks import Blocks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU
 from autoparallel.planner.draft import Draft, call_of
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from tests.captures import draft, shared_captures
 from tests.planner.blocks import Blocks
 

@@ -14,7 +14,7 @@ import autoparallel
 from autoparallel.hardware import ADAMW, H100, OptimizerCost, Profile
 from autoparallel.placements import parse_layout
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.predict.optimizer import Kept, cost_at_rest, optimizer_cost
 from tests.captures import draft
 from tests.models.small import MLP

@@ -18,7 +18,7 @@ from autoparallel.planner import planner as planning
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.plan_cache import PlanCache, key_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request, Settled
+from autoparallel.planner.request.request import Request, Settled
 
 REQUEST = Request((("dp", 2), ("tp", 2)), CPU)
 

@@ -13,7 +13,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU, H100
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import Draft, call_of
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.report.diff import diff_plans
 from tests.captures import draft, shared_captures
 from tests.planner.blocks import Blocks

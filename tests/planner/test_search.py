@@ -15,12 +15,12 @@ from autoparallel.hardware import H100, Profile
 from autoparallel.placements import parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.planner.solve.factors import evaluate
 from autoparallel.planner.solve.integer_program import solve
 from autoparallel.planner.solve.layered import minimise
-from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.space.space import SearchSpace
+from autoparallel.planner.space.subject import Subject
 from tests.captures import captured
 
 Mesh = tuple[tuple[str, int], ...]

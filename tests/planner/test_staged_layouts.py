@@ -14,7 +14,7 @@ from autoparallel.hardware import CPU
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from tests.captures import shared_captures
 from tests.planner.blocks import Blocks
 

@@ -18,15 +18,15 @@ from autoparallel.hardware import CPU
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.pipeline.schedules import SPLIT, require_schedule
 from autoparallel.plan import Plan
-from autoparallel.planner import evaluation
+from autoparallel.planner.candidates import evaluation
+from autoparallel.planner.candidates.microbatches import microbatch_counts
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.microbatches import microbatch_counts
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request
-from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.stages import StagePlanner
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.space import SearchSpace
+from autoparallel.planner.space.subject import Subject
+from autoparallel.planner.stages.stages import StagePlanner
 from tests.passes.support import captured
 
 PROFILE = replace(CPU, launch=1e-9, latency=1e-9)

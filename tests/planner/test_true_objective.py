@@ -18,13 +18,13 @@ from torch import Tensor, fx, nn
 from autoparallel.hardware import H100, Profile
 from autoparallel.placements import Invariant, Layout
 from autoparallel.placements.redistribution import LayoutTable
+from autoparallel.planner.calls.options import Option
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.options import Option
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request
-from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.space import SearchSpace
+from autoparallel.planner.space.subject import Subject
 from autoparallel.rules.calls import tensor_operands
 
 FAST = dataclasses.replace(H100, name="fast", latency=1e-8, launch=1e-8, overlap=0.0)

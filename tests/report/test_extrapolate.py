@@ -16,10 +16,10 @@ from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import H100
 from autoparallel.plan import Plan
+from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.evaluation import Evaluator
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.predict import predict
 from autoparallel.predict.dry_run import DryRun, dry_run
 from autoparallel.predict.forecast import Short, extrapolated

@@ -17,7 +17,7 @@ from autoparallel.hardware import CPU, H100
 from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.predict.cost import workload_of
 from autoparallel.report.comparison import Comparison, report
 from autoparallel.report.html import SEARCH

@@ -13,7 +13,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner import planner as planning
 from autoparallel.planner.draft import call_of, draft_captured
 from autoparallel.planner.reasons import PlanAgain
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from tests.plan_factories import net
 
 

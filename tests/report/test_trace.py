@@ -16,7 +16,7 @@ from torch import nn
 from autoparallel import Plan, PlanError
 from autoparallel.hardware import PROFILES
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.report.trace import TICK
 from tests.captures import draft
 from tests.runtime.test_profile import Layers

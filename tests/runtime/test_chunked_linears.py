@@ -18,7 +18,7 @@ from autoparallel import Plan
 from autoparallel.comm.traffic import count_traffic
 from autoparallel.hardware import H100, Profile
 from autoparallel.planner.draft import call_of
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from tests.captures import draft
 from tests.models.gpt import GPT, GPTConfig
 from tests.runtime.support import make, off, run_on_ranks

@@ -20,7 +20,7 @@ from autoparallel.placements.redistribution import Redistributor
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import build, prepare
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.program import StagedProgram, find_owners
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.parameters.slices import local_slice

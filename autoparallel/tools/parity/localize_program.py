@@ -30,7 +30,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.program import lay_out
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands

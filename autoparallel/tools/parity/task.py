@@ -18,7 +18,7 @@ from autoparallel import _torch, api
 from autoparallel.comm.world import MeshShape, axes_of, count_ranks
 from autoparallel.graph.plain_tensors import not_copied
 from autoparallel.plan import Plan
-from autoparallel.planner.presets import PRESETS, Preset
+from autoparallel.planner.request.presets import PRESETS, Preset
 from autoparallel.predict.optimizer import MakeOptimizer
 from autoparallel.runtime.module import ParallelModule
 

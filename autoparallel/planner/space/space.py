@@ -28,14 +28,14 @@ from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.layers import layers_of
 from autoparallel.placements import Layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
-from autoparallel.planner.options import Option, operator_options
-from autoparallel.planner.overlaps import Overlaps
-from autoparallel.planner.permits import Permits
-from autoparallel.planner.presets import Constraints
-from autoparallel.planner.prices import Pricer, Prices, most_hidden
-from autoparallel.planner.problem import Problem, Reader, Variable
+from autoparallel.planner.calls.options import Option, operator_options
+from autoparallel.planner.request.presets import Constraints
 from autoparallel.planner.solve.factors import Factors
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.space.overlaps import Overlaps
+from autoparallel.planner.space.permits import Permits
+from autoparallel.planner.space.prices import Pricer, Prices, most_hidden
+from autoparallel.planner.space.problem import Problem, Reader, Variable
+from autoparallel.planner.space.subject import Subject
 from autoparallel.predict.optimizer import cost_at_rest
 from autoparallel.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for

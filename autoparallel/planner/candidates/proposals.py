@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoparallel.planner.candidates import Candidate, Proposals
-from autoparallel.planner.evaluation import Evaluator
-from autoparallel.planner.means import with_means
-from autoparallel.planner.memory import fastest
-from autoparallel.planner.microbatches import microbatches_in_call, pipelines
+from autoparallel.planner.candidates.candidates import Candidate, Proposals
+from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.means import with_means
+from autoparallel.planner.candidates.memory import fastest
+from autoparallel.planner.candidates.microbatches import microbatches_in_call, pipelines
 
 
 def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:

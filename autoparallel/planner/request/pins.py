@@ -24,7 +24,7 @@ from autoparallel.decisions.parameters import ParameterPlan, PlanError, matching
 from autoparallel.graph.captured import Captured
 from autoparallel.placements import Layout, format_layout, parse_layout
 from autoparallel.plan import Plan
-from autoparallel.planner.options import Option
+from autoparallel.planner.calls.options import Option
 from autoparallel.rules.calls import is_tensor
 
 Placements = Sequence[Placement | None]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from autoparallel.decisions.parameters import padded_rows
 from autoparallel.passes.pad_vocabulary import find_vocabularies
-from autoparallel.planner.candidates import Candidate, Proposals
-from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.candidates.candidates import Candidate, Proposals
+from autoparallel.planner.candidates.evaluation import Evaluator
 
 
 def paddings(candidate: Candidate, evaluator: Evaluator) -> Proposals:

@@ -16,7 +16,7 @@ from autoparallel import operators
 from autoparallel.hardware import Profile
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import local_numel
-from autoparallel.planner.options import Option
+from autoparallel.planner.calls.options import Option
 from autoparallel.rules.shapes import runs_of_equal_product
 
 

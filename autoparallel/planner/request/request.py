@@ -18,8 +18,8 @@ from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
 from autoparallel.hardware import Profile, profile_for
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
-from autoparallel.planner.pins import Pins
-from autoparallel.planner.presets import PRESETS, Constraints, constraints_for
+from autoparallel.planner.request.pins import Pins
+from autoparallel.planner.request.presets import PRESETS, Constraints, constraints_for
 from autoparallel.predict.optimizer import MakeOptimizer, optimizer_cost
 from autoparallel.program import Target
 

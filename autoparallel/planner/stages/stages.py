@@ -32,9 +32,9 @@ from autoparallel.graph.captured import Captured
 from autoparallel.passes.cut_stages import CutError, stages_of
 from autoparallel.pipeline.schedules import SPLIT, in_flight, rank_of_stage, require_schedule
 from autoparallel.plan import Plan
-from autoparallel.planner.cuts import most_even
-from autoparallel.planner.request import Request
-from autoparallel.planner.stage_rows import ANSWERS, Array, RowPricer, Rows
+from autoparallel.planner.request.request import Request
+from autoparallel.planner.stages.cuts import most_even
+from autoparallel.planner.stages.rows import ANSWERS, Array, RowPricer, Rows
 from autoparallel.planner.thresholds import THRESHOLDS
 
 CHOICES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble_v", 2))

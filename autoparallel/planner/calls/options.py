@@ -15,7 +15,7 @@ from autoparallel import operators
 from autoparallel.hardware import Profile
 from autoparallel.placements import Layout, Placement
 from autoparallel.placements.modes import Mode
-from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.predict.cost import operator_seconds
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import tensor_operands

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.passes.chunk_loss import chunkable
-from autoparallel.planner.candidates import Candidate, Outcome, Proposals
-from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
+from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.fits import differing, returns_loss_alone
 from autoparallel.planner.thresholds import THRESHOLDS
 

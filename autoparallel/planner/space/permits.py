@@ -9,12 +9,12 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.placements import Invariant, Layout, Shard
-from autoparallel.planner.at_rest import every_layout, permitted, without_needless_padding
-from autoparallel.planner.experts import experts_of
-from autoparallel.planner.options import Option
-from autoparallel.planner.pins import ResolvedPins
-from autoparallel.planner.sequences import sequence_factors
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.calls.options import Option
+from autoparallel.planner.request.pins import ResolvedPins
+from autoparallel.planner.space.at_rest import every_layout, permitted, without_needless_padding
+from autoparallel.planner.space.experts import experts_of
+from autoparallel.planner.space.sequences import sequence_factors
+from autoparallel.planner.space.subject import Subject
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Typed

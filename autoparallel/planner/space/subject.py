@@ -12,9 +12,9 @@ from autoparallel.graph.layers import layer_of
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout
-from autoparallel.planner.request import Request
-from autoparallel.planner.saved_tensors import Kept, kept_parts
-from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.calls.saved_tensors import Kept, kept_parts
+from autoparallel.planner.calls.signatures import Signatures
+from autoparallel.planner.request.request import Request
 
 
 class Subject:

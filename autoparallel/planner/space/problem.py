@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from autoparallel.placements import Layout
-from autoparallel.planner.options import Option
+from autoparallel.planner.calls.options import Option
 from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.factors import Factors
 from autoparallel.rules.calls import tensor_operands

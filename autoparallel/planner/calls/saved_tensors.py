@@ -16,7 +16,7 @@ from torch import fx
 
 from autoparallel import _torch
 from autoparallel.passes.raise_row_views import find_heads
-from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.predict.attention import attention
 from autoparallel.predict.unseen import is_unseen, stand_in
 from autoparallel.rules.calls import is_tensor

@@ -16,7 +16,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.mark_batch import follow_dims
-from autoparallel.planner.presets import Constraints
+from autoparallel.planner.request.presets import Constraints
 
 
 def sequence_factors(

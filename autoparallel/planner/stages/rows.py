@@ -26,9 +26,9 @@ from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout, dual_layout
 from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
-from autoparallel.planner.request import Request
-from autoparallel.planner.saved_tensors import kept_parts
-from autoparallel.planner.signatures import Signatures
+from autoparallel.planner.calls.saved_tensors import kept_parts
+from autoparallel.planner.calls.signatures import Signatures
+from autoparallel.planner.request.request import Request
 from autoparallel.predict.cost import operator_seconds
 from autoparallel.predict.optimizer import cost_at_rest
 from autoparallel.rules import rule_for

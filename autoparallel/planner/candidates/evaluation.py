@@ -22,16 +22,16 @@ from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.plan import Plan
-from autoparallel.planner.candidates import Candidate, Outcome, Proposals
+from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.fits import differing, returns_loss_alone
-from autoparallel.planner.interleaving import why_whole
 from autoparallel.planner.layouts import cheapest
-from autoparallel.planner.presets import possible_presets
 from autoparallel.planner.programs import adapt, build
-from autoparallel.planner.request import Request, Settled
-from autoparallel.planner.space import SearchSpace
-from autoparallel.planner.stages import StagePlanner
-from autoparallel.planner.subject import Subject
+from autoparallel.planner.request.presets import possible_presets
+from autoparallel.planner.request.request import Request, Settled
+from autoparallel.planner.space.interleaving import why_whole
+from autoparallel.planner.space.space import SearchSpace
+from autoparallel.planner.space.subject import Subject
+from autoparallel.planner.stages.stages import StagePlanner
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.forecast import Forecast, Short, extrapolated
 from autoparallel.predict.predict import predict

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autoparallel.placements import Invariant, Layout, Shard, divides, reaches_all
 from autoparallel.placements.redistribution import local_numel
-from autoparallel.planner.presets import Constraints
+from autoparallel.planner.request.presets import Constraints
 
 
 def every_layout(shape: tuple[int, ...], axis_sizes: Sequence[int]) -> list[Layout]:

@@ -16,7 +16,7 @@ from torch import fx
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.sizes import Sizes
 from autoparallel.operators.experts import grouped_linear
-from autoparallel.planner.presets import Constraints
+from autoparallel.planner.request.presets import Constraints
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import is_tensor, shape_of, tensor_operands
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.graph.captured import InputSpec
-from autoparallel.planner.candidates import Candidate, Outcome, Proposals
-from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
+from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.paddings import paddings
 from autoparallel.planner.fits import require_cuttable
-from autoparallel.planner.paddings import paddings
 from autoparallel.planner.programs import microbatches_of
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.program import require_stageable

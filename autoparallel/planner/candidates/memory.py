@@ -19,10 +19,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.plan import Plan
-from autoparallel.planner.candidates import Candidate, Outcome, Proposals
-from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
+from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.paddings import paddings
 from autoparallel.planner.infeasible import nothing_fits
-from autoparallel.planner.paddings import paddings
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.forecast import Forecast
 

@@ -29,10 +29,10 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.hardware import Profile
-from autoparallel.planner.evaluation import Evaluator
+from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.proposals import proposals
 from autoparallel.planner.fits import returns_loss_alone, unable
-from autoparallel.planner.proposals import proposals
-from autoparallel.planner.request import Request
+from autoparallel.planner.request.request import Request
 from autoparallel.planner.thresholds import THRESHOLDS
 
 Shape = tuple[int, ...]
