@@ -38,6 +38,17 @@ class Odd(Block):
         return super().forward(x).relu() if self.place == 4 else super().forward(x)
 
 
+class Counting(Block):
+    """Every layer keeps statistics of its own."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(place)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
 class Model(nn.Module):
     """Blocks in a row; `ends` says what of them is returned."""
 
@@ -103,6 +114,7 @@ def _require_same(a: Captured, b: Captured) -> None:
     assert _text(a) == _text(b)
     assert [run.members for run in a.runs] == [run.members for run in b.runs]
     assert list(a.parameters.values()) == list(b.parameters.values())
+    assert a.mutated_buffers == b.mutated_buffers
 
 
 def test_the_graph_is_that_of_the_whole_trace(stacks: list[list[Stack]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +180,18 @@ def test_draws_that_nobody_reads_are_counted(monkeypatch: pytest.MonkeyPatch) ->
         pytest.param(Block, lambda xs: xs[-1] / len(xs), None, marks=pytest.mark.wide),
         pytest.param(lambda i: Block(i).requires_grad_(i > 1), lambda xs: xs[-1], 2, marks=pytest.mark.wide),
         pytest.param(lambda i: Block(i, 0.5 if i else 0.25), lambda xs: xs[-1] + xs[1], 1, marks=pytest.mark.wide),
+        (Counting, lambda xs: xs[-1], 1),
     ],
-    ids=["a constant", "code", "all are returned", "one is read later", "their number", "frozen", "the first differs"],
+    ids=[
+        "a constant",
+        "code",
+        "all are returned",
+        "one is read later",
+        "their number",
+        "frozen",
+        "the first differs",
+        "buffers change",
+    ],
 )
 def test_what_is_not_alike_is_traced(
     make: Callable[[int], nn.Module],

@@ -10,7 +10,7 @@ came before all layers, and their own parameters under the same names, of the sa
 from elsewhere what the others read of the layer before. The model without the inner layers of its stacks is run and
 recorded, too, and must say the same everywhere else. After tracing, the graph's last two layers of a stack must again
 be equal, node by node, and what follows may read the last one alone. Draws of random numbers count on from layer to
-layer, as in a trace of all. Where anything differs, the whole model is traced.
+layer, as in a trace of all. Layers change no buffers of their own. Where anything differs, the whole model is traced.
 """
 
 from __future__ import annotations
@@ -333,6 +333,8 @@ def fill_up(graph: fx.Graph, stack: Stack, captured: Captured) -> None:
     Raises:
         NotAlike: where the traced layers differ; the graph is not changed then.
     """
+    if any(name.startswith(f"{stack.path}.{stack.template}.") for name in captured.mutated_buffers):
+        raise NotAlike(f"the layers of {stack.path} change buffers of their own, which copies would not")
     parameters, buffers = captured.parameters, captured.buffers
     names = {**parameters, **buffers}
     owned = {node: names[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in names}
