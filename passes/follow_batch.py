@@ -25,18 +25,17 @@ from autoparallel import operators
 from autoparallel.graph.captured import Captured, InputSpec, LossWeight
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
-from autoparallel.passes.weigh_loss import LOSSES, SCALED, chain_of, clamps_of
+from autoparallel.passes.weigh_loss import SCALED, chain_of, clamps_of
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands
+from autoparallel.rules.table import LOSSES
 from autoparallel.rules.ways import call_modes
 
 aten = torch.ops.aten
 
-_BY_SIZE = (
-    aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.pow.Tensor_Tensor, aten.rsub.Tensor,
-)  # fmt: skip
 _ALIKE = (aten.expand.default, aten.full.default, aten.zeros.default, aten.ones.default)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _VIEWS = (aten.unsqueeze.default, aten.expand.default, aten.reshape.default, aten._to_copy.default)
 
 
@@ -56,12 +55,14 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     results: Any = captured.graph.output_node().args[0]
     loss, count = results[captured.objective], None if weight.output is None else results[weight.output]
     names = zip(captured.inputs, specs, strict=True)
-    batched = {name for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch}
-    walk = _Walk(batched, loss, count)
-    walk.through(_needed(captured.graph, {loss} if count is None else {loss, count}))
-    reason = walk.problem or _problem(walk, weight, count, captured.batches)
+    batched = {name: spec for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch}
+    needed = _needed(captured.graph, {loss} if count is None else {loss, count})
+    walk = _Walk(captured.batches, batched, loss, count)
+    walk.through(needed)
+    reason = walk.problem or _problem(walk, weight, count)
     open_sizes = all(captured.is_batch(shape_of(x)[0]) for x in captured.graph.nodes if x.name in batched)
-    if not open_sizes and (reason or any(node.target in SCALED for node in walk.chain[:-1])):
+    rows = {spec.shape[0] // spec.batch for spec in batched.values()}
+    if not open_sizes and (reason or any(_is_scaled(node, rows, node in walk.chain[:-1]) for node in needed)):
         reason = f"{reason or 'a number scales it, which may be made of the batch size'}; the batch is fixed: "
         reason += captured.why_fixed
     if reason:
@@ -71,7 +72,7 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     return replace(weight, kind=kind, from_call=from_call, mixes=walk.mixes)
 
 
-def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None, rows: Collection[sympy.Symbol]) -> str:
+def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None) -> str:
     """Why a loss, whose calls all leave rows apart, does not weigh what ``weigh_loss`` found; empty where it does."""
     reduction = walk.chain[-1]
     operands = tensor_operands(reduction)
@@ -84,11 +85,8 @@ def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None, rows: Colle
             return f"{_key(reduction)} is of no sum over rows"
     elif not cut:
         return f"{_key(reduction)} is no mean over rows"
-    if weight.kind == "mean" and not isinstance(weight.size, int):
-        size = weight.size.node.expr
-        twice = size.subs({symbol: 2 * symbol for symbol in rows})
-        if size.free_symbols & {*rows} and sympy.expand(twice - 2 * size) != 0:
-            return f"{_key(reduction)} divides by what does not grow with the rows"
+    if weight.kind == "mean" and walk.is_batch(weight.size) and not walk.grows(weight.size):
+        return f"{_key(reduction)} divides by what does not grow with the rows"
     return ""
 
 
@@ -101,10 +99,17 @@ def _needed(graph: fx.Graph, results: set[fx.Node]) -> list[fx.Node]:
     return [node for node in graph.nodes if node in needed]
 
 
+def _is_scaled(node: fx.Node, rows: Collection[int], whatever: bool) -> bool:
+    """Whether a number scales something that may be made of the rows' number: it is that, or ``whatever`` it is."""
+    numbers = [x for x in node.args if isinstance(x, int | float)] if node.target in SCALED else []
+    return any(whatever or x in rows or x != 0 and 1 / x in rows for x in numbers)
+
+
 class _Walk:
     """One walk through a graph.
 
     Attributes:
+        batches: the symbols that are sizes of the batch.
         batched: the placeholders whose first dim is the batch.
         placements: of each value, the dim of its rows, whether it is a summand of each microbatch, or the same for all.
         chain: from the loss to the sum, mean or quotient that it is.
@@ -115,8 +120,10 @@ class _Walk:
         problem: which call does not.
     """
 
-    def __init__(self, batched: Collection[str], loss: fx.Node, count: fx.Node | None) -> None:
-        self.batched, self.chain = batched, chain_of(loss)
+    def __init__(
+        self, batches: Collection[sympy.Symbol], batched: Collection[str], loss: fx.Node, count: fx.Node | None
+    ) -> None:
+        self.batches, self.batched, self.chain = batches, batched, chain_of(loss)
         self.clamps = [] if count is None else clamps_of(self.chain[-1], count)
         self.placements: dict[fx.Node, Placement] = {}
         self.means: set[fx.Node] = set()
@@ -133,7 +140,8 @@ class _Walk:
                 if placement is None:
                     self.mixes = self.mixes or _key(node)
                     placement = self._take_for_granted(node)
-                if placement is None or node is self.chain[0] and placement != Partial:
+                whole = node is self.chain[0] and placement != Partial
+                if placement is None or whole or is_tensor(node) and {*self._open_dims(node)} - {placement.dim}:
                     self.problem = f"{_key(node)} is of the whole batch, not of its rows one by one"
                     return
                 self.placements[node] = placement
@@ -149,6 +157,11 @@ class _Walk:
             return None
         if node.target is operator.getitem:
             return operands[0] if operands else None
+        if node.target is aten.add.Tensor and len(terms := [x for x in node.args if not _is_zero(x)]) == 1:
+            (term,) = terms  # what sums are added up to begins with zero
+            if isinstance(term, fx.Node) and is_tensor(term) and shape_of(term) == shape_of(node):
+                self.means |= {node} if term in self.means else set()
+                return self.placements[term]
         if node in self.chain[:-1] or node in self.clamps or _is_cast_of_count(node):
             self.means |= {node} & {node for x in tensor_operands(node) if x in self.means}
             return operands[0]
@@ -159,21 +172,22 @@ class _Walk:
             total, divisor = [*operands, Invariant][:2]
             if total == Partial and divisor in (Partial, Invariant):
                 return Partial
-        if node.target in _BY_SIZE and any(not is_tensor(x) for x in node.all_input_nodes):  # by the size of the batch
-            return None
-        if any(x in self.numbers for x in node.all_input_nodes) or node.target in (aten.arange.default,):
+        if any(x in self.numbers for x in node.all_input_nodes) or node.target is aten.arange.default:
             return self._count(node, operands)
+        if numbers := self._numbers(node):  # each microbatch has its own, and those of some of them may add up
+            alone = node.target is aten.full.default and not shape_of(node)
+            return Partial if alone and self.grows(numbers[0]) else None
         if all(x == Invariant for x in operands):
-            rows = _open_dim(node)
-            return Invariant if rows is None else Shard(rows) if node.target in _ALIKE else None
+            rows = self._open_dims(node)
+            return Invariant if not rows else Shard(rows[0]) if node.target in _ALIKE else None
         return self._along_rule(node, operands) or _along_dim(node, operands)
 
     def _take_for_granted(self, node: fx.Node) -> Placement | None:
         """How the result of a call lies that no rule knows, that is random, or a statistic of a batch norm."""
         if node.meta.get(BATCH_STATISTIC):
             return Invariant
-        if node.target in operators.DRAWS and not tensor_operands(node) and (rows := _open_dim(node)) is not None:
-            return Shard(rows)
+        if node.target in operators.DRAWS and not tensor_operands(node) and (rows := self._open_dims(node)):
+            return Shard(rows[0])
         call: Any = node.args[0] if node.target is operator.getitem else node
         if rule_for(call) is not None and not has_own_backward(call.target):
             return None
@@ -200,7 +214,7 @@ class _Walk:
 
     def _count(self, node: fx.Node, operands: list[Placement]) -> Placement | None:
         """The placement of a call that counts rows, or uses their numbers."""
-        rows = _open_dim(node)
+        rows = next(iter(self._open_dims(node)), None)
         if rows is None:
             return Invariant if not operands else None
         if node.target in _VIEWS or not operands:
@@ -212,17 +226,39 @@ class _Walk:
         assert isinstance(x, fx.Node) and isinstance(indices, list | tuple)
         placements = [self.placements[i] for i in indices if isinstance(i, fx.Node)]
         by_rows = self.placements[x] == Shard(0) and indices[0] in self.numbers and x not in self.numbers
-        return Shard(rows) if by_rows and Partial not in placements else None
+        each = shape_of(node)[rows] == shape_of(x)[0]
+        return Shard(rows) if by_rows and each and Partial not in placements else None
+
+    def is_batch(self, size: Any) -> bool:
+        """Whether a number of the trace depends on the size of the batch."""
+        return isinstance(size, _SYMBOLIC) and not size.node.expr.free_symbols.isdisjoint(self.batches)
+
+    def grows(self, size: Any) -> bool:
+        """Whether such numbers of microbatches add up to that of the batch."""
+        twice = size.node.expr.subs({symbol: 2 * symbol for symbol in self.batches})
+        return bool(sympy.expand(twice - 2 * size.node.expr) == 0)
+
+    def _open_dims(self, node: fx.Node) -> list[int]:
+        """The dims of a result whose sizes depend on the batch's."""
+        return [dim for dim, size in enumerate(shape_of(node)) if self.is_batch(size)]
+
+    def _numbers(self, node: fx.Node) -> list[Any]:
+        """The numbers that a call computes with which depend on the size of the batch; sizes of its result are none."""
+        values = [x.meta["val"] for x in (*node.args, *node.kwargs.values()) if isinstance(x, fx.Node)]
+        return [value for value in values if self.is_batch(value)]
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, fx.Node) and value.target is aten.full.default:
+        value = value.args[1]
+    zeros = isinstance(value, fx.Node) and value.target is aten.zeros.default
+    return zeros or isinstance(value, int | float) and value == 0
 
 
 def _is_cast_of_count(node: fx.Node) -> bool:
-    dtypes = [x.meta["val"].dtype for x in tensor_operands(node)]
-    return node.target is aten._to_copy.default and not dtypes[0].is_floating_point and not dtypes[0].is_complex
-
-
-def _open_dim(node: fx.Node) -> int | None:
-    """The dim of a result whose size depends on the batch's."""
-    return next((dim for dim, size in enumerate(shape_of(node)) if not isinstance(size, int)), None)
+    dtypes = [x.meta["val"].dtype for x in (*tensor_operands(node), node)]
+    exact = not (dtypes[0].is_floating_point or dtypes[0].is_complex or dtypes[-1] == torch.bool)
+    return node.target is aten._to_copy.default and exact
 
 
 def _along_dim(node: fx.Node, operands: list[Placement]) -> Placement | None:

@@ -22,6 +22,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.graph.captured import LossWeight
 from autoparallel.rules.calls import arguments, shape_of
+from autoparallel.rules.table import LOSSES
 
 aten = torch.ops.aten
 
@@ -33,11 +34,7 @@ SCALED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.detach.default)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default)
 _QUOTIENTS = (aten.div.Tensor, operators.weighted_mean)
-_SUMS = (aten.sum.default, operators.cross_entropy_sum)
-LOSSES = (
-    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default,
-    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
-)  # fmt: skip
+_SUMS = (aten.sum.default, aten.sum.dim_IntList, operators.cross_entropy_sum)
 
 
 def weigh_loss(module: fx.GraphModule, loss: int, counted: bool) -> LossWeight:
