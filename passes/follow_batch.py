@@ -175,7 +175,7 @@ class _Walk:
         if any(x in self.numbers for x in node.all_input_nodes) or node.target is aten.arange.default:
             return self._count(node, operands)
         if numbers := self._numbers(node):  # each microbatch has its own, and those of some of them may add up
-            alone = node.target is aten.full.default and not shape_of(node)
+            alone = node.target in (aten.full.default, aten.scalar_tensor.default) and not shape_of(node)
             return Partial if alone and self.grows(numbers[0]) else None
         if all(x == Invariant for x in operands):
             rows = self._open_dims(node)
@@ -189,7 +189,7 @@ class _Walk:
         if node.target in operators.DRAWS and not tensor_operands(node) and (rows := self._open_dims(node)):
             return Shard(rows[0])
         call: Any = node.args[0] if node.target is operator.getitem else node
-        if rule_for(call) is not None and not has_own_backward(call.target):
+        if rule_for(call) is not None and not has_own_backward(call.target) or self._numbers(call):
             return None
         cut = [(x, p) for x in tensor_operands(call) if (p := self.placements[x]).kind == "S"]
         for x, placement in cut:
