@@ -34,6 +34,8 @@ from autoparallel.rules.ways import call_modes
 
 aten = torch.ops.aten
 
+_ACROSS = (aten.renorm.default, aten.masked_scatter.default)
+"""Operators without a rule that read across rows: norms over all dims but one, and a source read from its start."""
 _ALIKE = (aten.expand.default, aten.full.default, aten.zeros.default, aten.ones.default)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _VIEWS = (aten.unsqueeze.default, aten.expand.default, aten.reshape.default, aten._to_copy.default)
@@ -191,6 +193,8 @@ class _Walk:
         call: Any = node.args[0] if node.target is operator.getitem else node
         if rule_for(call) is not None and not has_own_backward(call.target) or self._numbers(call):
             return None
+        if call.target in _ACROSS or any(self.placements[x] == Partial for x in tensor_operands(call)):
+            return None
         cut = [(x, p) for x in tensor_operands(call) if (p := self.placements[x]).kind == "S"]
         for x, placement in cut:
             if len(shape_of(node)) > placement.dim and shape_of(node)[placement.dim] == shape_of(x)[placement.dim]:
@@ -265,7 +269,9 @@ def _along_dim(node: fx.Node, operands: list[Placement]) -> Placement | None:
     """How the result of a call without a rule lies that works along one dim, which it is told, and leaves others."""
     values: dict[str, Any] = arguments(node) if isinstance(node.target, torch._ops.OpOverload) else {}
     rows = {x.dim for x in operands if x.kind == "S"}
-    if rule_for(node) is not None or len(rows) != 1 or Partial in operands or not isinstance(values.get("dim"), int):
+    if rule_for(node) is not None or len(rows) != 1 or Partial in operands or node.target in _ACROSS:
+        return None
+    if not isinstance(values.get("dim"), int):
         return None
     (dim,) = rows
     cut = [x for x, p in zip(tensor_operands(node), operands, strict=True) if p.kind == "S"]

@@ -54,7 +54,8 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool) -> LossWeight:
         return _of_quotient(module.graph, node, results, counted)
     if node.target in (aten.mean.default, aten.mean.dim):
         return LossWeight("mean", size=math.prod(shape_of(node.all_input_nodes[0])))
-    if node.target in LOSSES and arguments(node)["reduction"] in (1, 2):
+    # What canonicalize_operators leaves of cross-entropies has probabilities as targets: a mean over rows.
+    if node.target in (*LOSSES, aten.cross_entropy_loss.default) and arguments(node)["reduction"] in (1, 2):
         shapes = [shape_of(x) for x in node.args[:2] if isinstance(x, fx.Node)]
         size = math.prod(torch.broadcast_shapes(*shapes))
         return LossWeight("mean", size=size) if arguments(node)["reduction"] == 1 else LossWeight("sum")
