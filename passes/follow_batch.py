@@ -248,7 +248,7 @@ class _Walk:
 
     def _numbers(self, node: fx.Node) -> list[Any]:
         """The numbers that a call computes with which depend on the size of the batch; sizes of its result are none."""
-        values = [x.meta["val"] for x in (*node.args, *node.kwargs.values()) if isinstance(x, fx.Node)]
+        values = [x.meta.get("val") for x in (*node.args, *node.kwargs.values()) if isinstance(x, fx.Node)]
         return [value for value in values if self.is_batch(value)]
 
 
