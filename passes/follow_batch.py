@@ -25,7 +25,7 @@ from autoparallel import operators
 from autoparallel.graph.captured import Captured, InputSpec, LossWeight
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
-from autoparallel.passes.weigh_loss import SCALED, chain_of, clamps_of
+from autoparallel.passes.weigh_loss import NUMBERS, SCALED, chain_of, clamps_of
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands
@@ -103,7 +103,7 @@ def _needed(graph: fx.Graph, results: set[fx.Node]) -> list[fx.Node]:
 
 def _is_scaled(node: fx.Node, rows: Collection[int], whatever: bool) -> bool:
     """Whether a number scales something that may be made of the rows' number: it is that, or ``whatever`` it is."""
-    numbers = [x for x in node.args if isinstance(x, int | float)] if node.target in SCALED else []
+    numbers = [x for x in node.args if isinstance(x, int | float)] if node.target in (*SCALED, *NUMBERS) else []
     return any(whatever or x in rows or x != 0 and 1 / x in rows for x in numbers)
 
 
@@ -177,7 +177,7 @@ class _Walk:
         if any(x in self.numbers for x in node.all_input_nodes) or node.target is aten.arange.default:
             return self._count(node, operands)
         if numbers := self._numbers(node):  # each microbatch has its own, and those of some of them may add up
-            alone = node.target in (aten.full.default, aten.scalar_tensor.default) and not shape_of(node)
+            alone = node.target in NUMBERS and not shape_of(node)
             return Partial if alone and self.grows(numbers[0]) else None
         if all(x == Invariant for x in operands):
             rows = self._open_dims(node)

@@ -21,7 +21,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.graph.captured import LossWeight
-from autoparallel.rules.calls import arguments, shape_of
+from autoparallel.rules.calls import arguments, is_tensor, shape_of
 from autoparallel.rules.table import LOSSES
 
 aten = torch.ops.aten
@@ -33,6 +33,8 @@ _SAME = (
 SCALED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 _CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.detach.default)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default)
+NUMBERS = (aten.full.default, aten.scalar_tensor.default)
+"""What makes tensors of numbers."""
 _QUOTIENTS = (aten.div.Tensor, operators.weighted_mean)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, operators.cross_entropy_sum)
 
@@ -112,11 +114,13 @@ def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted
 
 
 def _is_from_call(divisor: fx.Node) -> bool:
-    """Whether a divisor is computed from scalars of the caller's alone."""
+    """Whether a divisor is computed from scalars of the caller's, and numbers, alone."""
     nodes, visited = [divisor], {divisor}
     while nodes:
         node = nodes.pop()
-        if shape_of(node) if node.op == "placeholder" else not node.all_input_nodes:
+        if node.op == "placeholder" and is_tensor(node) and shape_of(node):
+            return False
+        if node.op != "placeholder" and not node.all_input_nodes and node.target not in NUMBERS:
             return False
         new = set(node.all_input_nodes) - visited
         nodes += new

@@ -77,6 +77,7 @@ WITH_COUNT = {"labels": LABELS, "count": torch.tensor(5)}
         (lambda o, y: F.mse_loss(o, y, reduction="sum"), VALUES, "sum", None),
         (lambda o, y: (o * y).sum() / 7, VALUES, "sum", None),
         (divided_by_input, WITH_COUNT, "sum", None),
+        (lambda o, y: (o * y).sum() / torch.full((), 7.0), VALUES, "sum", None),
         (counted, LABELS, "mean", "output"),
         (counted_by_input, WITH_COUNT, "mean", "output"),
         (lambda o, y: F.nll_loss(F.log_softmax(o, 1), y), LABELS, "mean", "output"),
