@@ -28,7 +28,7 @@ from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
 from autoparallel.passes.weigh_loss import NUMBERS, SCALED, chain_of, clamps_of
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
 from autoparallel.rules import rule_for
-from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands
+from autoparallel.rules.calls import ancestors, arguments, is_tensor, shape_of, tensor_operands
 from autoparallel.rules.table import LOSSES
 from autoparallel.rules.ways import call_modes
 
@@ -58,7 +58,7 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     loss, count = results[captured.objective], None if weight.output is None else results[weight.output]
     names = zip(captured.inputs, specs, strict=True)
     batched = {name: spec for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch}
-    needed = _needed(captured.graph, {loss} if count is None else {loss, count})
+    needed = ancestors(captured.graph, {loss} if count is None else {loss, count})
     walk = _Walk(captured.batches, batched, loss, count)
     walk.through(needed)
     reason = walk.problem or _problem(walk, weight, count)
@@ -92,15 +92,6 @@ def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None) -> str:
     return ""
 
 
-def _needed(graph: fx.Graph, results: set[fx.Node]) -> list[fx.Node]:
-    """What some results are made of, in the order of the graph."""
-    needed = set(results)
-    for node in reversed(graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    return [node for node in graph.nodes if node in needed]
-
-
 def _is_scaled(node: fx.Node, rows: Collection[int], whatever: bool) -> bool:
     """Whether a number scales something that may be made of the rows' number: it is that, or ``whatever`` it is."""
     numbers = [x for x in node.args if isinstance(x, int | float)] if node.target in (*SCALED, *NUMBERS) else []
@@ -118,7 +109,7 @@ class _Walk:
         clamps: what keeps zero from the divisor of that quotient.
         means: those of the summands that are means over the rows of a microbatch.
         numbers: the values that count rows: microbatches may look up their rows with them, and nothing else.
-        mixes: the key of the first call of which it is only taken for granted that it leaves rows apart.
+        mixes: which call is the first of which it is only taken for granted that it leaves rows apart.
         problem: which call does not.
     """
 
@@ -140,11 +131,11 @@ class _Walk:
             elif node.op == "call_function":
                 placement = self._follow(node) if is_tensor(node) else Invariant
                 if placement is None:
-                    self.mixes = self.mixes or _key(node)
+                    self.mixes = self.mixes or _mixing(node)
                     placement = self._take_for_granted(node)
                 whole = node is self.chain[0] and placement != Partial
                 if placement is None or whole or is_tensor(node) and {*self._open_dims(node)} - {placement.dim}:
-                    self.problem = f"{_key(node)} is of the whole batch, not of its rows one by one"
+                    self.problem = _mixing(node)
                     return
                 self.placements[node] = placement
 
@@ -281,3 +272,7 @@ def _along_dim(node: fx.Node, operands: list[Placement]) -> Placement | None:
 
 def _key(node: fx.Node) -> str:
     return str(node.meta["key"])
+
+
+def _mixing(node: fx.Node) -> str:
+    return f"{_key(node)} is of the whole batch, not of its rows one by one"

@@ -28,14 +28,21 @@ from autoparallel import operators
 from autoparallel.operators.experts import grouped_linear
 from autoparallel.passes.emitter import Emitter
 from autoparallel.rules import rule_for
-from autoparallel.rules.calls import arguments, is_tensor, map_tensor_operands, shape_of, tensor_operands
+from autoparallel.rules.calls import (
+    CASTS,
+    arguments,
+    casts_of,
+    is_tensor,
+    map_tensor_operands,
+    shape_of,
+    tensor_operands,
+)
 
 aten = torch.ops.aten
 
 _GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-_CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.detach.default)
 _MOVES = (
-    *_CASTS, aten.reshape.default, aten.flatten.using_ints, aten.expand.default, aten.unsqueeze.default,
+    *CASTS, aten.reshape.default, aten.flatten.using_ints, aten.expand.default, aten.unsqueeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.permute.default, aten.select.int, aten.slice.Tensor,
 )  # fmt: skip
 _LOOK_UPS = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
@@ -277,6 +284,4 @@ class _Unsort:
 
 
 def _uncast(node: Any) -> Any:
-    while isinstance(node, fx.Node) and node.target in _CASTS:
-        node = node.args[0]
-    return node
+    return casts_of(node)[-1] if isinstance(node, fx.Node) else node

@@ -21,7 +21,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.graph.captured import LossWeight
-from autoparallel.rules.calls import arguments, is_tensor, shape_of
+from autoparallel.rules.calls import ancestors, arguments, casts_of, is_tensor, shape_of
 from autoparallel.rules.table import LOSSES
 
 aten = torch.ops.aten
@@ -31,7 +31,6 @@ _SAME = (
     aten.alias.default, aten.squeeze.default, aten.neg.default, aten.squeeze.dims,
 )  # fmt: skip
 SCALED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-_CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.detach.default)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default)
 NUMBERS = (aten.full.default, aten.scalar_tensor.default)
 """What makes tensors of numbers."""
@@ -115,40 +114,27 @@ def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted
 
 def _is_from_call(divisor: fx.Node) -> bool:
     """Whether a divisor is computed from scalars of the caller's, and numbers, alone."""
-    nodes, visited = [divisor], {divisor}
-    while nodes:
-        node = nodes.pop()
+    for node in ancestors(divisor.graph, {divisor}):
         if node.op == "placeholder" and is_tensor(node) and shape_of(node):
             return False
         if node.op != "placeholder" and not node.all_input_nodes and node.target not in NUMBERS:
             return False
-        new = set(node.all_input_nodes) - visited
-        nodes += new
-        visited |= new
     return True
 
 
 def _clamped(divisor: fx.Node) -> fx.Node | None:
     """The count that a divisor is, but for a clamp to one or less, which only keeps zero from it."""
-    node = _casts_of(divisor)[-1]
+    node = casts_of(divisor)[-1]
     if node.target not in _CLAMPS:
         return None
     least, most = arguments(node)["min"], arguments(node).get("max")
     if most is not None or not isinstance(least, int | float) or not 0 < least <= 1:
         return None
     count: Any = node.args[0]
-    *_, added = _casts_of(count)
+    *_, added = casts_of(count)
     counts = added.target in (aten.sum.default, aten.sum.dim_IntList)
-    whole = [*_casts_of(count), *(_casts_of(added.args[0]) if counts else [])]  # type: ignore[arg-type]
+    whole = [*casts_of(count), *(casts_of(added.args[0]) if counts else [])]  # type: ignore[arg-type]
     return count if any(not x.meta["val"].dtype.is_floating_point for x in whole) else None
-
-
-def _casts_of(node: fx.Node) -> list[fx.Node]:
-    """A value, and those that it is a copy of in another dtype."""
-    chain = [node]
-    while chain[-1].target in _CASTS:
-        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-    return chain
 
 
 def _is_number(value: Any) -> bool:

@@ -299,7 +299,7 @@ class LossWeight:
         kind: ``"mean"``, ``"sum"``, or ``"unknown"`` where the weight cannot be told.
         reason: why it is unknown.
         from_call: whether the weight comes with the call, the same for all parts of its batch.
-        mixes: the key of the first call of which it is only taken for granted that it leaves the rows of the batch
+        mixes: which call is the first of which it is only taken for granted that it leaves the rows of the batch
             apart; empty where there is none.
     """
 

@@ -153,9 +153,7 @@ def differing(captured: Captured, call: Call, count: int) -> str:
         return f"it sets {', '.join(captured.attributes)}"
     if captured.mutated_buffers:
         return f"it would change the buffer {captured.mutated_buffers[0]} once in each microbatch"
-    if captured.weight is not None and captured.weight.mixes:
-        return f"{captured.weight.mixes} is of the whole batch, not of its rows one by one"
-    return ""
+    return captured.weight.mixes if captured.weight is not None else ""
 
 
 def require_cuttable(captured: Captured, call: Call, count: int) -> None:

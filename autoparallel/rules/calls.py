@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
+aten = torch.ops.aten
+
 Shape = tuple[Any, ...]
+
+CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.detach.default)
+"""What makes the same of a tensor, in another dtype or other memory."""
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -93,3 +98,20 @@ def with_argument(node_args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.N
     if position < len(node_args):
         return (*node_args[:position], value, *node_args[position + 1 :]), kwargs
     return node_args, {**kwargs, name: value}
+
+
+def casts_of(node: fx.Node) -> list[fx.Node]:
+    """A value, what it is a cast or a copy of, and so on."""
+    chain = [node]
+    while chain[-1].target in CASTS:
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    return chain
+
+
+def ancestors(graph: fx.Graph, results: Collection[fx.Node]) -> list[fx.Node]:
+    """What some results are made of, and themselves, in the order of the graph."""
+    needed = set(results)
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed]
