@@ -214,11 +214,9 @@ class MeshGroups:
             return x.clone()
         order = self.groups[axis].order
         if order is not None:
-            x = torch.cat(_permuted(x.split(list(send_counts)), _inverse(order)))
-            send_counts, receive_counts = (
-                _permuted(send_counts, _inverse(order)),
-                _permuted(receive_counts, _inverse(order)),
-            )
+            inverse = _inverse(order)
+            x = torch.cat(_permuted(x.split(list(send_counts)), inverse))
+            send_counts, receive_counts = _permuted(send_counts, inverse), _permuted(receive_counts, inverse)
         out = x.new_empty((sum(receive_counts), *x.shape[1:]))
         rows, parts = as_real(x.contiguous()), as_real(out)
         wait = self._start(
