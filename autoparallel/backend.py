@@ -167,7 +167,7 @@ def autoparallel(
     _require_same_parameters(agreement, piece, example_inputs)
     _require_whole(request.pins, piece)
     fragment = Fragment(piece, mesh, request, agreement, parsed)
-    with _torch.outside_of_dynamo():
+    with _torch.dynamo.outside_of_dynamo():
         fragment.prepare(example_inputs)
     return fragment
 

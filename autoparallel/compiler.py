@@ -284,7 +284,7 @@ class Compiler:
         if self.owners:
             slices = other_slices(self.mesh, PIPELINE_AXIS, store.mesh)
             homes = {name: slices[self.owners[name]] for name in store.parameters}
-        if any(_torch.local_of(t).is_meta for t in [*store.parameters.values(), *model.buffers()]):
+        if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *model.buffers()]):
             materialize(model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)
         for name, parameter in store.parameters.items():
             try:

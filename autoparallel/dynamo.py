@@ -30,7 +30,7 @@ from autoparallel.rules import operator_name
 
 def find_graph_break(module: fx.GraphModule) -> str | None:
     """Where and why the graph that Dynamo gave us is not the whole function (see [Note: graph breaks])."""
-    noted = _torch.graph_break_of(module)
+    noted = _torch.dynamo.graph_break_of(module)
     if noted is not None:
         reason, stack = noted
         frames = [f for f in stack if not is_library(f.filename)] or stack
@@ -44,7 +44,7 @@ def find_graph_break(module: fx.GraphModule) -> str | None:
     running: Any = None
     while frame is not None:
         code = frame.f_code
-        if _torch.is_compiled_call(code.co_filename, code.co_name):
+        if _torch.dynamo.is_compiled_call(code.co_filename, code.co_name):
             if running is None:
                 return None
             return _explain_break(line_in(running), [])
@@ -90,7 +90,7 @@ class Piece:
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         self.module = module
         nodes = [n for n in module.graph.nodes if n.op == "placeholder"]
-        paths = {i: _path(_torch.source_of(n)) for i, n in enumerate(nodes)}
+        paths = {i: _path(_torch.dynamo.source_of(n)) for i, n in enumerate(nodes)}
         is_state = {
             i: isinstance(x, nn.Parameter) or (isinstance(x, torch.Tensor) and _is_state(nodes[i]))
             for i, x in enumerate(example_inputs)
@@ -145,7 +145,7 @@ def _is_path(parts: Sequence[str]) -> bool:
 def _is_state(node: fx.Node) -> bool:
     """Whether a graph input that is no parameter belongs to a module."""
     marks = node.meta.get("tensor_dict") or {}
-    return "_dynamo_static_input_type" in marks or "_buffers[" in _torch.source_of(node)
+    return "_dynamo_static_input_type" in marks or "_buffers[" in _torch.dynamo.source_of(node)
 
 
 def _dim_of(size: torch.SymInt, traced: Sequence[Any]) -> tuple[int, int] | None:
@@ -184,7 +184,7 @@ class _Replay(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._scope = self._enter(n)
-        if n.target is _torch.function_apply:
+        if n.target is _torch.export.function_apply:
             (forward, backward, *operands), options = self.fetch_args_kwargs_from_env(n)
             if n not in self._functions:
                 self._functions[n] = make_function(forward, backward, options)

@@ -27,7 +27,7 @@ class Emitter:
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         mode = _mode_in((values, named, self.node.meta.get("val"))) or _mode_of(self.graph)
         # As the tracer has it: in torch 2.11 a linear layer of a symbolic batch has no value without the dispatcher.
-        with mode, _torch.enable_python_dispatcher(), torch.no_grad():
+        with mode, _torch.export.enable_python_dispatcher(), torch.no_grad():
             new.meta["val"] = target(*values, **named)
         return new
 

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import wrap_with_set_grad_enabled
+from autoparallel._torch.export import wrap_with_set_grad_enabled
 from autoparallel.graph.lines import marks_of
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
 from autoparallel.passes.refusal import Refusal

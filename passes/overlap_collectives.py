@@ -95,4 +95,4 @@ def _computes(node: fx.Node) -> bool:
         return True
     if node.op != "call_function" or not is_tensor(node) or node.target in (redistribute, finish_redistribution):
         return False
-    return node.target is not operator.getitem and not _torch.gives_view(node.target)
+    return node.target is not operator.getitem and not _torch.export.gives_view(node.target)

@@ -27,7 +27,8 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoparallel import _torch, operators
+from autoparallel import operators
+from autoparallel._torch.export import gives_view
 from autoparallel.comm import ranges
 from autoparallel.graph.layers import layer_of, stretches_of_layers
 from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
@@ -147,7 +148,7 @@ def kept_calls(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
             calls[node] = node in read
             saves = bool(node.meta.get("backward")) and "redistribution" not in node.meta
         else:
-            nothing = _torch.gives_view(node.target) or node.target in _SAVE_NOTHING or "redistribution" in node.meta
+            nothing = gives_view(node.target) or node.target in _SAVE_NOTHING or "redistribution" in node.meta
             saves = node in read or bool(node.meta.get("backward")) and not nothing
         if saves:
             read.update(x for x in node.all_input_nodes if x in inside)

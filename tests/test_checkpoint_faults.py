@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import autoparallel
-from autoparallel._torch import local_of
+from autoparallel._torch.dtensor import local_of
 from autoparallel.checkpoint.folder import CheckpointError
 from tests.test_checkpoints import Run
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel._torch import local_of
+from autoparallel._torch.dtensor import local_of
 from autoparallel.checkpoint import folder as folders
 from autoparallel.checkpoint.folder import MARKER, CheckpointError, complete_folders
 from autoparallel.checkpoint.tree import decode, encode

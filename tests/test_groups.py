@@ -38,7 +38,7 @@ def _restarted() -> dict[str, bool]:
     found["equal"] = new == old
     found["no stale name"] = axis_of_group(new.get_group(0).group_name) is None
     again = with_data_axis(new)
-    found["open"] = all(map(_torch.is_open, again.get_all_groups()))
+    found["open"] = all(map(_torch.distributed.is_open, again.get_all_groups()))
     communicator, axis = communicator_of(f"{bind(again)}/pp+dp")
     found["bound anew"] = communicator.is_open and prefix == bind(again)  # type: ignore[attr-defined]
     found["talks"] = communicator.size(axis) == 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel._torch import local_of
+from autoparallel._torch.dtensor import local_of
 from tests.models.pretrained import GPT2, build_gpt2, build_llama, build_mixtral
 from tests.runtime.support import make, raised, run_on_ranks
 from tests.test_checkpoints import Tower, batch

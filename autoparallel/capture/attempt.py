@@ -16,7 +16,8 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import make_fake_mode, parametrizations_made_anew
+from autoparallel._torch.export import make_fake_mode
+from autoparallel._torch.nn import parametrizations_made_anew
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.describe import describe
 from autoparallel.capture.functional import make_functional

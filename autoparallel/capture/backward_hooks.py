@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel import _torch
+from autoparallel._torch.export import FOLDER
 from autoparallel.capture.trace import Trace, fresh, listening, refuse, register, with_results
 from autoparallel.graph.hooks import make_template
 from autoparallel.graph.python_state import OURS
@@ -38,7 +39,7 @@ class _Handle:
 def _register_hook(trace: Trace, func: Any, tensor: Tensor, hook: Any) -> Any:
     if not tensor.requires_grad:
         return func(tensor, hook)  # torch's own error
-    if _caller().startswith(_torch.FOLDER):
+    if _caller().startswith(FOLDER):
         raise refuse(
             "torch hooks several tensors at once",
             "use Tensor.register_hook on each of them, or a module's backward hook",
@@ -72,7 +73,7 @@ def _register_hook(trace: Trace, func: Any, tensor: Tensor, hook: Any) -> Any:
 
 def _caller() -> str:
     """The file of the code that called a method of a tensor."""
-    skipped = (f"{_torch.FOLDER}_tensor.py", f"{_torch.FOLDER}overrides.py", f"{_torch.FOLDER}_ops.py", OURS)
+    skipped = (f"{FOLDER}_tensor.py", f"{FOLDER}overrides.py", f"{FOLDER}_ops.py", OURS)
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(skipped) or "__torch_function__" in frame.f_code.co_name
@@ -93,7 +94,7 @@ def _retain_grad(trace: Trace, func: Any, *args: Any) -> Any:
 
 
 def _grad_fn(trace: Trace, func: Any, tensor: Tensor, *rest: Any) -> Any:
-    if _caller().startswith(_torch.FOLDER):
+    if _caller().startswith(FOLDER):
         return func(tensor, *rest)
     raise refuse(
         "the graph of autograd is read (grad_fn), which the program does not have",
@@ -110,8 +111,8 @@ def _differentiate(trace: Trace, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _requires_grad(trace: Trace, func: Any, tensor: Tensor, value: bool = True) -> Any:
-    module = f"{_torch.FOLDER}nn/modules/module.py"
-    if tensor.requires_grad == value or _caller().startswith(_torch.FOLDER) and _caller() != module:
+    module = f"{FOLDER}nn/modules/module.py"
+    if tensor.requires_grad == value or _caller().startswith(FOLDER) and _caller() != module:
         return func(tensor, value)
     if value and tensor.is_leaf and id(tensor) not in trace.existing and not isinstance(tensor, nn.Parameter):
         # Its gradient stays with a tensor that no user has; what flows to parameters is the same.
@@ -196,4 +197,4 @@ def _flowing(values: Sequence[Any]) -> tuple[int, ...]:
 
 def backward_hook(module: nn.Module, hooks: Any, pre_hooks: Any) -> Any:
     trace = listening()
-    return _torch.BackwardHook(module, hooks, pre_hooks) if trace is None else _ModuleHooks(trace, module)
+    return _torch.nn.BackwardHook(module, hooks, pre_hooks) if trace is None else _ModuleHooks(trace, module)

@@ -28,7 +28,7 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
     Raises:
         CaptureError: when the model cannot be captured.
     """
-    _torch.import_tracer()
+    _torch.export.import_tracer()
     attempts: list[Sequence[InputSpec | Any]] = [specs]
     numbers = any(isinstance(s, NumberSpec) for s in specs)
     attempts += [without_numbers(specs)] * numbers
@@ -41,7 +41,7 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
         if failed is not None and _examples(attempt, options) == vain:
             continue
         try:
-            with _torch.without_fake_errors():
+            with _torch.export.without_fake_errors():
                 captured = attempt_capture(model, attempt, *others, fixed=fixed, **options)
         except CaptureError as error:
             if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open

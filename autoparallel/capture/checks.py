@@ -30,7 +30,7 @@ from autoparallel.text import LOGGER
 _OUTERMOST = f"{OURS}capture/training.py"
 """Where the call of the model begins."""
 
-_CHECKS_OF_TORCH = f"{_torch.FOLDER}distributions/"
+_CHECKS_OF_TORCH = f"{_torch.export.FOLDER}distributions/"
 
 
 class _Place(NamedTuple):
@@ -118,7 +118,7 @@ _ALWAYS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
 def _is_caught(frame: FrameType | None) -> bool:
     """Whether somebody between a check and the call of the model may catch what it raises."""
     while frame is not None and (name := frame.f_code.co_filename) != _OUTERMOST:
-        if not name.startswith((OURS, _torch.FOLDER)) or name.startswith(_CHECKS_OF_TORCH):
+        if not name.startswith((OURS, _torch.export.FOLDER)) or name.startswith(_CHECKS_OF_TORCH):
             place, tree = _place_in(frame), _parsed(name)
             if place is None or tree is None or frame.f_code.co_name in _ASKED_BY_PYTHON:
                 return True

@@ -53,6 +53,6 @@ def _is_unknown_composite(target: Any) -> bool:
         and target not in ONE_CALL
         and torch.Tag.maybe_aliasing_or_mutating not in target.tags  # torch takes these apart in any case
         and (target in PRODUCTS or not target.name().startswith("aten::linalg_"))
-        and _torch.is_composite(target)
+        and _torch.export.is_composite(target)
         and not has_rule(target)
     )

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, SymIntArgument
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import graph_module, size_guards
+from autoparallel._torch.export import graph_module, size_guards
 from autoparallel.capture.outputs import Objective, find_objective, set_apart
 from autoparallel.capture.passes import describing_passes
 from autoparallel.capture.recorder import IN_THE_MODEL

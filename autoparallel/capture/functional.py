@@ -61,7 +61,7 @@ def _is_functional(node: fx.Node) -> bool:
 
 
 def _is_composed_of_views(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload) or not _torch.has_composition(target):
+    if not isinstance(target, torch._ops.OpOverload) or not _torch.export.has_composition(target):
         return False
     return target is _DROPOUT or any(argument.alias_info for argument in target._schema.arguments)
 

@@ -46,7 +46,7 @@ class FunctionCall:
 
 def _apply(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What torch does to apply a Function, past the name that we replace."""
-    return super(_torch.SingleLevelFunction, cls).apply  # type: ignore[misc]
+    return super(_torch.autograd.SingleLevelFunction, cls).apply  # type: ignore[misc]
 
 
 def _run_silently(function: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
@@ -54,7 +54,7 @@ def _run_silently(function: Callable[[], Any], tensors: Sequence[Tensor]) -> Any
     trace = CURRENT.value
     assert trace is not None
     mode = next(m for t in tensors if (m := getattr(t, "fake_mode", None)) is not None)
-    with trace.silent(), _torch.without_modes(), torch._C.DisableTorchFunction(), mode:
+    with trace.silent(), _torch.export.without_modes(), torch._C.DisableTorchFunction(), mode:
         return function()
 
 
@@ -79,10 +79,10 @@ class _Watcher(TorchDispatchMode):
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-                written = _torch.tensors_in(value)
+                written = _torch.tensors.tensors_in(value)
                 self.changes |= any(_memory(x) in self.memory for x in written)
         out = func(*args, **(kwargs or {}))
-        results = _torch.tensors_in(out)
+        results = _torch.tensors.tensors_in(out)
         self.met.update(map(id, results))
         self.held += results
         return out
@@ -173,7 +173,7 @@ def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _apply(cls)(*args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _checkpoint(*args)
-    if cls is _torch.NoopSaveInputs:
+    if cls is _torch.autograd.NoopSaveInputs:
         return torch.empty(0)  # without a gradient torch.utils.checkpoint just runs the function
     if cls.__module__.startswith("torch._"):
         return _apply(cls)(*args, **kwargs)

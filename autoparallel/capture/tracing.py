@@ -111,7 +111,7 @@ def _enter_dual_level() -> Any:
     )
 
 
-def _set_replacement(self: _torch.ShapeEnv, symbol: Any, size: Any, message: str) -> Any:
+def _set_replacement(self: _torch.export.ShapeEnv, symbol: Any, size: Any, message: str) -> Any:
     """Notes at which line a size that was open becomes a number."""
     trace = listening()
     if trace is not None and size.is_Integer:
@@ -123,7 +123,7 @@ def _to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Does nothing where nothing is cast; the copy that is traced has no device."""
     if listening() is None:
         return _TO(self, *args, **kwargs)
-    dtype = _torch.dtype_of_cast(*args, **kwargs)
+    dtype = _torch.nn.dtype_of_cast(*args, **kwargs)
     tensors = (*self.parameters(), *self.buffers())
     if dtype is not None and any(x.dtype != dtype for x in tensors if x.is_floating_point() or x.is_complex()):
         raise refuse(
@@ -160,17 +160,17 @@ def _answer(ask: Callable[[], bool]) -> bool:
 _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 _TO = torch.nn.Module.to
 _SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
-_SET_REPLACEMENT = _torch.ShapeEnv._set_replacement
+_SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
 _FORWARD_AD = torch.autograd.forward_ad
 _ENTER_DUAL_LEVEL = _FORWARD_AD.enter_dual_level
 _SAVED = torch.autograd.graph.saved_tensors_hooks
 _ENTER_INFERENCE, _EXIT_INFERENCE = torch.inference_mode.__enter__, torch.inference_mode.__exit__
 _ENTER_SAVED, _EXIT_SAVED = _SAVED.__enter__, _SAVED.__exit__
 _NAMES: tuple[tuple[Any, str, Any], ...] = (
-    (_torch.SingleLevelFunction, "apply", classmethod(function_apply)),
-    (_torch.modules, "BackwardHook", backward_hook),
-    (_torch.decompositions, "one_layer_lstm", _torch.one_layer_lstm),
-    (_torch.ShapeEnv, "_set_replacement", _set_replacement),
+    (_torch.autograd.SingleLevelFunction, "apply", classmethod(function_apply)),
+    (_torch.nn.modules, "BackwardHook", backward_hook),
+    (_torch.export.decompositions, "one_layer_lstm", _torch.export.one_layer_lstm),
+    (_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
     (torch.nn.Module, "to", _to),

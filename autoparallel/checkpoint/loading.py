@@ -124,7 +124,8 @@ def _for_optimizer(
                 return whole(tensor, was_sharded)
             if entry.shape == tuple(parameter.shape):
                 return _like(entry, parameter, world)
-            value, mesh = whole(tensor, was_sharded).to(_torch.local_of(parameter).device), parameter.device_mesh
+            mesh, device = parameter.device_mesh, _torch.dtensor.local_of(parameter).device
+            value = whole(tensor, was_sharded).to(device)
             return _wrapped(value, (Invariant,) * mesh.ndim, mesh, entry)
 
         content["state"][path] = decode(values, lookup)
@@ -137,7 +138,7 @@ def _like(entry: Entry, target: Tensor, world: World) -> Tensor:
     region = own_region(entry.shape, layout, mesh)
     if region is None:
         return target
-    local = entry.read(region).to(_torch.local_of(target).device)
+    local = entry.read(region).to(_torch.dtensor.local_of(target).device)
     if not isinstance(target, DTensor):
         return local
     return _wrapped(local, layout, mesh, entry)
@@ -145,8 +146,8 @@ def _like(entry: Entry, target: Tensor, world: World) -> Tensor:
 
 def _wrapped(local: Tensor, layout: Layout, mesh: DeviceMesh, entry: Entry) -> DTensor:
     """This rank's part of a saved tensor as a ``DTensor``."""
-    spec = _torch.make_spec(mesh, to_dtensor_placements(layout), torch.Size(entry.shape), entry.dtype)
-    return _torch.wrap_local(local, spec)
+    spec = _torch.dtensor.make_spec(mesh, to_dtensor_placements(layout), torch.Size(entry.shape), entry.dtype)
+    return _torch.dtensor.wrap_local(local, spec)
 
 
 def _whole(entries: Mapping[str, Entry]) -> Callable[[str, bool], Tensor]:

@@ -177,7 +177,7 @@ def _write(world: World, tensors: Mapping[str, Tensor], stored: Mapping[str, Sto
                     for piece in stored[name].pieces:
                         blocks = piece.within(regions[piece.name]) if piece.name in regions else None
                         if blocks is not None:
-                            local = _torch.local_of(tensors[piece.name]).detach()
+                            local = _torch.dtensor.local_of(tensors[piece.name]).detach()
                             block = piece.as_stored(local[blocks[0].within(regions[piece.name])])
                             _write_block(opened.fileno(), offset, stored[name], blocks[1], block)
                 os.fsync(opened.fileno())
@@ -334,7 +334,7 @@ def _reads_of(
                 value = handle.get_slice(name)[part] if part else handle.get_tensor(name)
             except Exception as error:
                 raise CheckpointError(f"{file} is damaged: {name}: {error}; the model is loaded in part") from error
-            local = _torch.local_of(tensor).detach()
+            local = _torch.dtensor.local_of(tensor).detach()
             local[blocks[0].within(region)] = piece.as_own(value, blocks[0].shape).to(local.device, local.dtype)
 
         yield take

@@ -227,5 +227,5 @@ def _part(name: str, tensor: Tensor, mesh: DeviceMesh, copied: bool) -> Part | N
     region = own_region(tensor.shape, layout, mesh)
     if region is None or not region.numel or not is_writer(name, layout, mesh):
         return None
-    local = _torch.local_of(tensor).detach()
+    local = _torch.dtensor.local_of(tensor).detach()
     return Part(tensor.dtype, tuple(tensor.shape), region, local.to("cpu", copy=copied).contiguous())

@@ -227,7 +227,7 @@ def _start_all_reduce(
     communicator, axis = communicator_of(group)
     payloads = _payloads(tensors, items)
     flat = _flatten(payloads)
-    if _torch.storage_mark(flat) == _torch.storage_mark(payloads[0]) and not owned:
+    if _torch.tensors.storage_mark(flat) == _torch.tensors.storage_mark(payloads[0]) and not owned:
         flat = flat.clone()
     wait, sizes = communicator.all_reduce(flat, axis), [x.numel() for x in payloads]
 

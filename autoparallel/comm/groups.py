@@ -116,7 +116,7 @@ class MeshGroups:
     @property
     def is_open(self) -> bool:
         """Whether its process groups have not been destroyed."""
-        return all(_torch.is_open(one.group) for one in self.groups.values())
+        return all(_torch.distributed.is_open(one.group) for one in self.groups.values())
 
     def size(self, axis: str) -> int:
         return self.groups[axis].size
@@ -179,9 +179,8 @@ class MeshGroups:
             return _copied(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
         data, received = as_real(x).view(-1), as_real(out).view(-1)
-        wait = self._start(
-            "all_gather", axis, out, lambda group: _torch.all_gather_single(received, data, group=group, async_op=True)
-        )
+        gather = _torch.distributed.all_gather_single
+        wait = self._start("all_gather", axis, out, lambda group: gather(received, data, group=group, async_op=True))
         return lambda: self.groups[axis].by_place(wait())
 
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
@@ -192,7 +191,7 @@ class MeshGroups:
         data, received = as_real(self.groups[axis].by_number(x)).view(-1), as_real(out).view(-1)
         return self._start(
             "reduce_scatter", axis, out,
-            lambda group: _torch.reduce_scatter_single(received, data, group=group, async_op=True),
+            lambda group: _torch.distributed.reduce_scatter_single(received, data, group=group, async_op=True),
         )  # fmt: skip
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
@@ -261,7 +260,7 @@ def bind(mesh: DeviceMesh) -> str:
     for count in range(2, len(names) + 1):
         for axes in itertools.combinations(range(len(names)), count):
             groups["+".join(names[i] for i in axes)] = _joint_group(mesh, axes)
-    _BOUND[key] = bound = MeshGroups(mesh, groups, _torch.is_gloo(dist.group.WORLD, mesh.device_type))
+    _BOUND[key] = bound = MeshGroups(mesh, groups, _torch.distributed.is_gloo(dist.group.WORLD, mesh.device_type))
     _name_groups(bound)
     return key
 
@@ -272,7 +271,7 @@ def _forget_closed() -> None:
         if isinstance(communicator, MeshGroups) and not communicator.is_open:
             del _BOUND[key]
     for mesh, (_, groups) in list(_EXPANDED.items()):
-        if not all(map(_torch.is_open, groups)):
+        if not all(map(_torch.distributed.is_open, groups)):
             del _EXPANDED[mesh]
 
 
@@ -297,7 +296,7 @@ def _joint_group(mesh: DeviceMesh, axes: Sequence[int]) -> _Group:
         assert dist.group.WORLD is not None
         return _Group.of(dist.group.WORLD, row_here, rank)
     part = mesh.mesh.numel() < dist.get_world_size()  # then the other ranks take no part in making groups
-    timeout = _torch.timeout_of(dist.group.WORLD, mesh.device_type)
+    timeout = _torch.distributed.timeout_of(dist.group.WORLD, mesh.device_type)
     groups = [
         dist.new_group(row, timeout=timeout, use_local_synchronization=part)
         for row in rows
@@ -341,7 +340,7 @@ def other_slices(mesh: DeviceMesh, axis: str, slice_here: DeviceMesh) -> list[De
     return [
         slice_here
         if i == here
-        else _torch.mesh_without_groups(mesh.device_type, mesh.mesh.select(names.index(axis), i), rest)
+        else _torch.dtensor.mesh_without_groups(mesh.device_type, mesh.mesh.select(names.index(axis), i), rest)
         for i in range(mesh.size(names.index(axis)))
     ]
 
@@ -383,7 +382,8 @@ def unbind_all() -> None:
 def axis_of_group(group_name: str) -> str | None:
     """The mesh axis that a process group stands for, if it is one of ours."""
     group, axis = _GROUP_NAMES.get(group_name, (None, None))
-    return axis if _torch.is_open(group) else None  # groups that are made later get the names of destroyed ones
+    # Groups that are made later get the names of destroyed ones.
+    return axis if _torch.distributed.is_open(group) else None
 
 
 def names_of_groups(mesh: DeviceMesh) -> dict[str, str]:

@@ -21,7 +21,7 @@ _HERE = threading.local()
 
 def named(name: Callable[[], str]) -> AbstractContextManager[Any]:
     """Names what runs inside, while a profiler runs."""
-    return record_function(name()) if _torch.is_profiling() else nullcontext()
+    return record_function(name()) if _torch.autograd.is_profiling() else nullcontext()
 
 
 def place() -> str:

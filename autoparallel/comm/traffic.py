@@ -183,17 +183,18 @@ class CountingMode(TorchDispatchMode):
             return
         if name == "batch_p2p_ops":
             for kind, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
-                self._add(kind.removeprefix("i"), *self._group(arguments["group_name"], _torch.bytes_in(tensor)))
+                size = _torch.tensors.bytes_in(tensor)
+                self._add(kind.removeprefix("i"), *self._group(arguments["group_name"], size))
             return
         if name not in _OPERATORS:
             raise NotImplementedError(f"count_traffic() does not know the operator {func}: its bytes would be missing")
         kind, argument, part = _OPERATORS[name]
         group = arguments["process_group"] if "process_group" in arguments else arguments["group_name"]
-        axis, full, ranks = self._group(group, _torch.bytes_in(arguments[argument]) if argument else 0)
+        axis, full, ranks = self._group(group, _torch.tensors.bytes_in(arguments[argument]) if argument else 0)
         self._add(kind, axis, full * ranks if part else full, ranks)
 
     def _group(self, argument: Any, size: int) -> tuple[str, int, int]:
-        group = _torch.process_group(argument)
+        group = _torch.distributed.process_group(argument)
         return self._axis(group), size, group.size()
 
     def _axis(self, group: dist.ProcessGroup) -> str:
@@ -220,7 +221,7 @@ class CountingMode(TorchDispatchMode):
         else:
             return
         communicator, axis = communicator_of(arguments["group"])
-        ranks, full = communicator.size(axis), _torch.bytes_in(arguments["x"])
+        ranks, full = communicator.size(axis), _torch.tensors.bytes_in(arguments["x"])
         self._add(kind, active_axes(axis, communicator.size), full * ranks if part else full, ranks)
 
     def _count_exchange(self, name: str, arguments: Mapping[str, Any]) -> None:

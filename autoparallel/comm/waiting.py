@@ -186,17 +186,17 @@ def _say(place: Place, what: str) -> None:
 
 def _take_back(place: Place) -> None:
     with contextlib.suppress(RuntimeError):
-        _torch.default_store().delete_key(place.key(dist.get_rank()))
+        _torch.distributed.default_store().delete_key(place.key(dist.get_rank()))
 
 
 def _set(key: str, text: str) -> None:
     with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that kept it
-        _torch.default_store().set(key, text)
+        _torch.distributed.default_store().set(key, text)
 
 
 def _note(place: Place, of: int | str) -> str | None:
     with contextlib.suppress(RuntimeError):
-        store = _torch.default_store()
+        store = _torch.distributed.default_store()
         if store.check([place.key(of)]):
             return str(store.get(place.key(of)).decode())
     return None

@@ -123,7 +123,7 @@ class Captured:
         for node in self.graph.nodes:
             target = node.target
             makes = isinstance(target, torch._ops.OpOverload) and target.namespace != "autoparallel"
-            makes = makes and not _torch.gives_view(target)
+            makes = makes and not _torch.export.gives_view(target)
             read = [roots[n] for n in node.all_input_nodes if not isinstance(n.meta.get("val"), torch.SymInt)]
             roots[node] = {node} if makes or not read else set().union(*read)
         memory = [roots[node] for node in self.graph.output_node().args[0]]  # type: ignore[union-attr,index]
@@ -176,14 +176,14 @@ class Captured:
 
     def copy(self) -> Captured:
         """The same graph once more, for another program to be made of."""
-        return replace(self, module=_torch.graph_module(copy_graph(self.graph)))
+        return replace(self, module=_torch.export.graph_module(copy_graph(self.graph)))
 
     def part(self, graph: fx.Graph) -> Captured:
         """The same with another graph, and what is known of those of its placeholders that this one has, too."""
         names = {node.name for node in graph.nodes if node.op == "placeholder"}
         return replace(
             self,
-            module=_torch.graph_module(graph),
+            module=_torch.export.graph_module(graph),
             parameters={node: name for node, name in self.parameters.items() if node in names},
             buffers={node: name for node, name in self.buffers.items() if node in names},
             constants={node: value for node, value in self.constants.items() if node in names},

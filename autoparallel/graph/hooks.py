@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel._torch import modules
+from autoparallel._torch.nn import modules
 from autoparallel.graph.captured import CaptureError
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
 

@@ -210,4 +210,4 @@ def is_library(filename: str) -> bool:
 OURS = __file__.rpartition("/graph/")[0] + "/"
 """Where our own Python lies."""
 
-_PREFIXES = tuple({enum.__file__.rpartition("/")[0] + "/", _torch.FOLDER, OURS})
+_PREFIXES = tuple({enum.__file__.rpartition("/")[0] + "/", _torch.export.FOLDER, OURS})

@@ -78,5 +78,5 @@ def clip_together(models: Sequence[ParallelModule], max_norm: float) -> Tensor:
     for model in models:
         for p in model.parameters():
             if p.grad is not None:
-                _torch.local_of(p.grad).mul_(coefficient)
+                _torch.dtensor.local_of(p.grad).mul_(coefficient)
     return norm

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autoparallel._torch import backward_hook_of, has_side_effect
+from autoparallel._torch.export import has_side_effect
+from autoparallel._torch.nn import backward_hook_of
 from autoparallel.operators.current import Current
 
 _CONSTANTS = (

@@ -116,10 +116,10 @@ class _Anchor:
         """What autograd is to save in the place of a tensor: a note for a part of an operand, else the tensor."""
         places: dict[Any, tuple[int, Hashable, int]] = {}  # not the operands, which would live as long as the note
         for i, x in reversed(list(enumerate(operands))):
-            places[_torch.StorageWeakRef(x.untyped_storage())] = i, _kind(x), int(x.storage_offset())
+            places[_torch.tensors.StorageWeakRef(x.untyped_storage())] = i, _kind(x), int(x.storage_offset())
 
         def note(x: torch.Tensor) -> Any:
-            operand, kind, base = places.get(_torch.StorageWeakRef(x.untyped_storage()), (0, None, 0))
+            operand, kind, base = places.get(_torch.tensors.StorageWeakRef(x.untyped_storage()), (0, None, 0))
             if kind != _kind(x):
                 return x
             self.views.append(_View(operand, x.size(), x.stride(), int(x.storage_offset()) - base))

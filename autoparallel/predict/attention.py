@@ -57,7 +57,7 @@ class _Watching(TorchDispatchMode):
 def _is_fused(described: tuple[Any, ...], dropout: float, causal: bool, options: tuple[tuple[str, Any], ...]) -> bool:
     """Whether a CPU takes its fused kernel, as fake tensors tell."""
     watching = _Watching()
-    with _torch.without_modes(), _torch.make_fake_mode(), watching, torch.no_grad():
+    with _torch.export.without_modes(), _torch.export.make_fake_mode(), watching, torch.no_grad():
         q, k, v, mask = (
             x and torch.empty_strided(*x[:2], dtype=x[2], device="cpu", requires_grad=x[3]) for x in described
         )

@@ -114,7 +114,7 @@ def _plain_autograd() -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_detect_anomaly(False),
-        _torch.saved_as_they_are(),
+        _torch.autograd.saved_as_they_are(),
     ):
         yield
 
@@ -137,7 +137,7 @@ class _DryRank:
         self.values = self.placeholders()
         self.store = _DryStore(plan, program, communicator, meter, reduces=roots is None)
         with self.ledger.holding(""):  # memory that is there anyway
-            self.ledger.add([*self.values.values(), *map(_torch.local_of, self.store.parameters.values())])
+            self.ledger.add([*self.values.values(), *map(_torch.dtensor.local_of, self.store.parameters.values())])
         self.runner = _DryRunner(program, self.store, nn.Module(), lambda _: self.run_body)
         self.runner.fixed = {name: self.values[name] for name in program.captured.constants}
 
@@ -182,7 +182,7 @@ class _DryRank:
                 # A number is read into Python, which a tensor without a value does not allow.
                 dtype = node.meta["val"].dtype if node.name in numbers else None
                 values[node.name] = value = self.local(node) if dtype is None else torch.ones((), dtype=dtype)
-                self.inputs += _torch.bytes_in(value)
+                self.inputs += _torch.tensors.bytes_in(value)
                 if node.name in inputs and node.meta["differentiable"]:
                     value.requires_grad_()
         return values
@@ -223,14 +223,14 @@ class _DryStore(GradientStore):
         self.reached: list[str] = []
         self._each: int | None = None  # how many steps of the gradients that are reduced now every microbatch takes
         ranks = torch.arange(communicator.size("+".join(plan.axis_names)), device="cpu").view(plan.axis_sizes)
-        mesh = _torch.mesh_without_groups("cpu", ranks, plan.axis_names, 0)
+        mesh = _torch.dtensor.mesh_without_groups("cpu", ranks, plan.axis_names, 0)
         parameters: dict[str, Any] = {}
         for chain in (chain for bucket in program.buckets for chain in bucket.chains):
             local = _empty(chain.shape, chain.at_rest, chain.rest_dtype, plan)
-            spec = _torch.make_spec(
+            spec = _torch.dtensor.make_spec(
                 mesh, to_dtensor_placements(chain.at_rest), torch.Size(chain.shape), chain.rest_dtype
             )
-            parameters[chain.name] = _torch.wrap_local(local, spec).requires_grad_(chain.trainable)
+            parameters[chain.name] = _torch.dtensor.wrap_local(local, spec).requires_grad_(chain.trainable)
         super().__init__(mesh, "mesh", parameters)
 
     def gather(self, chains: Sequence[ParameterChain], values: Tensors) -> Gather:
@@ -307,7 +307,7 @@ class _Body(fx.Interpreter):
         module = self.rank.clock.module = n.meta.get("module", self.rank.clock.module)
         result = super().run_node(n)
         if n.op == "call_function":
-            _torch.mark_module(result, module)
+            _torch.autograd.mark_module(result, module)
         return result
 
     def shape_of(self, node: fx.Node, traced: torch.Tensor) -> tuple[int, ...]:

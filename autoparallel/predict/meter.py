@@ -115,7 +115,7 @@ class Ledger:
 
     def add(self, value: Any) -> None:
         """Counts the tensors in ``value`` until they die."""
-        for tensor in _torch.tensors_in(value):
+        for tensor in _torch.tensors.tensors_in(value):
             storage = tensor.untyped_storage()
             if storage in self._storages:
                 continue
@@ -209,7 +209,7 @@ class Meter(TorchDispatchMode):
             return result
         self.clock.wait(end)
         self.ledger.add(result)
-        self.clock.module = _torch.marked_module() or self.clock.module
+        self.clock.module = _torch.autograd.marked_module() or self.clock.module
         layer = layer_around(self.clock.module) if self.layered else None
         fused = is_fused(func) and (layer is not None or not self.layered)
         self.clock.compute(self.seconds(name, args, kwargs or {}, result, fused=fused, layer=layer))
@@ -233,8 +233,8 @@ class Meter(TorchDispatchMode):
         """
         if name in _FREE:
             return 0.0
-        outputs = _torch.tensors_in(result)
-        inputs = _torch.tensors_in((args, kwargs))
+        outputs = _torch.tensors.tensors_in(result)
+        inputs = _torch.tensors.tensors_in((args, kwargs))
         if not outputs:
             return 0.0
         storages = {id(x.untyped_storage()) for x in inputs}
@@ -255,16 +255,16 @@ class Meter(TorchDispatchMode):
             kind = action(parse_placement(args[1]), parse_placement(args[2]))
             if kind in COLLECTIVES:  # counted as traffic, and paid for there
                 return 0.0
-            size = max(_torch.bytes_in(inputs), _torch.bytes_in(outputs))
+            size = max(_torch.tensors.bytes_in(inputs), _torch.tensors.bytes_in(outputs))
             return self.profile.step_seconds(self.axis_sizes, kind, (), size)
         if name in _LOOKUPS:
-            return self.profile.compute_seconds(0.0, 2 * _torch.bytes_in(outputs), outputs[0].dtype)
+            return self.profile.compute_seconds(0.0, 2 * _torch.tensors.bytes_in(outputs), outputs[0].dtype)
         flops, dtype = 0.0, next((x.dtype for x in inputs if may_have_gradient(x)), outputs[0].dtype)
         if name in _FLOPS:
             flops = _FLOPS[name](args, kwargs, outputs[0])
             if "attention" in name:
                 flops /= self.profile.attention
-        return self.profile.compute_seconds(flops, _torch.bytes_in(inputs) + _torch.bytes_in(outputs), dtype)
+        return self.profile.compute_seconds(flops, _torch.tensors.bytes_in((inputs, outputs)), dtype)
 
 
 def _beside(name: str, args: Sequence[Any], result: Any, profile: Profile) -> int:

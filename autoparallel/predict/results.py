@@ -67,7 +67,8 @@ def _result(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> _T
     result = func(*positional, **named)
     if type(result) is not torch.Tensor or not result.is_meta or result.storage_offset():
         return None
-    if _torch.storage_marks([result])[0] in _torch.storage_marks(_torch.tensors_in((positional, named))):
+    arguments = _torch.tensors.tensors_in((positional, named))
+    if _torch.tensors.storage_marks([result])[0] in _torch.tensors.storage_marks(arguments):
         return None
     described = _Tensor(result.shape, result.stride(), result.dtype)
     alike = described.make().untyped_storage().nbytes() == result.untyped_storage().nbytes()

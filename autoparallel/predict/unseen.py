@@ -29,7 +29,7 @@ def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor],
         return args[1:]
     if function_class(node.target) is None:
         return args[0] if is_tensor(node) else (*args[1:], None)
-    read = _torch.tensors_in((args, kwargs))
+    read = _torch.tensors.tensors_in((args, kwargs))
     traced = node.meta["val"]
     values = [traced] if is_tensor(node) else list(traced)
     outputs = [None if v is None else torch.empty(shape_of(v), dtype=v.dtype, device="meta") for v in values]

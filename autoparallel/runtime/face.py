@@ -104,7 +104,7 @@ class Face(nn.Module):
             RuntimeError: when a tensor would change.
         """
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            probe = torch.empty(0, dtype=tensor.dtype, device=_torch.local_of(tensor).device)
+            probe = torch.empty(0, dtype=tensor.dtype, device=_torch.dtensor.local_of(tensor).device)
             changed = fn(probe)
             if (changed.dtype, changed.device.type) != (probe.dtype, probe.device.type):
                 raise RuntimeError(
@@ -118,7 +118,7 @@ class Face(nn.Module):
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
         parameters = dict(self.named_parameters(remove_duplicate=False))
-        meta = [n for n, t in [*parameters.items(), *self.named_buffers()] if _torch.local_of(t).is_meta]
+        meta = [n for n, t in [*parameters.items(), *self.named_buffers()] if _torch.dtensor.local_of(t).is_meta]
         if meta:
             raise RuntimeError(
                 f"{meta[0]} is on the meta device until the first call is planned, so there is nowhere to load it to: "

@@ -76,7 +76,7 @@ class ParallelModule(Face):
 
     # -- calling ----------------------------------------------------------------------------------------------------
 
-    @_torch.left_by_dynamo("a model compiled by autoparallel runs as it is: compile(backend=...) compiles it")
+    @_torch.dynamo.left_by_dynamo("a model compiled by autoparallel runs as it is: compile(backend=...) compiles it")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program.
 
@@ -207,7 +207,7 @@ class ParallelModule(Face):
 
     def _require_values(self, what: str) -> None:
         for name, parameter in self._store.parameters.items():
-            if _torch.local_of(parameter).is_meta:
+            if _torch.dtensor.local_of(parameter).is_meta:
                 raise RuntimeError(
                     f"{what}: {name} is on the meta device until the first call is planned: pass example_inputs to "
                     "compile(), or call model.prepare(*inputs) before"

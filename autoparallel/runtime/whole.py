@@ -72,8 +72,8 @@ def _gather(store: GradientStore, names: Sequence[str]) -> list[torch.Tensor]:
     """The whole values of parameters that go the same way; room for them where they lie on other stages' ranks."""
     parameters = [store.parameters[name] for name in names]
     if parameters[0].device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
-        return [torch.empty(p.shape, dtype=p.dtype, device=_torch.local_of(p).device) for p in parameters]
-    local = [_torch.local_of(p).detach() for p in parameters]
+        return [torch.empty(p.shape, dtype=p.dtype, device=_torch.dtensor.local_of(p).device) for p in parameters]
+    local = [_torch.dtensor.local_of(p).detach() for p in parameters]
     return store.start(local, [_path(store, p) for p in parameters])()
 
 
@@ -128,13 +128,13 @@ class WholeModel:
 
 def _other(full: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a full parameter has become something else than the parameter is."""
-    device = _torch.local_of(parameter).device
+    device = _torch.dtensor.local_of(parameter).device
     return (full.dtype, full.shape, full.device) != (parameter.dtype, parameter.shape, device)
 
 
 def _take_back(parameter: nn.Parameter, full: torch.Tensor) -> None:
     """Gives this rank's part of a parameter the values of the full one."""
-    local = _torch.local_of(parameter).detach()
+    local = _torch.dtensor.local_of(parameter).detach()
     part = local_view(full.detach(), _layout(parameter), parameter.device_mesh)  # type: ignore[attr-defined]
     if part.data_ptr() != local.data_ptr():
         local.copy_(part)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autoparallel._torch import make_fake_mode
+from autoparallel._torch.export import make_fake_mode
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
 from tests.passes.support import captured, show
 

@@ -62,7 +62,7 @@ class TestMeter:
 
     def test_products_are_priced_by_their_sizes_forward_and_backward(self) -> None:
         meter, clock, _ = self.meter()
-        with _torch.make_fake_mode(), meter:
+        with _torch.export.make_fake_mode(), meter:
             a, b = torch.empty(64, 256, requires_grad=True), torch.empty(256, 512, requires_grad=True)
             out = a @ b
             forward = clock.now
@@ -92,7 +92,7 @@ class TestMeter:
 
     def test_views_and_allocations_are_free(self) -> None:
         meter, clock, _ = self.meter()
-        with _torch.make_fake_mode(), meter:
+        with _torch.export.make_fake_mode(), meter:
             x = torch.empty(64, 256)
             x.view(-1)[5:].unsqueeze(0).expand(3, -1).t()
         assert clock.now == 0.0
@@ -101,7 +101,7 @@ class TestMeter:
         meter, _, ledger = self.meter()
         ledger.kind = "values"
         size = 64 * 256 * 4
-        with _torch.make_fake_mode(), meter:
+        with _torch.export.make_fake_mode(), meter:
             x = torch.empty(64, 256, requires_grad=True)
             y = F.relu(x)  # saves its result
             z = y.sum()
@@ -118,7 +118,7 @@ class TestMeter:
 
     def test_what_is_there_anyway_is_not_counted(self) -> None:
         meter, _, ledger = self.meter()
-        with _torch.make_fake_mode(), meter:
+        with _torch.export.make_fake_mode(), meter:
             with ledger.holding(""):
                 x = torch.empty(64)
             with ledger.holding("values"):

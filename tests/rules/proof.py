@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel._torch import make_fake_mode
+from autoparallel._torch.export import make_fake_mode
 from autoparallel.comm import simulate
 from autoparallel.comm.simulate import coordinates
 from autoparallel.graph.sizes import Sizes

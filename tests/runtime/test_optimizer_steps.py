@@ -149,7 +149,7 @@ def _disturbed() -> dict[str, bool]:
                 if step == 10:
                     for state in optimizer.state.values():
                         state |= {k: v.clone() if v.ndim else v + 1 for k, v in state.items()}
-            with mock.patch.object(_torch, "refill", wraps=_torch.refill) as kept:
+            with mock.patch.object(_torch.optim, "refill", wraps=_torch.optim.refill) as kept:
                 optimizers[0].step()
             optimizers[1].step()
             results[f"{kind.__name__} {step}"] = all(

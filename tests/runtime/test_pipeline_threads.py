@@ -72,20 +72,22 @@ def test_loss_and_gradients_are_those_of_one_process(schedule: str, preset: str)
 
     def rank(number: int) -> tuple[float, dict[str, torch.Tensor]]:
         stage, _ = places[number]
-        mesh = _torch.mesh_without_groups("cpu", torch.arange(4).view(SHAPE)[stage], ("dp",), number)
+        mesh = _torch.dtensor.mesh_without_groups("cpu", torch.arange(4).view(SHAPE)[stage], ("dp",), number)
         parameters = {}
         for name, whole in model.named_parameters():
             if owners[name] == stage:
                 local = local_slice(whole.detach(), plan.at_rest(name), mesh).clone()
                 placements = to_dtensor_placements(plan.at_rest(name))
-                spec = _torch.make_spec(mesh, placements, whole.shape, whole.dtype)
-                parameters[name] = nn.Parameter(_torch.wrap_local(local, spec))
+                spec = _torch.dtensor.make_spec(mesh, placements, whole.shape, whole.dtype)
+                parameters[name] = nn.Parameter(_torch.dtensor.wrap_local(local, spec))
         store = GradientStore(mesh, "mesh0", parameters)
         runner = attach_stages(programs[number], store, model, "mesh0", owners, redistributor, plain_body)
         given = Call((rows, targets), call.specs, call.layouts, call.in_spec, call.batch, True, (), ())
         loss = runner.run(given, RandomState(0, 0))[captured.objective or 0]
         loss.backward()
-        return loss.item(), {name: _torch.local_of(p.grad) for name, p in parameters.items() if p.grad is not None}
+        return loss.item(), {
+            name: _torch.dtensor.local_of(p.grad) for name, p in parameters.items() if p.grad is not None
+        }
 
     found = simulate(rank, SHAPE, NAMES)
     expected = F.cross_entropy(plain(rows), targets)

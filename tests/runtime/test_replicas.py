@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
-from autoparallel._torch import local_of
+from autoparallel._torch.dtensor import local_of
 from autoparallel.runtime.ranks.replicas import Replicas
 from tests.runtime.support import batch, make, mesh_of, raised, run_on_ranks
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel import Finding
-from autoparallel._torch import local_of
+from autoparallel._torch.dtensor import local_of
 from tests.runtime.support import batch, make, mesh_of, run_on_ranks
 
 

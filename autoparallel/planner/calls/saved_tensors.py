@@ -123,7 +123,7 @@ def _run(node: fx.Node, operands: list[fx.Node], size: Signatures) -> Saved:
 
     arguments = fx.map_arg((node.args, node.kwargs), value)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda _: torch.empty(0)):
-        results = _torch.tensors_in(_call(node, *arguments, size))
+        results = _torch.tensors.tensors_in(_call(node, *arguments, size))
     places = {id(values[x].untyped_storage()): i for i, x in reversed(list(enumerate(operands)))}
     storages = [id(x.untyped_storage()) for x in results]
     beside = sum(storage.nbytes() for i, storage in saved.items() if i not in places and i not in storages)

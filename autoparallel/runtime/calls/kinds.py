@@ -234,7 +234,7 @@ class Kinds:
         if kind is None:
             started = time.perf_counter()
             # What is made now is used for training, too; what the loop does to saved tensors is not for dry runs.
-            with torch.inference_mode(False), _torch.saved_as_they_are():
+            with torch.inference_mode(False), _torch.autograd.saved_as_they_are():
                 kind = self.maker.make_kind(call, trace)
             self._add(kind, key, call, "planned" if trace is not None else "captured and planned", why, started)
         kind.runner.require_fits(call)

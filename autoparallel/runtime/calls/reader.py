@@ -45,7 +45,7 @@ class CallReader:
         Raises:
             RuntimeError: under a transform of ``torch.func``, where ranks cannot even tell each other of it.
         """
-        if _torch.is_transforming():
+        if _torch.autograd.is_transforming():
             raise RuntimeError(
                 "a transform of torch.func (vmap, grad, jvp) cannot see into a compiled model\n"
                 "What to change: transform inside of the model's forward, or the plain model (model.whole())."
@@ -111,7 +111,7 @@ class CallReader:
 
 def _why_replaced(modules: tuple[nn.Module, ...]) -> str:
     """What has become of parameters that are not the ones that were compiled."""
-    if any(map(_torch.is_fully_sharded, modules)):
+    if any(map(_torch.nn.is_fully_sharded, modules)):
         return (
             "fully_shard() was applied to the compiled model, which shards its parameters itself\n"
             "What to change: use the compiled model as it is (plan='fsdp' shards as fully_shard does)."

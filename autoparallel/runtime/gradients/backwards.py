@@ -162,7 +162,7 @@ class BackwardPasses:
 
     def running(self) -> BackwardPass:
         """The pass that calls this."""
-        number = _torch.running_backward()
+        number = _torch.autograd.running_backward()
         if number not in self._passes:
             self.end_dead()
             self._passes[number] = running = BackwardPass()
@@ -171,7 +171,7 @@ class BackwardPasses:
                 self._end(number)
 
             running.callback = weakref.ref(callback, lambda _: self._passes.get(number) is running and self._died())
-            _torch.after_backward(callback)
+            _torch.autograd.after_backward(callback)
         return self._passes[number]
 
     def end_dead(self) -> None:

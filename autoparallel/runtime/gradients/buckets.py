@@ -56,7 +56,7 @@ class ParameterBucket(nn.Module):
     def local_parameters(self, chains: Sequence[ParameterChain]) -> Tensors:
         """This rank's tensors of some of the bucket's parameters at rest."""
         parameters = self.store.parameters
-        return [x.detach() for x in map(_torch.local_of, [parameters[c.name] for c in chains])]
+        return [x.detach() for x in map(_torch.dtensor.local_of, [parameters[c.name] for c in chains])]
 
     def prefetch(self) -> None:
         """Starts the gather whose result the next ``gather`` returns."""
@@ -125,7 +125,7 @@ class _Unshard(torch.autograd.Function):
         chains = bucket.bucket.chains
         uses = len(chains[0].uses)
         rows = [grads[i : i + uses] for i in range(0, len(grads), uses)]
-        return None, *bucket.store.receive(chains, rows, _torch.accumulated(ctx, len(chains)))
+        return None, *bucket.store.receive(chains, rows, _torch.autograd.accumulated(ctx, len(chains)))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, buckets: Sequence[ParameterBucket]) -> None:
         self._buckets = list(buckets)
         self._owners: dict[int, tuple[ParameterBucket, int, int]] = {}  # by the marks of storages
-        self._storages: list[_torch.StorageWeakRef] = []  # so that no others get these marks
+        self._storages: list[_torch.tensors.StorageWeakRef] = []  # so that no others get these marks
         self._notes: dict[ParameterBucket, int] = dict.fromkeys(buckets, 0)
         self._noted: dict[ParameterBucket, set[int]] = {bucket: set() for bucket in buckets}  # places of parameters
         self._started: dict[ParameterBucket, Gather] = {}  # ahead
@@ -174,7 +174,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         for i, (value, gathered) in enumerate(zip(values, bucket.gathered, strict=True)):
             if gathered:
                 memory = value.untyped_storage()
-                storage = _torch.StorageWeakRef(memory)
+                storage = _torch.tensors.StorageWeakRef(memory)
                 self._storages.append(storage)
                 self._owners[storage.cdata] = bucket, i, int(value.storage_offset())
                 if memory.nbytes() != value.nbytes:  # how it lies among others follows from what is gathered with it
@@ -185,7 +185,7 @@ class RegatherHooks(torch.autograd.graph.saved_tensors_hooks):
         return [b.bucket for b, count in self._notes.items() if count]
 
     def _pack(self, tensor: torch.Tensor) -> _Note | tuple[torch.Tensor, int]:
-        owner = self._owners.get(_torch.storage_mark(tensor))
+        owner = self._owners.get(_torch.tensors.storage_mark(tensor))
         if owner is None:
             return tensor, tensor._version  # which torch does not compare where hooks save
         bucket, value, base = owner

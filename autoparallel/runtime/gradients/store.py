@@ -138,16 +138,16 @@ class GradientStore:
     def versions(self, names: Sequence[str]) -> Sequence[int]:
         """Counts changes of parameters in place: through the ``DTensor``s, then of the local tensors themselves."""
         parameters = [self.parameters[name] for name in names]
-        return _torch.versions_of([*parameters, *_torch.locals_of(parameters)])
+        return _torch.tensors.versions_of([*parameters, *_torch.dtensor.locals_of(parameters)])
 
     def note_storages(self) -> None:
         """Notes what ``p.data = tensor`` would replace; to be called again when parameters have got new layouts."""
         self._storages = [p.untyped_storage() for p in self.parameters.values()]  # alive, so their marks stay theirs
-        self._marks = _torch.storage_marks(self.parameters.values())
+        self._marks = _torch.tensors.storage_marks(self.parameters.values())
 
     def assigned(self) -> str | None:
         """What is wrong where something was assigned to a parameter by ``p.data = tensor``; None where nothing was."""
-        marks = _torch.storage_marks(self.parameters.values())
+        marks = _torch.tensors.storage_marks(self.parameters.values())
         if marks == self._marks:
             return None
         name = next(n for n, mark, noted in zip(self.parameters, marks, self._marks, strict=True) if mark != noted)
@@ -200,7 +200,7 @@ class GradientStore:
         """Takes the gradients of a bucket's parameters.
 
         Args:
-            accumulated: which of them have ``.grad`` added to (see ``_torch.accumulated``).
+            accumulated: which of them have ``.grad`` added to (see ``_torch.autograd.accumulated``).
 
         Returns:
             What autograd is handed for each: nothing, because the store itself adds to ``.grad``.
@@ -289,7 +289,7 @@ class GradientStore:
     def _keep(self, chain: ParameterChain, accumulator: torch.Tensor) -> None:
         """Makes a local sum the parameter's gradient, until it is reduced."""
         parameter = self.parameters[chain.name]
-        if parameter.grad is None or _torch.local_of(parameter.grad) is not accumulator:
+        if parameter.grad is None or _torch.dtensor.local_of(parameter.grad) is not accumulator:
             parameter.grad = self.wrap(chain.name, accumulator, chain.accumulator)
         self._pending[chain.name] = chain
 
@@ -299,7 +299,7 @@ class GradientStore:
         if grad is None:  # zero_grad() has cleared it
             self._pending.pop(chain.name, None)
             return None
-        local = _torch.local_of(grad)
+        local = _torch.dtensor.local_of(grad)
         pending = self._pending.pop(chain.name, None)
         layout = pending.accumulator if pending is not None else chain.at_rest
         if layout == chain.accumulator and local.dtype == chain.accumulator_dtype:
@@ -351,7 +351,8 @@ class GradientStore:
         sums: Tensors = []
         addends: Tensors = []
         parameters = [self.parameters[chain.name] for chain in chains]
-        rows = zip(chains, parameters, _torch.grads_of(parameters), cast(values, chains[0].rest_dtype), strict=True)
+        grads = _torch.tensors.grads_of(parameters)
+        rows = zip(chains, parameters, grads, cast(values, chains[0].rest_dtype), strict=True)
         for chain, parameter, grad, value in rows:
             if grad is None:
                 # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
@@ -359,7 +360,7 @@ class GradientStore:
                 value = value.clone(memory_format=contiguous) if chain.ends_in_slice else value.contiguous()
                 parameter.grad = as_parameter(value, parameter)
             else:
-                sums.append(_torch.local_of(grad))
+                sums.append(_torch.dtensor.local_of(grad))
                 addends.append(value)
         if sums:
             torch._foreach_add_(sums, addends)
@@ -386,8 +387,8 @@ class GradientStore:
                 grad = parameter.grad
                 if has_gradient_hooks(parameter) and isinstance(grad, DTensor):
                     local = call_gradient_hooks(name, parameter, grad)
-                    if local is not _torch.local_of(grad):
-                        parameter.grad = _torch.wrap_local(local, _torch.spec_of(grad))
+                    if local is not _torch.dtensor.local_of(grad):
+                        parameter.grad = _torch.dtensor.wrap_local(local, _torch.dtensor.spec_of(grad))
             call_accumulated_hooks(complete.values())
 
     # -- from clipping, the optimizer, and the outside --------------------------------------------------------------
@@ -397,9 +398,9 @@ class GradientStore:
         spec = self._specs.get((name, layout, local.dtype))
         if spec is None:
             parameter = self.parameters[name]
-            spec = _torch.make_spec(self.mesh, to_dtensor_placements(layout), parameter.shape, local.dtype)
+            spec = _torch.dtensor.make_spec(self.mesh, to_dtensor_placements(layout), parameter.shape, local.dtype)
             self._specs[name, layout, local.dtype] = spec
-        return _torch.wrap_local(local, spec)
+        return _torch.dtensor.wrap_local(local, spec)
 
     def flush(self) -> None:
         """Reduces every gradient that is still a summand; a collective that all ranks enter alike."""
@@ -419,7 +420,7 @@ class GradientStore:
                 groups.setdefault((kinds, chain.reduce_dtype, chain.rest_dtype), []).append(chain)
         self._pending.clear()
         for chains in groups.values():
-            locals_ = [_torch.local_of(self.parameters[c.name].grad) for c in chains]  # type: ignore[arg-type]
+            locals_ = [_torch.dtensor.local_of(self.parameters[c.name].grad) for c in chains]  # type: ignore[arg-type]
             finish = self._reduce(chains, locals_, [c.sync for c in chains], owned=True)
             for chain in chains:
                 self.parameters[chain.name].grad = None
@@ -435,7 +436,7 @@ class GradientStore:
             by_dtype: dict[torch.dtype, Tensors] = {}
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
-                    by_dtype.setdefault(parameter.dtype, []).append(_torch.local_of(parameter.grad))
+                    by_dtype.setdefault(parameter.dtype, []).append(_torch.dtensor.local_of(parameter.grad))
             for grads in by_dtype.values():
                 torch._foreach_div_(grads, divisor)
         if held:

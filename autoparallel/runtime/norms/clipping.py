@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
+from autoparallel._torch.dtensor import spec_of
 from autoparallel.placements import Layout, from_dtensor_placements, to_dtensor_placements
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.norms import norm as arithmetic
@@ -121,7 +122,7 @@ class Clipper:
                 f"clip_grad_value_() cannot clamp the gradient of {name}, which is complex: complex numbers have no "
                 "order (torch refuses it, too); use clip_grad_norm_()"
             )
-        runs = arithmetic.join([_torch.local_of(g) for g in grads.values()])
+        runs = arithmetic.join([_torch.dtensor.local_of(g) for g in grads.values()])
         if runs:
             torch._foreach_clamp_min_(runs, -float(value))
             torch._foreach_clamp_max_(runs, float(value))
@@ -211,7 +212,7 @@ class Clipper:
         grads = {name: p.grad for name, p in store.parameters.items() if p.grad is not None}
         for name, grad in grads.items():
             parameter = store.parameters[name]
-            if pending or not (type(grad) is DTensor and _torch.spec_of(grad) is _torch.spec_of(parameter)):  # type: ignore[arg-type]
+            if pending or not (type(grad) is DTensor and spec_of(grad) is spec_of(parameter)):  # type: ignore[arg-type]
                 self._require_ours(what, name, parameter, grad, pending.get(name))
         if not grads or pending or store.window is not None:
             store.settle()
@@ -253,7 +254,7 @@ class Clipper:
             sizes = tuple(self.store.mesh.shape)
             names, prefix = self.store.names, self.store.prefix
             program = self._programs[key] = NormProgram(layouts, p, names, sizes, prefix, norms, everyone, device)
-        runs = {names: arithmetic.join([_torch.local_of(grads[n]) for n in names]) for names in program.sets}
+        runs = {names: arithmetic.join([_torch.dtensor.local_of(grads[n]) for n in names]) for names in program.sets}
         norms_of = self._known_norms(grads, p)  # a tensor's norm has the same norm
         measured = ([norms_of.get(_place(run), run) for run in runs[names]] for names in program.sets)
         with torch.no_grad():
@@ -266,7 +267,7 @@ class Clipper:
         if self._on_the_way.backward != self.store.backwards:
             self._on_the_way = _OnTheWay(self.store.backwards)
         grads: dict[str, Any] = {n: self.store.parameters[n].grad for n in names}
-        for run in arithmetic.join([_torch.local_of(g) for g in grads.values()]):
+        for run in arithmetic.join([_torch.dtensor.local_of(g) for g in grads.values()]):
             self._on_the_way.norms[_place(run)] = arithmetic.local_norm(run, self.in_step.norm_type)
         self._on_the_way.marks.update((n, _mark(g)) for n, g in grads.items())
         self._on_the_way.grads.extend(grads.values())
@@ -283,7 +284,7 @@ class Clipper:
         bad = ~norms.isfinite().all()
         before = self.skipped()  # by an earlier clipping of the same gradients, which are zero since
         bad = bad if before is None else bad | before
-        for run in arithmetic.join([_torch.local_of(g) for g in grads.values()]):
+        for run in arithmetic.join([_torch.dtensor.local_of(g) for g in grads.values()]):
             run.masked_fill_(bad, 0)
         self._skipped = (self.store.backwards, bad)
 
@@ -305,12 +306,12 @@ class Clipper:
 
 def _empty(grads: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
     """Something without an element, on the gradients' device."""
-    return [_torch.local_of(grads[names[0]])]
+    return [_torch.dtensor.local_of(grads[names[0]])]
 
 
 def _mark(grad: torch.Tensor) -> Mark:
     """Changes when a gradient is replaced or written to: through the ``DTensor``, or by its local tensor itself."""
-    return id(grad), grad._version, _torch.local_of(grad)._version
+    return id(grad), grad._version, _torch.dtensor.local_of(grad)._version
 
 
 def _place(x: torch.Tensor) -> Place:

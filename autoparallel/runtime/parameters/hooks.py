@@ -69,7 +69,7 @@ class ParameterHooks(dict[int, Hook]):
 def require_own_hooks(name: str, parameter: torch.Tensor) -> None:
     """Raises for a hook on several tensors at once, which waits for nodes in the graph of the tensors that it was
     registered on: torch would never call it again when another takes a parameter's place."""
-    if has_gradient_hooks(parameter) and _torch.is_in_a_graph(parameter):
+    if has_gradient_hooks(parameter) and _torch.autograd.is_in_a_graph(parameter):
         raise RuntimeError(
             f"{name} has a hook and is in a graph, as hooks of several tensors are (register_multi_grad_hook)\n"
             "What to change: register it, or make that graph, after the model's first call or model.prepare(...)."
@@ -78,7 +78,7 @@ def require_own_hooks(name: str, parameter: torch.Tensor) -> None:
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Gives a parameter's hooks to the ``DTensor`` that takes its place, out of the engine's sight."""
-    for name in _torch.HOOKS:
+    for name in _torch.autograd.HOOKS:
         hooks = getattr(source, name, None)
         if not isinstance(hooks, ParameterHooks):
             hooks = ParameterHooks(hooks)
@@ -92,12 +92,12 @@ def are_registered() -> bool:
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether a parameter has hooks that see its gradient before it is added to ``.grad``."""
-    return bool(getattr(parameter, _torch.HOOKS[0], None))
+    return bool(getattr(parameter, _torch.autograd.HOOKS[0], None))
 
 
 def has_accumulated_hooks(parameter: torch.Tensor) -> bool:
     """Whether a parameter has hooks that are called after its ``.grad`` has been added to."""
-    return bool(getattr(parameter, _torch.HOOKS[1], None))
+    return bool(getattr(parameter, _torch.autograd.HOOKS[1], None))
 
 
 def call_gradient_hooks(name: str, parameter: nn.Parameter, grad: DTensor) -> torch.Tensor:
@@ -106,18 +106,18 @@ def call_gradient_hooks(name: str, parameter: nn.Parameter, grad: DTensor) -> to
     Raises:
         RuntimeError: for a hook that returns no gradient of the parameter's shape.
     """
-    for hook in list(getattr(parameter, _torch.HOOKS[0]).values()):
+    for hook in list(getattr(parameter, _torch.autograd.HOOKS[0]).values()):
         with implicit_replication():
             result = hook(grad)
         if result is not None:
             grad = _like(name, parameter, result, grad, getattr(hook, "__qualname__", repr(hook)))
-    return _torch.local_of(grad)
+    return _torch.dtensor.local_of(grad)
 
 
 def call_accumulated_hooks(parameters: Iterable[nn.Parameter]) -> None:
     """Calls the hooks that follow the accumulation of a gradient."""
     for parameter in parameters:
-        for hook in list(getattr(parameter, _torch.HOOKS[1]).values()):
+        for hook in list(getattr(parameter, _torch.autograd.HOOKS[1]).values()):
             with implicit_replication():
                 hook(parameter)
 
@@ -131,5 +131,5 @@ def _like(name: str, parameter: nn.Parameter, result: Any, grad: DTensor, hook: 
         )
     if isinstance(result, DTensor) and result.device_mesh != grad.device_mesh:
         raise RuntimeError(f"the hook {hook} on {name} returned a DTensor on another mesh than the gradient's")
-    local = _torch.local_of(lay_like(result.detach(), grad))
+    local = _torch.dtensor.local_of(lay_like(result.detach(), grad))
     return as_parameter(local.to(grad.dtype).contiguous(), grad)

@@ -166,7 +166,7 @@ def _inner_first(module: nn.Module) -> list[str]:
 def _missing(module: nn.Module) -> list[str]:
     """The names of a module's own tensors that have no values."""
     tensors = [*module._parameters.items(), *module._buffers.items()]
-    return [name for name, t in tensors if t is not None and _torch.local_of(t).is_meta]
+    return [name for name, t in tensors if t is not None and _torch.dtensor.local_of(t).is_meta]
 
 
 def _tensor(module: nn.Module, name: str) -> torch.Tensor:

@@ -27,10 +27,10 @@ def local_view(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> torch.T
 
 def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
     """A ``DTensor`` that lies as a parameter at rest does, around this rank's part."""
-    spec = _torch.spec_of(parameter)  # type: ignore[arg-type]
+    spec = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
     if local.dtype != parameter.dtype:
-        spec = _torch.make_spec(spec.mesh, spec.placements, parameter.shape, local.dtype)
-    return _torch.wrap_local(local, spec)
+        spec = _torch.dtensor.make_spec(spec.mesh, spec.placements, parameter.shape, local.dtype)
+    return _torch.dtensor.wrap_local(local, spec)
 
 
 def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
@@ -42,4 +42,4 @@ def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     if value.shape != parameter.shape:
         return value
     local = local_slice(value.to(parameter.device, parameter.dtype), from_dtensor_placements(placements), mesh)
-    return _torch.wrap_local(local, _torch.spec_of(parameter))
+    return _torch.dtensor.wrap_local(local, _torch.dtensor.spec_of(parameter))

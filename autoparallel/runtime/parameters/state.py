@@ -51,14 +51,14 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
 def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     """Replaces every parameter by a ``DTensor`` that is whole on every rank; returns the parameters replaced."""
     if mesh.device_type == "cpu":
-        _torch.draw_on_cpus(WholeDraws())
-    _torch.read_whole_scalars()
+        _torch.dtensor.draw_on_cpus(WholeDraws())
+    _torch.dtensor.read_whole_scalars()
     layout = to_dtensor_placements((Invariant,) * mesh.ndim)
     replacements: dict[int, nn.Parameter] = {}
     replaced: dict[int, nn.Parameter] = {}
     for module, name, parameter in list(slots(model)):
         if id(parameter) not in replacements:
-            spec = _torch.make_spec(mesh, layout, parameter.shape, parameter.dtype)
+            spec = _torch.dtensor.make_spec(mesh, layout, parameter.shape, parameter.dtype)
             new = _remade(parameter, parameter.detach().contiguous(), spec)
             move_hooks(parameter, new)
             replacements[id(parameter)] = REPLACED[parameter] = new
@@ -69,15 +69,15 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
 
 def _remade(parameter: nn.Parameter, local: torch.Tensor, spec: Any) -> nn.Parameter:
     """A parameter of which this rank has ``local``, in all else as another is, but for its gradient and its hooks."""
-    new = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=parameter.requires_grad)
+    new = nn.Parameter(_torch.dtensor.wrap_local(local, spec), requires_grad=parameter.requires_grad)
     new.__dict__.update(parameter.__dict__)
     return new
 
 
 def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter at rest that lies as another does and has its values, without its gradient and its hooks."""
-    spec = _torch.spec_of(parameter)  # type: ignore[arg-type]
-    new = _remade(parameter, _torch.local_of(parameter).detach().clone(), spec)
+    spec = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
+    new = _remade(parameter, _torch.dtensor.local_of(parameter).detach().clone(), spec)
     move_hooks(new, new)
     return new
 
@@ -121,7 +121,7 @@ def in_batches(items: Iterable[T], size_of: Callable[[T], int], most: int) -> It
 def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
     """Changes a whole parameter's layout in place, so that optimizers that hold it stay valid."""
     placements = to_dtensor_placements(layout)
-    before = _torch.spec_of(parameter)  # type: ignore[arg-type]
+    before = _torch.dtensor.spec_of(parameter)  # type: ignore[arg-type]
     if before.placements == placements and before.mesh == mesh:
         return
     grad, parameter.grad = parameter.grad, None
@@ -130,8 +130,8 @@ def lay_out(parameter: nn.Parameter, layout: Layout, mesh: DeviceMesh) -> None:
             "it has a gradient before its layout is planned\nWhat to change: call zero_grad() before the first call."
         )
     with torch.no_grad():
-        local = local_slice(_torch.local_of(parameter).detach(), layout, mesh)
-    spec = _torch.make_spec(mesh, placements, parameter.shape, parameter.dtype)
+        local = local_slice(_torch.dtensor.local_of(parameter).detach(), layout, mesh)
+    spec = _torch.dtensor.make_spec(mesh, placements, parameter.shape, parameter.dtype)
     _swap(parameter, _remade(parameter, local, spec))
 
 
@@ -139,7 +139,7 @@ def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
     """Makes a parameter what ``new`` is; it keeps its hooks, and what it says to the engine about them."""
     require_own_hooks("it", parameter)
     try:
-        _torch.swap_tensors(parameter, new)
+        _torch.tensors.swap_tensors(parameter, new)
     except RuntimeError as error:  # of torch, which counts who else refers to it
         raise RuntimeError(
             "a graph that was made of it before has not had its backward\n"
@@ -175,9 +175,9 @@ def materialize(
             if not _is_meta(p):
                 continue  # tied, and done already
             layout, home = layouts[names[id(p)]], homes[names[id(p)]]
-            spec = _torch.make_spec(home, to_dtensor_placements(layout), p.shape, p.dtype)
+            spec = _torch.dtensor.make_spec(home, to_dtensor_placements(layout), p.shape, p.dtype)
             _swap(p, _remade(p, local_slice(value, layout, home), spec))
 
 
 def _is_meta(parameter: torch.Tensor) -> bool:
-    return _torch.local_of(parameter).device.type == "meta"
+    return _torch.dtensor.local_of(parameter).device.type == "meta"

@@ -119,7 +119,7 @@ class RegionCompiler:
 
         def inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             with one_at_a_time(hashlib.sha256(f"{program.code}{sizes}{forms_of(inputs)}".encode()).hexdigest()):
-                return _torch.compile_by_inductor(graph, inputs, sizes)
+                return _torch.dynamo.compile_by_inductor(graph, inputs, sizes)
 
         backend = inductor if self.backend == "inductor" else self.backend
         compiled = torch.compile(program.forward, fullgraph=True, dynamic=False, backend=backend)
@@ -150,7 +150,7 @@ def _sizes_of_groups(graph: fx.Graph) -> str:
 def one_at_a_time(name: str) -> Iterator[None]:
     """Lets the first process of this machine in, and all others together once it has left; see [Note: one rank
     compiles]."""
-    folder = os.path.join(_torch.inductor_folder(), "autoparallel")
+    folder = os.path.join(_torch.dynamo.inductor_folder(), "autoparallel")
     os.makedirs(folder, exist_ok=True)
     lock = FileLock(os.path.join(folder, name))
     try:
@@ -196,7 +196,7 @@ def open_dims(graph: fx.Graph) -> list[list[int]]:
 
 def mark(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     """The tensor, for any size of whose dims a region is compiled."""
-    _torch.leave_open(x, dims)
+    _torch.dynamo.leave_open(x, dims)
     return x
 
 
@@ -292,7 +292,7 @@ def _computes(node: fx.Node) -> bool:
     """Whether a call makes memory of its own."""
     if _is_size(node) or not isinstance(node.target, torch._ops.OpOverload):
         return getattr(node.target, "__module__", "").startswith("autoparallel")
-    return not _torch.gives_view(node.target)
+    return not _torch.export.gives_view(node.target)
 
 
 def _copy_sizes(graph: fx.Graph, regions: list[list[fx.Node]], inside: dict[fx.Node, int]) -> None:

@@ -101,7 +101,7 @@ class Runner:
             if bucket.placeholders[0] not in values:
                 values.update(zip(bucket.placeholders, bucket(), strict=True))
         arguments = [values[name] for name in self.order]
-        body = self._named_body() if _torch.is_profiling() else self.body
+        body = self._named_body() if _torch.autograd.is_profiling() else self.body
         if not self.per_use:
             return body(*arguments)
         hooks = RegatherHooks(self.per_use)

@@ -50,7 +50,7 @@ class StageGradients(GradientStore):
         self.sums: dict[str, torch.Tensor] = {}
         self._leaves: list[tuple[ParameterChain, list[torch.Tensor]]] = []
         self._without: list[torch.Tensor] = []  # leaves that have no gradient yet
-        self._claimed: set[_torch.StorageWeakRef] = set()  # the memory of gradients that the leaves, or others, have
+        self._claimed: set[_torch.tensors.StorageWeakRef] = set()  # memory of gradients that leaves, or others, have
 
     def hold(self, bucket: ParameterBucket, differentiate: bool) -> dict[str, torch.Tensor]:
         """A bucket's parameters for all microbatches, by placeholder (see [Note: parameters of a schedule])."""
@@ -70,15 +70,15 @@ class StageGradients(GradientStore):
         """Sees to it, after a backward, that the leaves' gradients share no memory with each other or with others."""
         if not self._without:
             return
-        self._claimed.update(_torch.StorageWeakRef(x.untyped_storage()) for x in others)
+        self._claimed.update(_torch.tensors.StorageWeakRef(x.untyped_storage()) for x in others)
         without = []
         for leaf in self._without:
             if leaf.grad is None:
                 without.append(leaf)
                 continue
-            if _torch.StorageWeakRef(leaf.grad.untyped_storage()) in self._claimed:
+            if _torch.tensors.StorageWeakRef(leaf.grad.untyped_storage()) in self._claimed:
                 leaf.grad = leaf.grad.clone(memory_format=torch.contiguous_format)
-            self._claimed.add(_torch.StorageWeakRef(leaf.grad.untyped_storage()))
+            self._claimed.add(_torch.tensors.StorageWeakRef(leaf.grad.untyped_storage()))
         self._without = without
 
     def receive(

@@ -92,10 +92,10 @@ class TiedParameters:
                 part = own_region(chain.shape, chain.at_rest, mesh)
                 assert part is not None
                 local = torch.empty(part.shape, dtype=chain.rest_dtype, device=mesh.device_type)
-                spec = _torch.make_spec(
+                spec = _torch.dtensor.make_spec(
                     mesh, to_dtensor_placements(chain.at_rest), torch.Size(chain.shape), chain.rest_dtype
                 )
-                parameter = nn.Parameter(_torch.wrap_local(local, spec), requires_grad=chain.trainable)
+                parameter = nn.Parameter(_torch.dtensor.wrap_local(local, spec), requires_grad=chain.trainable)
                 self.borrowed[chain.name] = parameter
 
     def chain(self, name: str) -> ParameterChain:
@@ -108,10 +108,10 @@ class TiedParameters:
         for tie in self.ties:
             name = tie.chain.name
             if self.rank == tie.owner:
-                local = _torch.local_of(self.store.parameters[name]).detach().contiguous()
+                local = _torch.dtensor.local_of(self.store.parameters[name]).detach().contiguous()
                 sends += [self.communicator.send(local, self.axis, borrower) for borrower in tie.borrowers]
             elif self.rank in tie.borrowers:
-                local = _torch.local_of(self.borrowed[name]).detach()
+                local = _torch.dtensor.local_of(self.borrowed[name]).detach()
                 local.copy_(self.communicator.receive(torch.empty_like(local), self.axis, tie.owner)())
 
         def wait() -> None:

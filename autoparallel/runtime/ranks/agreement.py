@@ -69,7 +69,7 @@ class Agreement:
         if not self.alone:
             self.group = dist.new_group(
                 ranks,
-                timeout=_torch.timeout_of(dist.group.WORLD, device),
+                timeout=_torch.distributed.timeout_of(dist.group.WORLD, device),
                 backend="gloo",
                 use_local_synchronization=len(ranks) < dist.get_world_size(),
                 group_desc=CONTROL,
@@ -78,7 +78,7 @@ class Agreement:
     @property
     def is_open(self) -> bool:
         """Whether the process group has not been destroyed."""
-        return self.group is None or _torch.is_open(self.group)
+        return self.group is None or _torch.distributed.is_open(self.group)
 
     def next_model(self) -> int:
         """The number of a model that is compiled now, among those on the same ranks."""
@@ -110,7 +110,7 @@ class Agreement:
         waiting.enter(Place(tuple(self.ranks), self._exchanges, what))
         table = torch.empty(len(self.ranks), len(row), dtype=torch.uint8)
         with waiting.explained():
-            work = _torch.all_gather_single(table.view(-1), row, group=self.group, async_op=True)
+            work = _torch.distributed.all_gather_single(table.view(-1), row, group=self.group, async_op=True)
 
         def wait() -> torch.Tensor:
             waiting.wait(work, True)

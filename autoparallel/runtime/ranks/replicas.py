@@ -105,7 +105,7 @@ class Replicas:
         named: list[tuple[str, int]] = []
         tensors: list[Tensor] = []
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
-            local, mask = _torch.local_of(tensor).detach(), 0
+            local, mask = _torch.dtensor.local_of(tensor).detach(), 0
             if isinstance(tensor, DTensor):
                 if tensor.device_mesh.get_coordinate() is None:
                     continue  # of a stage of other ranks

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autoparallel import _torch
+from autoparallel._torch.optim import FILLER, STEP_HOOKS
 from autoparallel.comm.collectives import settled
 from autoparallel.runtime.parameters.slices import as_parameter, lay_like
 
@@ -96,7 +97,7 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
     """See [Note: a step on a twin]; without parameters and states."""
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    _torch.drop_step_hooks(twin)
+    _torch.optim.drop_step_hooks(twin)
     for name in ("grad_scale", "found_inf"):
         value = getattr(twin, name, None)
         if isinstance(value, DTensor):
@@ -124,7 +125,7 @@ def take_back(optimizer: Optimizer, twin: Optimizer) -> None:
         group.update((key, value) for key, value in stepped.items() if key != "params")
 
 
-_OF_TWINS = frozenset({"state", "param_groups", "grad_scale", "found_inf", _torch.FILLER, *_torch.STEP_HOOKS})
+_OF_TWINS = frozenset({"state", "param_groups", "grad_scale", "found_inf", FILLER, *STEP_HOOKS})
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -143,7 +144,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
         )
     if grad.placements != parameter.placements or grad.device_mesh != parameter.device_mesh:
         grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-    return settled(_torch.local_of(grad))
+    return settled(_torch.dtensor.local_of(grad))
 
 
 def lies_as(value: Any, name: Any, shape: Sequence[int], numbers: Numbers = NUMBERS) -> bool:
@@ -163,7 +164,7 @@ def try_elements(optimizer: Optimizer) -> Numbers:
     numbers: set[tuple[Any, int]] = set()
     for group in optimizer.param_groups:
         if group["params"]:
-            like = _torch.local_of(group["params"][0])
+            like = _torch.dtensor.local_of(group["params"][0])
             value = torch.arange(1, 9, dtype=like.dtype, device=like.device).reshape(4, 2)
             size = torch.tensor([[1.0], [-1.0], [50.0], [100.0]], dtype=like.dtype, device=like.device)
             runs = [(value / 4)[i:j].clone() for i, j in ((0, 4), (0, 2), (2, 4))]
@@ -227,7 +228,7 @@ class LocalStep:
     def __init__(self, optimizer: Optimizer) -> None:
         self._lists = [list(group["params"]) for group in optimizer.param_groups]
         self._parameters: list[torch.Tensor] = list(chain.from_iterable(self._lists))
-        self._locals = list(map(_torch.local_of, self._parameters))
+        self._locals = list(map(_torch.dtensor.local_of, self._parameters))
         self._slices = [slice(i, j) for i, j in pairwise(accumulate(map(len, self._lists), initial=0))]
         sharded = [(p, x) for p, x in zip(self._parameters, self._locals, strict=True) if p is not x]
         for parameter, local in sharded:
@@ -244,10 +245,10 @@ class LocalStep:
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._outer: list[Any] = []  # the objects in the optimizer's state after its last step, and in the plain one
         self._inner: list[Any] = []
-        self._keeps_lists = is_torchs and len(sharded) == len(self._locals) and _is_torchs(_torch.filler_of(kind))
+        self._keeps_lists = is_torchs and len(sharded) == len(self._locals) and _is_torchs(_torch.optim.filler_of(kind))
         self._options: list[Any] = []
-        self._filled: list[_torch.Filled] = []  # by each group, in the last step, if they hold for the next
-        self._filling: list[_torch.Filled] = []
+        self._filled: list[_torch.optim.Filled] = []  # by each group, in the last step, if they hold for the next
+        self._filling: list[_torch.optim.Filled] = []
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's parameters are still these, where they were."""
@@ -255,13 +256,13 @@ class LocalStep:
         return (
             list(map(len, groups)) == list(map(len, self._lists))
             and all(map(is_, chain.from_iterable(groups), self._parameters))
-            and all(map(is_, _torch.locals_of(self._sharded), self._shards))
+            and all(map(is_, _torch.dtensor.locals_of(self._sharded), self._shards))
         )
 
     def begin(self, optimizer: Optimizer, twin: Optimizer) -> None:
         """Gives the plain tensors their gradients and states, and the twin these tensors."""
-        grads = _torch.grads_of(self._sharded)
-        parts, specs = _torch.locals_of(grads), _torch.specs_of(grads)
+        grads = _torch.tensors.grads_of(self._sharded)
+        parts, specs = _torch.dtensor.locals_of(grads), _torch.dtensor.specs_of(grads)
         same = all(map(is_, specs, self._specs)) and all(grads[i] is None for i in self._without)
         if not same:
             laid = list(map(gradient_of, self._sharded))
@@ -276,15 +277,15 @@ class LocalStep:
             self._read(optimizer)
         fill(twin, optimizer, self._state, [self._locals[part] for part in self._slices])
         filled, self._filled, self._filling = self._filled, [], []
-        if self._keeps_lists and _torch.FILLER not in vars(optimizer):
+        if self._keeps_lists and FILLER not in vars(optimizer):
             options = list(map(_options, twin.param_groups))
             if same and filled and options == self._options:
                 present = [[p for p in parts[part] if p is not None] for part in self._slices]
-                _torch.refill(twin, filled, present)
+                _torch.optim.refill(twin, filled, present)
                 self._filled = filled
                 return
             self._options = options
-            _torch.note_filled(twin, self._filling)
+            _torch.optim.note_filled(twin, self._filling)
         for local, part in zip(self._shards, parts, strict=True):
             local.grad = part
 
@@ -298,7 +299,7 @@ class LocalStep:
             for name, value in values.items():
                 if lies_as(value, name, parameter.shape, self._numbers):
                     values[name] = value = lay_like(value, parameter)
-                self._state[local][name] = _torch.local_of(value) if isinstance(value, torch.Tensor) else value
+                self._state[local][name] = _torch.dtensor.local_of(value) if isinstance(value, torch.Tensor) else value
         self._outer, self._inner = _objects(optimizer.state), _objects(self._state)
 
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
@@ -326,7 +327,7 @@ class LocalStep:
             for name, value in values.items():
                 if lies_as(value, name, local.shape, self._numbers):
                     previous = before.get(name)
-                    if not (isinstance(previous, DTensor) and _torch.local_of(previous) is value):
+                    if not (isinstance(previous, DTensor) and _torch.dtensor.local_of(previous) is value):
                         before[name] = as_parameter(value, parameter)
                 else:
                     before[name] = value

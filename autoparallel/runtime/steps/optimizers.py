@@ -91,7 +91,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         if skipped is not None:
             _leave_out(optimizer, clipper, skipped)
     if part is not None:
-        _undone(optimizer).callback(_torch.call_innermost(optimizer, _enter, _leave))
+        _undone(optimizer).callback(_torch.optim.call_innermost(optimizer, _enter, _leave))
     return changed
 
 

@@ -69,7 +69,7 @@ class _Entry:
         if self.kind == "number":
             item.state[self.name] = self.of(value.item())
         elif isinstance(before, torch.Tensor):
-            _torch.local_of(before).copy_(value)
+            _torch.dtensor.local_of(before).copy_(value)
         elif self.kind == "lies":
             item.state[self.name] = as_parameter(value, item.parameter)
         else:
@@ -108,8 +108,8 @@ class _Item:
 
     def parts(self) -> list[torch.Tensor]:
         """This rank's parts of the parameter, its gradient and the states that lie as it does."""
-        lying = [_torch.local_of(value) for value in self.state.values() if isinstance(value, DTensor)]
-        return [_torch.local_of(self.parameter), self.grad, *lying]
+        lying = [_torch.dtensor.local_of(value) for value in self.state.values() if isinstance(value, DTensor)]
+        return [_torch.dtensor.local_of(self.parameter), self.grad, *lying]
 
     def forms(self, place: int) -> list[Form]:
         """What the owner sends to a place: its part of the parameter and of the states."""
@@ -207,7 +207,7 @@ class _Mesh:
         if parts is None:
             self._agree(items, error, entries)
         for item, (value, *values) in zip(items, parts or (), strict=True):
-            _torch.local_of(item.parameter).copy_(value)
+            _torch.dtensor.local_of(item.parameter).copy_(value)
             for entry, state in zip(item.entries, values, strict=True):
                 entry.put(item, state)
 

@@ -101,7 +101,7 @@ class _Watch(TorchFunctionMode):
         return self.latest.get(id(tensor)) or self.latest.get(_place(tensor))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = [self.find(x) for x in _torch.tensors_in((args, kwargs))]
+        operands = [self.find(x) for x in _torch.tensors.tensors_in((args, kwargs))]
         result = func(*args, **(kwargs or {}))
         steps = list(dict.fromkeys(x for x in operands if x is not None))
         for x in pytree.tree_leaves(result):
@@ -137,7 +137,7 @@ def capture_deviation(
     recorder = Recorder(captured.module)
     results = run_recorded(recorder, captured, arguments_of(captured, task, batch), task, random)
     plain = replace(task, model=copy.deepcopy(task.model))  # without hooks of parameters, which the runtime calls
-    leaves = _torch.tensors_in((batch.args, batch.kwargs))
+    leaves = _torch.tensors.tensors_in((batch.args, batch.kwargs))
     watch = _Watch(plain.model, leaves)
     with torch.enable_grad(), plain_randomness(random):
         with watch:

@@ -107,7 +107,7 @@ class _Casts(TorchDispatchMode):
 
 
 def _floating(values: Any) -> list[Tensor]:
-    return [x for x in _torch.tensors_in(values) if x.is_floating_point()]
+    return [x for x in _torch.tensors.tensors_in(values) if x.is_floating_point()]
 
 
 def narrowing_casts(task: Task) -> tuple[str, ...]:

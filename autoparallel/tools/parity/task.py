@@ -166,9 +166,9 @@ def _copy(dtype: torch.dtype | None, x: Tensor) -> Tensor:
 def _copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """A copy on the cpu with its hooks; ``copy.deepcopy`` leaves out those of parameters."""
     memo = {id(held): held for held in not_copied(model)}
-    copied = _torch.cast_module(copy.deepcopy(model, memo), functools.partial(_cast, dtype))
+    copied = _torch.nn.cast_module(copy.deepcopy(model, memo), functools.partial(_cast, dtype))
     for theirs, ours in zip(model.parameters(), copied.parameters(), strict=True):
-        _torch.copy_parameter_hooks(theirs, ours)
+        _torch.autograd.copy_parameter_hooks(theirs, ours)
     return copied
 
 

@@ -85,7 +85,7 @@ def train(model: nn.Module, task: Task, limit_of: LimitOf, draws: Draws) -> Iter
 
 def _accumulate(model: nn.Module, task: Task, batch: Batch, draws: Draws) -> list[tuple[str, str, Tensor | None]]:
     """Adds to the gradients what one batch of a step gives, and tells its outputs: their kinds, names and values."""
-    inputs = [x for x in _torch.tensors_in((batch.args, batch.kwargs)) if x.requires_grad]
+    inputs = [x for x in _torch.tensors.tensors_in((batch.args, batch.kwargs)) if x.requires_grad]
     for x in inputs:
         x.grad = None
     trains = any(p.requires_grad for p in model.parameters())

@@ -1,0 +1,106 @@
+"""Autograd's engine, its hooks and its functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.utils import checkpoint
+
+from autoparallel._torch.tensors import tensors_in
+
+# What saves the inputs of a checkpoint; gone in 2.13.
+NoopSaveInputs = getattr(checkpoint, "_NoopSaveInputs", None)
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
+
+
+def saved_as_they_are() -> AbstractContextManager[object]:
+    """Inside, hooks on saved tensors that were entered before see none; ``torch.func.grad`` allows no others."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def is_in_a_graph(parameter: torch.Tensor) -> bool:
+    """Whether autograd has a node for a parameter, as graphs that it is in and hooks on several tensors hold."""
+    return parameter._use_count() > 1  # type: ignore[attr-defined]
+
+
+def copy_parameter_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Registers the hooks of one parameter on another, in their order."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
+
+
+def is_transforming() -> bool:
+    """Whether a transform of ``torch.func`` is running."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def after_backward(callback: Callable[[], Any]) -> None:
+    """Calls ``callback`` when the backward pass that is running now has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+MODULE = "autoparallel module"
+
+
+def mark_module(results: Any, module: str) -> None:
+    """Notes on what will differentiate results that a module has made them."""
+    for result in tensors_in(results):
+        if result.grad_fn is not None:
+            metadata: Any = result.grad_fn.metadata
+            metadata.setdefault(MODULE, module)
+
+
+def marked_module() -> str | None:
+    """The module that has made what is differentiated now; None where that is not known."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node.metadata.get(MODULE)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records what this thread runs."""
+    return bool(_profiler_enabled())
+
+
+def running_backward() -> int:
+    """The engine's number of the backward pass that calls this; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def accumulated(ctx: Any, count: int) -> list[bool]:
+    """Which of the last ``count`` inputs of an autograd function, whose backward runs now, have ``.grad`` added to.
+
+    All that are trained under ``backward()``, the chosen ones under ``backward(inputs=...)``, and none under
+    ``torch.autograd.grad()``, which hands gradients out instead.
+    """
+    nodes = [node for node, _ in ctx.next_functions[-count:]]
+    try:
+        return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+    except RuntimeError:  # a leaf under torch.autograd.grad()
+        return [_accumulates(node) for node in nodes]
+
+
+def _accumulates(node: Any) -> bool:
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
+__all__ = ["SingleLevelFunction"]  # torch's own, handed on

@@ -1,0 +1,91 @@
+"""``DTensor``s without the time that their public functions take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _random
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
+
+
+def make_spec(
+    mesh: DeviceMesh, placements: tuple[DTensorPlacement, ...], shape: torch.Size, dtype: torch.dtype
+) -> DTensorSpec:
+    """The description of a contiguous ``DTensor``, made once and shared by all tensors that fit it."""
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(strides), dtype))
+
+
+def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A ``DTensor`` around a rank's local tensor, without any check or communication.
+
+    ``DTensor.from_local`` costs 50 to 100 us a call, and a step makes one for every parameter.  ``__init__`` does
+    nothing, but what Dynamo is told of it takes longer than the rest.
+    """
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A ``DTensor``'s local tensor itself, not a differentiable view of it; a plain tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """The description of a ``DTensor``."""
+    return tensor._spec
+
+
+def locals_of(tensors: Sequence[Any]) -> list[Any]:
+    """The local tensors of many ``DTensor``s at once; None where something else stands."""
+    return _each(tensors, "_local_tensor")
+
+
+def specs_of(tensors: Sequence[Any]) -> list[Any]:
+    """The descriptions of many ``DTensor``s at once; None where something else stands."""
+    return _each(tensors, "_spec")
+
+
+def _each(tensors: Sequence[Any], name: str) -> list[Any]:
+    try:
+        return list(map(attrgetter(name), tensors))
+    except AttributeError:
+        return [getattr(t, name, None) for t in tensors]
+
+
+def mesh_without_groups(
+    device_type: str, ranks: torch.Tensor, names: tuple[str, ...], rank: int | None = None
+) -> DeviceMesh:
+    """A mesh that nothing is communicated to make, and over which nothing can be sent.
+
+    Args:
+        rank: the one that stands here; None for this process's own.  On a mesh of other ranks ``DTensor``s are empty.
+    """
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def draw_on_cpus(tracker: Any) -> None:
+    """Has random operators on ``DTensor``s ask ``tracker``, where torch has none of its own: those need GPUs."""
+    if _random._rng_tracker is None and not torch.accelerator.is_available():
+        _random._rng_tracker = tracker
+
+
+def read_whole_scalars() -> None:
+    """Has ``.item()`` of a ``DTensor`` that is a summand on each rank read the sum: torch reads the rank's own number.
+
+    Like every operator that needs the sum (``norm > 1``), it is a collective then, of all ranks of the mesh.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _whole_scalar)
+
+
+def _whole_scalar(operator: Any, args: tuple[Any, ...], _: Any) -> Any:
+    [value] = args
+    whole = value.full_tensor() if any(not p.is_replicate() for p in value.placements) else value.to_local()
+    return operator(whole)

@@ -1,0 +1,99 @@
+"""``torch.export``, fake tensors and ``torch.fx``: what a trace is made with."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._decomp import decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.autograd_function import autograd_function_apply as function_apply
+from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx.node import has_side_effect
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+_ONE_LAYER_LSTM = decompositions.one_layer_lstm
+
+
+def one_layer_lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """A trace's LSTM, with states of the shape [rows, width]: before 2.13 torch's have a dim more."""
+    outputs, (hidden, cell) = _ONE_LAYER_LSTM(*args, **kwargs)
+    return outputs, (hidden.flatten(0, -2), cell.flatten(0, -2))
+
+
+def make_fake_mode() -> FakeTensorMode:
+    """A fake tensor mode with symbolic shapes, which lets real constants in."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def is_composite(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator is differentiated through the others that it calls, and neither writes nor gives a view."""
+    schema = operator._schema
+    return not any(x.alias_info for x in (*schema.arguments, *schema.returns)) and has_composition(operator)
+
+
+def has_composition(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator is differentiated through the others that it calls."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd"))
+
+
+def gives_view(target: Any) -> bool:
+    """Whether a call's target is an operator that makes no memory of its own, or not always, as ``reshape``."""
+    return isinstance(target, torch._ops.OpOverload) and (target.is_view or target is torch.ops.aten.reshape.default)
+
+
+def size_guards(value: torch.Tensor) -> list[tuple[Any, bool]]:
+    """What a trace took for granted of its symbols, and whether torch's own code asked for it.
+
+    Args:
+        value: a fake tensor of the trace.
+    """
+    env = value.fake_mode.shape_env  # type: ignore[attr-defined]
+    guards: dict[Any, bool] = {}
+    for guard in env.guards:
+        asker = getattr(guard.sloc.framework_loc, "filename", "")
+        condition = env.replace(guard.expr)
+        guards[condition] = guards.get(condition, True) and asker.startswith(FOLDER)
+    return list(guards.items())
+
+
+FOLDER = torch.__file__.rpartition("/")[0] + "/"
+"""Where torch's own Python lies."""
+
+
+def import_tracer() -> None:
+    """Imports Dynamo and what else traces a model, which takes long and sets environment variables: both would disturb
+    a trace that is watched."""
+    importlib.import_module("torch.export._trace")
+
+
+def graph_module(graph: fx.Graph) -> fx.GraphModule:
+    """A graph without submodules as a module, whose Python is written when it is first run: most are rewritten or
+    copied, and never are."""
+    return _LazyGraphModule(nn.Module(), graph)
+
+
+@contextmanager
+def without_fake_errors() -> Iterator[None]:
+    """Keeps torch from logging, with a traceback, each operator that a trace cannot run: it is raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+__all__ = [  # torch's own, handed on
+    "ShapeEnv", "decompositions", "enable_python_dispatcher", "free_unbacked_symbols", "function_apply",
+    "has_side_effect", "without_modes", "wrap_with_set_grad_enabled",
+]  # fmt: skip

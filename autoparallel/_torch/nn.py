@@ -1,0 +1,48 @@
+"""Modules: their hooks, casts and parametrizations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.nn.utils import parametrize
+from torch.utils.hooks import BackwardHook
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` manages a module's parameters."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
+@contextmanager
+def parametrizations_made_anew() -> Iterator[None]:
+    """Inside, ``torch.nn.utils.parametrize.cached`` that was entered before keeps nothing."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
+
+
+def dtype_of_cast(*args: Any, **kwargs: Any) -> torch.dtype | None:
+    """The dtype among the arguments of ``Module.to``."""
+    dtype: torch.dtype | None = torch._C._nn._parse_to(*args, **kwargs)[1]
+    return dtype
+
+
+def cast_module(module: nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Casts all parameters and buffers of a module in place; ``Module.to`` drops imaginary parts."""
+    return module._apply(cast)
+
+
+def backward_hook_of(module: nn.Module) -> BackwardHook:
+    """What runs a module's backward hooks, as they are registered now, in one call of it."""
+    full = module._get_backward_hooks()[0] if module._backward_hooks or modules._global_backward_hooks else []
+    return BackwardHook(module, full, module._get_backward_pre_hooks())
+
+
+__all__ = ["BackwardHook", "modules"]  # torch's own, handed on

@@ -1,0 +1,77 @@
+"""Tensors: those among nested values, their memory, their versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among nested values, in their order; what operators read and make is looked at very often."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        values = pytree.tree_leaves(values) if type(values) in pytree.SUPPORTED_NODES else ()
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif type(value) not in _PLAIN:
+            tensors += tensors_in(value)
+    return tensors
+
+
+def bytes_in(values: Any) -> int:
+    """The size of all tensors among nested values."""
+    return sum(x.nbytes for x in tensors_in(values))
+
+
+swap_tensors = FunctionType(
+    torch.utils.swap_tensors.__code__,
+    vars(torch.utils) | {"weakref": SimpleNamespace(getweakrefs=lambda tensor: [])},
+)
+"""``torch.utils.swap_tensors``, also where there are weak references to a tensor, as recurrent layers have to their
+weights: they refer to the Python object, which stays what it is."""
+
+
+def memory_span(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """The device and the first and the last address (exclusive) of a tensor's elements; no address if it has none."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
+        return str(tensor.device), 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each of many tensors has been changed in place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [t._version for t in tensors]
+
+
+def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What ``.grad`` is of many tensors at once; looking for an override of it takes longer than reading it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(attrgetter("grad"), tensors))
+
+
+def storage_mark(tensor: torch.Tensor) -> int:
+    """A number of a tensor's storage, which no other has while there is a reference to that, a weak one at least."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Numbers of the storages of tensors; a ``DTensor``'s own has no memory to compare."""
+    return list(map(torch._C._storage_id, tensors))  # type: ignore[attr-defined]
+
+
+__all__ = ["StorageWeakRef"]  # torch's own, handed on
