@@ -28,7 +28,8 @@ from autoparallel.planner.programs import prepare
 from autoparallel.planner.reasons import PlanAgain
 from autoparallel.planner.request.request import Request, Settled
 from autoparallel.predict.cost import workload_of
-from autoparallel.program import LocalProgram, StagedProgram, find_owners
+from autoparallel.program.program import LocalProgram
+from autoparallel.program.stages import StagedProgram, find_owners
 from autoparallel.report.explain import headline
 from autoparallel.report.progress import UNSHOWN, Progress
 from autoparallel.runtime.calls.kinds import Kind

@@ -47,7 +47,7 @@ from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
 from autoparallel.planner.request.presets import Preset
 from autoparallel.planner.request.request import Request
-from autoparallel.program import lay_out
+from autoparallel.program.build import lay_out
 from autoparallel.tools.parity.recording import arguments_of
 from autoparallel.tools.parity.task import Task, make_task
 from benchmarks.mutants import Mutant, chain_mutants, graph_mutants

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autoparallel import program
 from autoparallel.comm import collectives
 from autoparallel.operators import RandomState
+from autoparallel.program import passes
 from autoparallel.rules.core import Rule
 from autoparallel.rules.localize import LocalCall
 from autoparallel.rules.table import RULES
@@ -45,7 +45,7 @@ def test_right_programs_have_no_deviation(plan: str) -> None:
 @pytest.fixture
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs whose operators are wrong are run: the verifier, which refuses them, is off."""
-    monkeypatch.setattr(program, "verify_placements", lambda *_, **__: None)
+    monkeypatch.setattr(passes, "verify_placements", lambda *_, **__: None)
 
 
 @pytest.mark.wide

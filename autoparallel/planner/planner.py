@@ -29,7 +29,8 @@ from autoparallel.planner.request.request import Request, Settled
 from autoparallel.predict.pipeline_traffic import pipeline_traffic
 from autoparallel.predict.predict import predict
 from autoparallel.predict.reductions import choose_reductions, with_reductions
-from autoparallel.program import LocalProgram, StagedProgram, find_owners
+from autoparallel.program.program import LocalProgram
+from autoparallel.program.stages import StagedProgram, find_owners
 
 
 class Planner:

@@ -16,7 +16,9 @@ from autoparallel.passes.runner import Watch, ignore
 from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_cuttable, require_fits
 from autoparallel.planner.request.request import Request
-from autoparallel.program import LocalProgram, StagedProgram, build_program, build_stages
+from autoparallel.program.build import build_program
+from autoparallel.program.program import LocalProgram
+from autoparallel.program.stages import StagedProgram, build_stages
 
 
 def build(

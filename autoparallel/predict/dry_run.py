@@ -33,7 +33,7 @@ from autoparallel.predict.attention import attention
 from autoparallel.predict.communicator import BACKWARD, FORWARD, GRADIENTS, UNSHARD, MeteredCommunicator
 from autoparallel.predict.meter import Clock, Ledger, Meter
 from autoparallel.predict.unseen import is_unseen, stand_in
-from autoparallel.program import LocalProgram
+from autoparallel.program.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
 from autoparallel.runtime.gradients.backwards import BackwardPass, Gather, Grads, Tensors, Travel, reached
 from autoparallel.runtime.gradients.store import GradientStore, cast, local_at_end

@@ -22,7 +22,7 @@ from autoparallel.plan import Plan
 from autoparallel.predict.communicator import BACKWARD, FORWARD, UNSHARD
 from autoparallel.predict.dry_run import dry_run
 from autoparallel.predict.reductions import gradient_collectives
-from autoparallel.program import StagedProgram
+from autoparallel.program.stages import StagedProgram
 from autoparallel.runtime.programs.microbatches import shared_forms
 from autoparallel.runtime.programs.stages import form_of
 from autoparallel.runtime.programs.tied import Tie, find_ties

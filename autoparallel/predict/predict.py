@@ -17,7 +17,7 @@ from autoparallel.predict.communicator import BACKWARD, FORWARD, GRADIENTS, UNSH
 from autoparallel.predict.dry_run import GRADIENT_BUFFERS, dry_run
 from autoparallel.predict.optimizer import cost_at_rest
 from autoparallel.predict.reductions import accumulator_bytes, total_costs
-from autoparallel.program import LocalProgram
+from autoparallel.program.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
 
 

@@ -14,7 +14,8 @@ from autoparallel.passes.adapt_captured import leaving_passes, padding_passes
 from autoparallel.passes.runner import CAPTURED, Fact, Pass, PassList, PassOrderError, run_passes
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.plan import Plan
-from autoparallel.program import Target, program_passes
+from autoparallel.program.passes import program_passes
+from autoparallel.program.program import Target
 from tests.passes.support import captured
 
 

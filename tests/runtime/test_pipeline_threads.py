@@ -21,7 +21,7 @@ from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import build, prepare
 from autoparallel.planner.request.request import Request
-from autoparallel.program import StagedProgram, find_owners
+from autoparallel.program.stages import StagedProgram, find_owners
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.parameters.slices import local_slice
 from autoparallel.runtime.programs.compiled import plain_body

@@ -36,7 +36,7 @@ from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.forecast import Forecast, Short, extrapolated
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
-from autoparallel.program import LocalProgram
+from autoparallel.program.program import LocalProgram
 
 
 class Evaluator:

@@ -20,7 +20,7 @@ from autoparallel.planner.candidates.paddings import paddings
 from autoparallel.planner.fits import require_cuttable
 from autoparallel.planner.programs import microbatches_of
 from autoparallel.planner.thresholds import THRESHOLDS
-from autoparallel.program import require_stageable
+from autoparallel.program.requirements import require_stageable
 
 
 def microbatches_in_call(evaluator: Evaluator) -> int:

@@ -21,7 +21,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.request.pins import Pins
 from autoparallel.planner.request.presets import PRESETS, Constraints, constraints_for
 from autoparallel.predict.optimizer import MakeOptimizer, optimizer_cost
-from autoparallel.program import Target
+from autoparallel.program.program import Target
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

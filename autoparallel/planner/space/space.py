@@ -37,7 +37,7 @@ from autoparallel.planner.space.prices import Pricer, Prices, most_hidden
 from autoparallel.planner.space.problem import Problem, Reader, Variable
 from autoparallel.planner.space.subject import Subject
 from autoparallel.predict.optimizer import cost_at_rest
-from autoparallel.program import wanted_outputs
+from autoparallel.program.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 

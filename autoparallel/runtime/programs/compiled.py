@@ -35,7 +35,7 @@ from autoparallel.graph.layers import layer_of
 from autoparallel.operators import control_flow, opaque, selective_checkpoint
 from autoparallel.passes import split_weight_gradients
 from autoparallel.passes.recompute_layers import outline
-from autoparallel.program import LocalProgram
+from autoparallel.program.program import LocalProgram
 from autoparallel.rules.calls import arguments, is_tensor, with_argument
 
 Body = Callable[..., Any]

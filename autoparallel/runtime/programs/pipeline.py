@@ -41,7 +41,8 @@ from autoparallel.pipeline.schedules import (
 )
 from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
-from autoparallel.program import LocalProgram, StagedProgram
+from autoparallel.program.program import LocalProgram
+from autoparallel.program.stages import StagedProgram
 from autoparallel.rules.calls import may_have_gradient
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.microbatches import Gradients, HandOut, NotKept, shared_forms

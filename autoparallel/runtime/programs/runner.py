@@ -16,7 +16,7 @@ from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.passes.name_modules import name_modules
 from autoparallel.placements import to_dtensor_placements
-from autoparallel.program import LocalProgram, require_divides
+from autoparallel.program.program import LocalProgram
 from autoparallel.runtime.gradients.accumulation import Weight
 from autoparallel.runtime.gradients.buckets import ParameterBucket, RegatherHooks, gather_ahead
 from autoparallel.runtime.gradients.store import GradientStore
@@ -70,7 +70,7 @@ class Runner:
 
     def require_fits(self, call: Call) -> None:
         """Raises ValueError when a call's sizes cannot be cut as the program cuts them."""
-        require_divides(self.program, call.specs, call.batch)
+        self.program.require_divides(call.specs, call.batch)
 
     def run(self, call: Call, random: RandomState) -> tuple[torch.Tensor, ...]:
         """The local outputs of a call."""

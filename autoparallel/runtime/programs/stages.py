@@ -26,7 +26,7 @@ from autoparallel.passes.cut_stages import Crossing, StageGraph
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
 from autoparallel.placements import largest_piece
-from autoparallel.program import LocalProgram
+from autoparallel.program.program import LocalProgram
 from autoparallel.runtime.gradients.backwards import Grads, Tensors, reached
 from autoparallel.runtime.gradients.buckets import ParameterBucket
 from autoparallel.runtime.gradients.store import GradientStore, cast

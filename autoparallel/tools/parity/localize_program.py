@@ -31,7 +31,7 @@ from autoparallel.planner.draft import call_of
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.programs import prepare
 from autoparallel.planner.request.request import Request
-from autoparallel.program import lay_out
+from autoparallel.program.build import lay_out
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.tools.parity.comparison import difference
