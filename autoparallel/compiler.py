@@ -129,28 +129,28 @@ class Compiler:
         title = f"{type(self.settings.model).__name__} in {'training' if call.is_training else 'evaluation'}"
         self._progress = Progress(title, self.settings.agreement.is_first)
         at_rest = self.at_rest
-        first = self._even(call) if at_rest is None and not call.is_training else call
+        first = self._round_batch(call) if at_rest is None and not call.is_training else call
         captured = self._choose_mesh(first) if self.is_open else None
         if trace is not None:
             captured = replace(trace.copy(), actual=sizes_of(trace, call.specs))
         if at_rest is None and not call.is_training:
             # Layouts at rest are planned on the training graph, whatever is called first.
             trained = captured or self._capture(first, training=True)
-            at_rest, captured = self._resting(self._plan(trained, first, None)), None
+            at_rest, captured = self._layouts_at_rest(self._plan(trained, first, None)), None
         captured = captured or self._capture(call)
         trace = captured.copy() if captured.lengths or captured.batches else None
         try:
             plan = self._plan(captured, call, at_rest)
         except PlanError:
-            even = self._even(call)
+            even = self._round_batch(call)
             if at_rest is not None or self.request.stages or not self._is_preset or even.batch == call.batch:
                 raise
             # A preset cannot cut this batch: parameters lie as for the next larger one that it can.
-            at_rest = self._resting(self._plan(self._capture(even), even, None))
+            at_rest = self._layouts_at_rest(self._plan(self._capture(even), even, None))
             plan = self._plan(captured, call, at_rest)
         plan = replace(plan, choice=self.choice or plan.choice)
         with self._progress.phase("build"):
-            kind = self._attach(captured, plan, call, self._resting(plan) if at_rest is None else at_rest)
+            kind = self._attach(captured, plan, call, self._layouts_at_rest(plan) if at_rest is None else at_rest)
         self._progress.conclude(lambda: headline(kind.plan) if call.is_training else "a program of its own")
         return replace(kind, trace=trace)
 
@@ -158,7 +158,7 @@ class Compiler:
     def _is_preset(self) -> bool:
         return self.request.plan != "auto" and not isinstance(self.request.plan, Plan)
 
-    def _even(self, call: Call) -> Call:
+    def _round_batch(self, call: Call) -> Call:
         """The same call with a batch that can be cut over all ranks and into microbatches, as one that trains has."""
         pipeline = self.request.pipeline
         pieces = self.mesh.size() * (pipeline.microbatches or 1 if pipeline is not None else 1)
@@ -260,7 +260,7 @@ class Compiler:
     def _whole(self) -> ParameterPlan:
         return ParameterPlan(format_layout((Invariant,) * self.settings.store.mesh.ndim))
 
-    def _resting(self, plan: Plan) -> dict[str, ParameterPlan]:
+    def _layouts_at_rest(self, plan: Plan) -> dict[str, ParameterPlan]:
         """How every parameter lies from now on; whole, where the plan does not meet it."""
         return {name: plan.parameters.get(name, self._whole()) for name in self.settings.store.parameters}
 

@@ -43,10 +43,10 @@ def from_json(
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not isinstance(data, dict):
-        raise ValueError(f"it is {_named(data)}, not an object")
+        raise ValueError(f"it is {_shorten(data)}, not an object")
     stated = data.pop("format", None)
     if stated != version:
-        raise ValueError(f"it has format {_named(stated)}, this version reads {version}")
+        raise ValueError(f"it has format {_shorten(stated)}, this version reads {version}")
     return from_data(kind, renew(data))
 
 
@@ -90,7 +90,7 @@ def from_data(kind: Any, data: Any, where: str = "") -> Any:
 
 
 def _dataclass(kind: Any, data: Any, where: str) -> Any:
-    stored = _stored(kind)
+    stored = _stored_fields(kind)
     _require(isinstance(data, Mapping), "an object", data, where)
     missing = [name for name, (_, needed) in stored.items() if needed and name not in data]
     unknown = [name for name in data if name not in stored]
@@ -103,10 +103,10 @@ def _dataclass(kind: Any, data: Any, where: str) -> Any:
 
 def _require(is_right: bool, expected: str, data: Any, where: str) -> None:
     if not is_right:
-        raise ValueError(f"{where or 'it'} must be {expected}, not {_named(data)}")
+        raise ValueError(f"{where or 'it'} must be {expected}, not {_shorten(data)}")
 
 
-def _named(data: Any) -> str:
+def _shorten(data: Any) -> str:
     text = json.dumps(data)
     return text if len(text) < 60 else f"{text[:50]} ..."
 
@@ -119,11 +119,11 @@ def _with_text_keys(value: Any) -> Any:
 
 def _fields(value: Any) -> dict[str, tuple[Any, bool]]:
     kind: Any = type(value)
-    return _stored(kind)
+    return _stored_fields(kind)
 
 
 @cache
-def _stored(kind: Any) -> dict[str, tuple[Any, bool]]:
+def _stored_fields(kind: Any) -> dict[str, tuple[Any, bool]]:
     """The stored fields of a dataclass with their types, and whether each must be there."""
     types = get_type_hints(kind)
     return {

@@ -328,11 +328,11 @@ def profile_of_device(device_type: str, name: str) -> Profile:
     for profile in PROFILES.values():
         if profile.name in words:
             return profile
-    return _assumed(name or device_type)
+    return _assume_h100(name or device_type)
 
 
 @cache
-def _assumed(device: str) -> Profile:
+def _assume_h100(device: str) -> Profile:
     LOGGER.warning(
         "no hardware profile is known for %s: it is planned for as an h100. Pass hardware=..., with the file of a "
         "profile that 'python -m autoparallel calibrate' measured",

@@ -22,7 +22,7 @@ from autoparallel.report.trace import trace_of
 FORMAT = 1
 
 
-def _renewed(data: dict[str, Any]) -> dict[str, Any]:
+def _renew(data: dict[str, Any]) -> dict[str, Any]:
     """The data of a plan that was written when layers were recomputed whole or not at all."""
     layers = data.get("recompute")
     return {**data, "recompute": dict.fromkeys(layers, FULL)} if isinstance(layers, list) else data
@@ -96,7 +96,7 @@ class Plan(Decisions):
             PlanError: when the text is not a plan of this format.
         """
         try:
-            plan: Plan = from_json(Plan, text, FORMAT, _renewed)
+            plan: Plan = from_json(Plan, text, FORMAT, _renew)
             plan.require_valid()
         except PlanError:
             raise

@@ -125,8 +125,8 @@ def plain_text(*blocks: Block, width: int = WIDTH) -> str:
         if isinstance(block, Table):
             console.print(_rich_table(block, width))
         else:
-            drawn = _drawing(block) if isinstance(block, Timeline) else block
-            console.print(_scattered(drawn) if isinstance(drawn, Points) else drawn)
+            drawn = _draw(block) if isinstance(block, Timeline) else block
+            console.print(_scatter(drawn) if isinstance(drawn, Points) else drawn)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [line.rstrip() for line in text.splitlines()]
     return "\n".join(lines).strip("\n")
@@ -152,7 +152,7 @@ def _rich_table(table: Table, width: int) -> RichTable:
     return printed
 
 
-def _drawing(timeline: Timeline) -> str:
+def _draw(timeline: Timeline) -> str:
     """A line for each row; dots are waiting."""
     scale = DRAWN / (timeline.seconds or 1.0)
     lines = []
@@ -166,7 +166,7 @@ def _drawing(timeline: Timeline) -> str:
     return "\n".join([*lines, f"{timeline.key}, . waiting"])
 
 
-def _scattered(points: Points) -> str:
+def _scatter(points: Points) -> str:
     """A letter for each point, and a line of dashes for the limit."""
     least, most, top = points.spread
     cells = [[" "] * DRAWN for _ in range(HIGH)]

@@ -72,7 +72,7 @@ def _kind(chain: ParameterChain, gather: str) -> Hashable:
     return gather, chain.trainable, dtypes, paths, signature(chain.each), signature(chain.sync), ways
 
 
-def _replicated(chain: ParameterChain) -> tuple[bool, ...]:
+def _sharded_axes(chain: ParameterChain) -> tuple[bool, ...]:
     """Parameters that are sharded over the same axes lie side by side, so that one kernel serves their norm."""
     return tuple(p.kind != "S" for p in chain.at_rest)
 
@@ -118,7 +118,7 @@ def bucket_collectives(
             groups.append(members)
         members.append(chain)
         open_groups[kind] = (members, size + _bytes(chain))
-    buckets = [Bucket(i, tuple(sorted(m, key=_replicated)), when(m[0])) for i, m in enumerate(groups)]
+    buckets = [Bucket(i, tuple(sorted(m, key=_sharded_axes)), when(m[0])) for i, m in enumerate(groups)]
     for bucket in buckets:
         if bucket.per_use:
             module.add_submodule(bucket.name, Unattached())

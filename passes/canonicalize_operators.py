@@ -139,7 +139,7 @@ def _valid_weight(emit: Emitter, total: fx.Node, target: fx.Node, weight: Any, i
     return emit(operators.cross_entropy_weight, target, weight, ignore_index, total.meta["val"].dtype)
 
 
-def _scaled(emit: Emitter, centred: fx.Node, inverse: fx.Node, weight: Any, bias: Any, original: fx.Node) -> fx.Node:
+def _scale(emit: Emitter, centred: fx.Node, inverse: fx.Node, weight: Any, bias: Any, original: fx.Node) -> fx.Node:
     """The result of a batch norm, in the dtype of what it was given."""
     y = emit(aten.mul.Tensor, centred, inverse)
     if weight is not None:
@@ -192,7 +192,7 @@ def _batch_statistics_norm(
     variance = emit(aten.mean.dim, emit(aten.mul.Tensor, centred, centred), dims, True)
     mean.meta[BATCH_STATISTIC] = variance.meta[BATCH_STATISTIC] = True
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, eps))
-    return _scaled(emit, centred, inverse, weight, bias, original), mean, variance, dims
+    return _scale(emit, centred, inverse, weight, bias, original), mean, variance, dims
 
 
 def _in_float32(emit: Emitter, x: fx.Node) -> fx.Node:
@@ -225,7 +225,7 @@ def _frozen_norm(
     original, x = x, _in_float32(emit, x)
     mean = _channels(emit, running_mean, x)
     inverse = emit(aten.rsqrt.default, emit(aten.add.Tensor, _channels(emit, running_var, x), eps))
-    return _scaled(emit, emit(aten.sub.Tensor, x, mean), inverse, weight, bias, original)
+    return _scale(emit, emit(aten.sub.Tensor, x, mean), inverse, weight, bias, original)
 
 
 def _frozen_batch_norm(emit: Emitter, node: fx.Node) -> Any:

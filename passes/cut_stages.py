@@ -179,7 +179,7 @@ class _Cutter:
             if i < buffers or i in outputs:
                 stage = stages.get(node, home if i == weight else last)
                 self.produced.setdefault(stage, []).append(i)
-        self.needs = [self._needed(stage) for stage in range(count)]
+        self.needs = [self._needs(stage) for stage in range(count)]
         self.crossings = self._crossings()
 
     def _require_buffers_together(self) -> None:
@@ -193,7 +193,7 @@ class _Cutter:
                         f"part those who use it ({where}): cut elsewhere"
                     )
 
-    def _needed(self, stage: int) -> dict[fx.Node, fx.Node | None]:
+    def _needs(self, stage: int) -> dict[fx.Node, fx.Node | None]:
         """What a stage computes or reads; sizes of a value that it does not have come with what to ask instead."""
         needed: dict[fx.Node, fx.Node | None] = {}
         roots = [node for node, s in self.stages.items() if s == stage]

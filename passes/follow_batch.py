@@ -131,11 +131,11 @@ class _Walk:
             elif node.op == "call_function":
                 placement = self._follow(node) if is_tensor(node) else Invariant
                 if placement is None:
-                    self.mixes = self.mixes or _mixing(node)
+                    self.mixes = self.mixes or _explain_mixing(node)
                     placement = self._take_for_granted(node)
                 whole = node is self.chain[0] and placement != Partial
                 if placement is None or whole or is_tensor(node) and {*self._open_dims(node)} - {placement.dim}:
-                    self.problem = _mixing(node)
+                    self.problem = _explain_mixing(node)
                     return
                 self.placements[node] = placement
 
@@ -274,5 +274,5 @@ def _key(node: fx.Node) -> str:
     return str(node.meta["key"])
 
 
-def _mixing(node: fx.Node) -> str:
+def _explain_mixing(node: fx.Node) -> str:
     return f"{_key(node)} is of the whole batch, not of its rows one by one"

@@ -272,14 +272,14 @@ def require_complete(chain: ParameterChain) -> None:
     """Following the steps, a parameter must reach each use as it is used there, and its gradient, made as the uses make
     it, must end as the parameter lies at rest: whole where that is Invariant.  One that is not trained has none."""
     for use, path in zip(chain.uses, chain.paths, strict=True):
-        layout = _followed(chain.at_rest, path, f"{chain.name} lies as")
+        layout = _follow_steps(chain.at_rest, path, f"{chain.name} lies as")
         if layout != use:
             raise GradientError(
                 f"{chain.name} reaches a use as {format_layout(layout)}, and is used as {format_layout(use)}"
             )
     if not chain.trainable:
         return
-    layout = _followed(chain.gradient_layout, (*chain.each, *chain.sync), f"the gradient of {chain.name} is")
+    layout = _follow_steps(chain.gradient_layout, (*chain.each, *chain.sync), f"the gradient of {chain.name} is")
     if layout != chain.at_rest or any(p.kind not in ("I", "S") for p in chain.at_rest):
         raise GradientError(
             f"the gradient of {chain.name} ends as {format_layout(layout)}, the parameter lies as "
@@ -287,7 +287,7 @@ def require_complete(chain: ParameterChain) -> None:
         )
 
 
-def _followed(layout: Layout, steps: Sequence[Step], what: str) -> Layout:
+def _follow_steps(layout: Layout, steps: Sequence[Step], what: str) -> Layout:
     for step in steps:
         if any(layout[axis] != step.src for axis in step.axes):
             raise GradientError(f"{what} {format_layout(layout)} before {step}")

@@ -137,7 +137,7 @@ class _Walk:
                 self._visit(node, *self.modes[node])
 
     def _visit(self, node: fx.Node, enabled: bool, region: int) -> None:
-        shared, written = _aliased(node)
+        shared, written = _aliases(node)
         if self.aliases(node):
             shared = list(node.all_input_nodes)
             self.tied.update(root for x in shared for root in self.roots.get(x, ()))
@@ -191,7 +191,7 @@ class _Walk:
                 self.carries[x] = x not in self.severed
 
 
-def _aliased(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+def _aliases(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """The operands that a call's results may share memory with, and those that it changes."""
     if node.target is operator.getitem:
         return list(node.all_input_nodes), []

@@ -89,7 +89,7 @@ class _Writer:
 
     def localize(self, node: fx.Node, modes: Sequence[Mode]) -> None:
         """Makes a call of the global graph this rank's, in place."""
-        call = local_call(node, modes, self.redistributed, self.axis_sizes, self.groups)
+        call = local_call(node, modes, self.redistribute_to, self.axis_sizes, self.groups)
         node.target, node.args, node.kwargs = call.target, call.args, call.kwargs
         node.meta["modes"], node.meta["needs"] = tuple(modes), tuple(call.operand_layouts)
         node.meta["placements"] = call.result_layout
@@ -118,11 +118,11 @@ class _Writer:
                 node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
             return
         with self.graph.inserting_before(node):
-            node.args, node.kwargs = map_tensor_operands(node, lambda i, x: self.redistributed(x, self.invariant))
+            node.args, node.kwargs = map_tensor_operands(node, lambda i, x: self.redistribute_to(x, self.invariant))
         node.meta["placements"] = self.invariant
         node.meta["needs"] = (self.invariant,) * len(tensor_operands(node))
 
-    def redistributed(self, node: fx.Node, layout: Layout) -> fx.Node:
+    def redistribute_to(self, node: fx.Node, layout: Layout) -> fx.Node:
         """The node that holds ``node``'s value in ``layout``, inserted at the current point if there is none."""
         shared = self.shared.get(node.meta.get("key", ""))
         if shared is not None and shared != node.meta["placements"] and (node, shared) not in self.versions:
@@ -162,6 +162,6 @@ class _Writer:
                     source: Layout = value.meta["placements"]
                     even = divides(self.sizes.shape(value), source, self.axis_sizes)
                     whole = tuple(p if p.kind == "S" and even else Invariant for p in source)
-                    value = self.redistributed(value, layout if layout is not None else whole)
+                    value = self.redistribute_to(value, layout if layout is not None else whole)
                 results.append(value)
         node.args = (tuple(results),)

@@ -167,7 +167,7 @@ def _pieces(node: fx.Node, dim: int, carried: dict[fx.Node, int]) -> Iterator[_P
                 if not isinstance(count, int):
                     raise _OtherReader
                 rows = total // count
-                for reader, index, path in _selected(user, right[0], (user,)):
+                for reader, index, path in _find_selects(user, right[0], (user,)):
                     yield _Piece(reader, node, dim, index * rows, (index + 1) * rows, path)
         else:
             raise _OtherReader
@@ -191,14 +191,16 @@ def _extent(node: fx.Node, total: int) -> tuple[int, int]:
     return start, end
 
 
-def _selected(node: fx.Node, dim: int, path: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, int, tuple[fx.Node, ...]]]:
+def _find_selects(
+    node: fx.Node, dim: int, path: tuple[fx.Node, ...]
+) -> Iterator[tuple[fx.Node, int, tuple[fx.Node, ...]]]:
     """The selects of single entries of a dim, with the entry, and the calls on the way that leave the dim alone."""
     for user in node.users:
         if user.target is aten.select.int and _same_dim(user, dim):
             index = arguments(user)["index"]
             yield user, index % shape_of(node)[dim], path
         elif user.target in _MOVES and (after := _MOVES[user.target](user, dim)) is not None:
-            yield from _selected(user, after[0], (*path, user))
+            yield from _find_selects(user, after[0], (*path, user))
         else:
             raise _OtherReader
 
@@ -227,7 +229,7 @@ def _squeeze(node: fx.Node, dim: int) -> tuple[int, _Call] | None:
     return dim - (gone < dim), (aten.squeeze.dim, (gone - (dim < gone),))
 
 
-def _unchanged(node: fx.Node, dim: int) -> tuple[int, _Call]:
+def _keep_dim(node: fx.Node, dim: int) -> tuple[int, _Call]:
     return dim, (node.target, tuple(node.args[1:]))
 
 
@@ -236,7 +238,7 @@ _MOVES: dict[Any, Callable[[fx.Node, int], tuple[int, _Call] | None]] = {
     aten.transpose.int: _permute,
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.dim: _squeeze,
-    **dict.fromkeys(_SAME, _unchanged),
+    **dict.fromkeys(_SAME, _keep_dim),
 }
 """What a call does to the place of a dim, and the same call on a tensor without that dim."""
 
@@ -265,7 +267,7 @@ def _rewrite(
     for piece in pieces:
         emit = Emitter(piece.reader)
         part = emit(operators.piece, piece.source, piece.dim, piece.start, piece.end, blocks)
-        cut.setdefault(piece.reader, []).append(_along(emit, piece, part) if piece.path else part)
+        cut.setdefault(piece.reader, []).append(_drop_dim(emit, piece, part) if piece.path else part)
     for reader, parts in cut.items():
         if reader.target is aten.glu.default:
             emit = Emitter(reader)
@@ -274,7 +276,7 @@ def _rewrite(
         product.node.graph.erase_node(reader)
 
 
-def _along(emit: Emitter, piece: _Piece, part: fx.Node) -> fx.Node:
+def _drop_dim(emit: Emitter, piece: _Piece, part: fx.Node) -> fx.Node:
     """The way of a piece that was one entry of a dim, without that dim."""
     reshape, *moves = piece.path
     dim = next(

@@ -61,7 +61,7 @@ def _overlap(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int]) -> bo
         return False
     first = min(node.users, key=place.__getitem__)
     point = _earliest(node, first)
-    if not any(map(_computes, _between(point, first))):
+    if not any(map(_computes, _nodes_between(point, first))):
         return False
     with graph.inserting_before(point):
         start = graph.call_function(start_redistribution, node.args)
@@ -83,7 +83,7 @@ def _earliest(node: fx.Node, first: fx.Node) -> fx.Node:
     return point
 
 
-def _between(point: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
+def _nodes_between(point: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
     while point is not end:
         yield point
         point = point.next

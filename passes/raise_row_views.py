@@ -145,16 +145,16 @@ def _raise(head: Head) -> None:
         others = list(view.args[1:])
         if view.target is aten.reshape.default:
             others[0] = [*others[0][:-1], width]  # type: ignore[index, misc]
-        rows = _again(emit, view, (rows, *others))
+        rows = _repeat_call(emit, view, (rows, *others))
     place = head.product.args.index(head.rows)
-    logits = _again(emit, head.product, (*head.product.args[:place], rows, *head.product.args[place + 1 :]))
+    logits = _repeat_call(emit, head.product, (*head.product.args[:place], rows, *head.product.args[place + 1 :]))
     for node in head.between:
         if node not in head.views and node.target is not aten.clone.default:  # copied for the views alone
-            logits = _again(emit, node, (logits, *node.args[1:]))
+            logits = _repeat_call(emit, node, (logits, *node.args[1:]))
     head.loss.replace_input_with(head.between[-1], logits)
 
 
-def _again(emit: Emitter, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+def _repeat_call(emit: Emitter, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
     """The call once more, on other arguments; it stays that of its own module."""
     new = emit(node.target, *args, **node.kwargs)
     new.meta.update(marks_of(node))

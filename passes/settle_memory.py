@@ -66,7 +66,7 @@ def _may_be_trained(x: fx.Node) -> bool:
     return False
 
 
-def _strided(emit: Emitter, node: fx.Node) -> Any:
+def _make_strided(emit: Emitter, node: fx.Node) -> Any:
     v = arguments(node)
     x: fx.Node = v["self"]
     start = relative_start(node)
@@ -130,6 +130,6 @@ def _hint(size: Any) -> int:
 
 MEMORY_REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys((aten._conj.default, aten.conj.default, aten._neg_view.default, *_SETTLING), _lazy),
-    **dict.fromkeys(STRIDED, _strided),
+    **dict.fromkeys(STRIDED, _make_strided),
     aten.copy.default: _copy,
 }

@@ -145,7 +145,7 @@ class _Unsort:
             node.replace_all_uses_with(replaced)
             self.changed = True
             return
-        unsorted = self._looked_up(node, emit) or self._multiplied(node, emit) or self._by_rows(node, emit)
+        unsorted = self._looked_up(node, emit) or self._multiply(node, emit) or self._by_rows(node, emit)
         if unsorted is not None:
             self.unsorted[node] = unsorted
 
@@ -189,11 +189,11 @@ class _Unsort:
             v = arguments(node)
             rows, where = self.unsorted.get(v["source"]), self.unsorted.get(v["index"])
             if v["dim"] == 0 and v["alpha"] == 1 and isinstance(rows, fx.Node) and isinstance(where, _Positions):
-                total = self._summed(rows, where.copies, v["self"], emit)
+                total = self._sum_copies(rows, where.copies, v["self"], emit)
                 return emit(aten.add.Tensor, v["self"], total) if total is not None else None
         return None
 
-    def _summed(self, rows: fx.Node, copies: int, like: fx.Node, emit: Emitter) -> fx.Node | None:
+    def _sum_copies(self, rows: fx.Node, copies: int, like: fx.Node, emit: Emitter) -> fx.Node | None:
         """The sums of every ``copies`` rows."""
         if shape_of(like)[0] * copies != self.rows:
             return None
@@ -225,7 +225,7 @@ class _Unsort:
         copied = emit(aten.expand.default, emit(aten.unsqueeze.default, x, 1), [sizes[0], where.copies, *sizes[1:]])
         return emit(aten.reshape.default, copied, [emit.size(self.experts, 0), *sizes[1:]])
 
-    def _multiplied(self, node: fx.Node, emit: Emitter) -> _Unsorted | None:
+    def _multiply(self, node: fx.Node, emit: Emitter) -> _Unsorted | None:
         """A grouped product of sorted rows."""
         if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _GROUPED:
             return None

@@ -100,7 +100,7 @@ def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted
     if _is_from_call(divisor) and not counted:
         return LossWeight("sum")  # an input divides the sum: the caller's own count, the same for all microbatches
     output = graph.output_node()
-    if (count := _clamped(divisor)) is not None:  # zero is all of it that a clamp keeps from a division
+    if (count := _strip_clamp(divisor)) is not None:  # zero is all of it that a clamp keeps from a division
         output.args = ((*results, count),)
         return LossWeight("mean", output=len(results))
     with graph.inserting_before(node):
@@ -122,7 +122,7 @@ def _is_from_call(divisor: fx.Node) -> bool:
     return True
 
 
-def _clamped(divisor: fx.Node) -> fx.Node | None:
+def _strip_clamp(divisor: fx.Node) -> fx.Node | None:
     """The count that a divisor is, but for a clamp to one or less, which only keeps zero from it."""
     node = casts_of(divisor)[-1]
     if node.target not in _CLAMPS:

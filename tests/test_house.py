@@ -33,6 +33,7 @@ FILES = {
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 FACES = {"__init__", "__main__", "backend", "integrations", "tools"}
 PARTICIPLES = {"asked", "done", "found", "given", "kept", "known", "made", "mine", "own", "seen", "sent", "taken"}
+ADVERBS = {"again", "along", "apart", "at", "before", "beside", "between", "each", "inside", "other", "same", "within"}
 PUBLIC_NAMES = {("autoparallel.runtime.gradients.accumulation", "done")}
 
 
@@ -121,6 +122,18 @@ def test_a_name_says_what_it_holds() -> None:
     """A participle or a pronoun says what has become of a thing, not what it is."""
     names = {(file, name.strip("_")) for file, path in FILES.items() for name in names_in(ast.parse(path.read_text()))}
     assert {(file, name) for file, name in names if name in PARTICIPLES} == PUBLIC_NAMES
+
+
+def test_a_private_function_has_a_verb_or_a_noun() -> None:
+    """A participle, a pronoun or an adverb alone says neither what a function does nor what it gives."""
+    functions = {
+        (file, node.name)
+        for file, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and re.fullmatch(r"_[a-z]+", node.name)
+    }
+    vague = {name for _, name in functions if name[1:] in PARTICIPLES | ADVERBS or re.search(r"(ed|ing)$", name)}
+    assert vague <= {"_seed"}, sorted((file, name) for file, name in functions if name in vague)
 
 
 def test_importing_the_package_imports_no_dynamo() -> None:

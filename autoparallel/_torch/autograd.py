@@ -24,10 +24,10 @@ def saved_as_they_are() -> AbstractContextManager[object]:
     """Inside, hooks on saved tensors that were entered before see none; ``torch.func.grad`` allows no others."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    return torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 

@@ -44,15 +44,15 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 def locals_of(tensors: Sequence[Any]) -> list[Any]:
     """The local tensors of many ``DTensor``s at once; None where something else stands."""
-    return _each(tensors, "_local_tensor")
+    return _attributes(tensors, "_local_tensor")
 
 
 def specs_of(tensors: Sequence[Any]) -> list[Any]:
     """The descriptions of many ``DTensor``s at once; None where something else stands."""
-    return _each(tensors, "_spec")
+    return _attributes(tensors, "_spec")
 
 
-def _each(tensors: Sequence[Any], name: str) -> list[Any]:
+def _attributes(tensors: Sequence[Any], name: str) -> list[Any]:
     try:
         return list(map(attrgetter(name), tensors))
     except AttributeError:

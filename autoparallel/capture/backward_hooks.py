@@ -169,7 +169,7 @@ class _ModuleHooks:
 
     def setup_input_hook(self, args: tuple[Any, ...]) -> Any:
         args = tuple(args)
-        places = _flowing(args)
+        places = _gradient_places(args)
         module = self.trace.original(self.module)
         path = self.trace.paths.get(id(self.module), type(module).__name__)
         # The ticket stands for what goes from a module's entry to its exit.
@@ -181,7 +181,7 @@ class _ModuleHooks:
 
     def setup_output_hook(self, result: Any) -> Any:
         row = result if isinstance(result, tuple) else (result,)
-        places = _flowing(row)
+        places = _gradient_places(row)
         assert self.ticket is not None
         name = register(self.trace, f"exit {len(row)} {places}", ModuleBoundary(len(row), places))
         results = torch.ops.autoparallel.call([*(row[i] for i in places), self.ticket.detach()], [], name)
@@ -189,7 +189,7 @@ class _ModuleHooks:
         return out if isinstance(result, tuple) else out[0]
 
 
-def _flowing(values: Sequence[Any]) -> tuple[int, ...]:
+def _gradient_places(values: Sequence[Any]) -> tuple[int, ...]:
     """The places of all tensors, where a gradient flows through one of them; else nothing happens to them."""
     places = tuple(i for i, x in enumerate(values) if isinstance(x, Tensor))
     return places if torch.is_grad_enabled() and any(values[i].requires_grad for i in places) else ()

@@ -54,7 +54,7 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     tensor = next(iter((*args, *kwargs.values())))
     if frame is None or getattr(tensor, "constant", None) is not None:
         return func(*args, **kwargs)
-    passes = _passing(frame.f_code, frame.f_lasti)
+    passes = _passing_answer(frame.f_code, frame.f_lasti)
     if passes is None or _is_caught(frame):
         return func(*args, **kwargs)
     line = line_of_frame(frame)
@@ -70,7 +70,7 @@ CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
 """The functions that ask for a value, with what takes their place while a model is traced."""
 
 
-def _passing(code: CodeType, offset: int) -> bool | None:
+def _passing_answer(code: CodeType, offset: int) -> bool | None:
     """The answer to what an instruction asks with which nothing is raised; None where not exactly one answer leads
     to nothing but an error."""
     instructions = list(dis.get_instructions(code))
@@ -119,7 +119,7 @@ def _is_caught(frame: FrameType | None) -> bool:
     """Whether somebody between a check and the call of the model may catch what it raises."""
     while frame is not None and (name := frame.f_code.co_filename) != _OUTERMOST:
         if not name.startswith((OURS, _torch.export.FOLDER)) or name.startswith(_CHECKS_OF_TORCH):
-            place, tree = _place_in(frame), _parsed(name)
+            place, tree = _place_in(frame), _parse(name)
             if place is None or tree is None or frame.f_code.co_name in _ASKED_BY_PYTHON:
                 return True
             if any(_catches(node, place, frame) for node in _path(tree, place)):
@@ -184,7 +184,7 @@ def _place_in(frame: FrameType) -> _Place | None:
 
 
 @cache
-def _parsed(filename: str) -> ast.Module | None:
+def _parse(filename: str) -> ast.Module | None:
     """A file's source, parsed; None where there is none."""
     lines = linecache.getlines(filename)
     try:

@@ -50,7 +50,7 @@ class DataAccess(TorchFunctionMode):
             args[0].diagonal().fill_(value)  # a view that has a derivative, unlike strides
             return args[0]
         if name == "__setitem__" and _is_mask(*args):
-            args[0].masked_fill_(_trailing(args[1], args[0]), args[2])  # of a fixed size, unlike positions
+            args[0].masked_fill_(_expand_mask(args[1], args[0]), args[2])  # of a fixed size, unlike positions
             return None
         if func in _DETACHES:
             result = args[0].detach()
@@ -82,7 +82,7 @@ def _is_mask(x: torch.Tensor, index: Any, value: Any) -> bool:
     return is_mask and isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype == x.dtype
 
 
-def _trailing(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _expand_mask(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A mask over leading dims as one over all of them."""
     return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
 

@@ -71,7 +71,7 @@ def _take_apart(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
     if not calls:
         return
     sources = list(dict.fromkeys(source for call in calls for source in call.all_input_nodes))
-    values = [_apart(source.meta["val"]) for source in sources]
+    values = [_copy_of_its_own(source.meta["val"]) for source in sources]
 
     def run(*parts: Any) -> list[Any]:
         operands = dict(zip(sources, parts, strict=True))
@@ -111,7 +111,7 @@ def _take_apart(graph: fx.Graph, calls: Sequence[fx.Node]) -> None:
         graph.erase_node(call)
 
 
-def _apart(value: Any) -> Any:
+def _copy_of_its_own(value: Any) -> Any:
     """A tensor that no other node has."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 

@@ -164,7 +164,7 @@ class GlobalsRead:
                     lambda _, reads: bool(reads.drawn()),
                 )
             if changed:
-                key, message = changed[0].key, _changed(changed[0])
+                key, message = changed[0].key, _explain_change(changed[0])
                 raise StateChangedError(message, lambda _, reads: reads.has_changed(key))
             if self._problem:
                 raise CaptureError(self._problem)
@@ -335,7 +335,7 @@ def owners_of(function: Any) -> tuple[Any, ...]:
     return (function,) if is_data(function) else ()
 
 
-def _changed(root: _Root) -> Callable[[str], str]:
+def _explain_change(root: _Root) -> Callable[[str], str]:
     before = shown(root.value)
     return lambda line: (
         f"a call changes what it reads: {root.label} is {before} before it and {root.now} after it, at {line}\nWhat to "

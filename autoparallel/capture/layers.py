@@ -165,8 +165,8 @@ class _Record:
         for path, module in model.named_modules():
             if isinstance(module, nn.ModuleList):
                 for name, layer in module.named_children():
-                    layer.register_forward_pre_hook(self._before((path, name), recorder), with_kwargs=True)
-                    layer.register_forward_hook(self._after((path, name), recorder))
+                    layer.register_forward_pre_hook(self._note_begin((path, name), recorder), with_kwargs=True)
+                    layer.register_forward_hook(self._note_end((path, name), recorder))
         with recorder, watch or nullcontext():
             results = run(model)
         self.lines = recorder.lines
@@ -180,14 +180,14 @@ class _Record:
         self.stacks = {path: [name for name, _ in module.named_children()] for path, module in _lists(model)}
         self._label()
 
-    def _before(self, key: tuple[str, str], recorder: _Recorder) -> Callable[..., None]:
+    def _note_begin(self, key: tuple[str, str], recorder: _Recorder) -> Callable[..., None]:
         def before(*_: Any) -> None:
             self.regular &= key not in self.begins
             self.begins[key] = len(recorder.lines)
 
         return before
 
-    def _after(self, key: tuple[str, str], recorder: _Recorder) -> Callable[..., None]:
+    def _note_end(self, key: tuple[str, str], recorder: _Recorder) -> Callable[..., None]:
         def after(*_: Any) -> None:
             self.ends[key] = len(recorder.lines)
 
@@ -285,7 +285,11 @@ class _Record:
             if isinstance(read, str) or place[:2] != ("layer", 1):  # type: ignore[index]
                 return self._place(read, path, name) == place
             is_outside = self.region[cast(tuple[int, int], read)[0]][:2] != (path, name)
-            return is_outside and self._made(read) == self._made(following) and entered.setdefault(place, read) == read
+            return (
+                is_outside
+                and self._kind_of(read) == self._kind_of(following)
+                and entered.setdefault(place, read) == read
+            )
 
         for i, following in zip(*layers, strict=True):
             (what, reads), (next_what, next_reads) = self.lines[i], self.lines[following]
@@ -293,7 +297,7 @@ class _Record:
                 return False
         return True
 
-    def _made(self, read: Hashable) -> Hashable:
+    def _kind_of(self, read: Hashable) -> Hashable:
         """The kind of what an operator has made."""
         line, output = cast(tuple[int, int], read)
         what: Any = self.lines[line][0]
@@ -355,7 +359,7 @@ def fill_up(graph: fx.Graph, stack: Stack, captured: Captured) -> None:
         copies = {node: before[offset] for node, offset in alike.carried.items()}
         for node in held:
             with graph.inserting_after(place):
-                copy = graph.placeholder(_renamed(str(node.target), stack, i))
+                copy = graph.placeholder(_rename(str(node.target), stack, i))
             copy.meta = {**node.meta, "key": f"/{copy.name}#0"}
             table = parameters if node.name in parameters else buffers
             table[copy.name] = f"{stack.path}.{i}.{owned[node].removeprefix(old)}"
@@ -365,8 +369,8 @@ def fill_up(graph: fx.Graph, stack: Stack, captured: Captured) -> None:
                 copy = graph.node_copy(node, lambda n, copies=copies: copies.get(n, n))  # type: ignore[misc]
             if (number := draw_of(node)) is not None:
                 copy.args = with_draw(copy, number + draws * (i - stack.template))
-            copy.meta = {**node.meta, "module": _moved(node.meta["module"], stack, i)}
-            copy.meta["key"] = _moved(node.meta["key"], stack, i)
+            copy.meta = {**node.meta, "module": _move(node.meta["module"], stack, i)}
+            copy.meta["key"] = _move(node.meta["key"], stack, i)
             copies[node], point = copy, copy
         before = [copies[node] for node in second]
         inside.update(before)
@@ -420,12 +424,12 @@ def _is_in(node: fx.Node, path: str) -> bool:
     return f"{node.meta.get('module', '')}.".startswith(f"{path}.")
 
 
-def _moved(text: str, stack: Stack, layer: int) -> str:
+def _move(text: str, stack: Stack, layer: int) -> str:
     """A module path or key of the template, as that of another layer."""
     old = f"{stack.path}.{stack.template}"
     return f"{stack.path}.{layer}{text.removeprefix(old)}"
 
 
-def _renamed(target: str, stack: Stack, layer: int) -> str:
+def _rename(target: str, stack: Stack, layer: int) -> str:
     path = stack.path.replace(".", "_")
     return target.replace(f"{path}_{stack.template}_", f"{path}_{layer}_", 1)

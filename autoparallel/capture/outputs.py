@@ -71,7 +71,7 @@ def find_loss(outputs: Sequence[Leaf], spec: pytree.TreeSpec, scalars: Collectio
         scalars: the scalars that are differentiated.
         of_loss_fn: whether ``loss_fn`` computed them: then the first scalar is the loss where none is called so.
     """
-    named = _named(pytree.tree_unflatten([o if isinstance(o, int) else None for o in outputs], spec))
+    named = _loss_index(pytree.tree_unflatten([o if isinstance(o, int) else None for o in outputs], spec))
     if named in scalars:
         return named
     return next((o for o in outputs if isinstance(o, int) and o in scalars), None) if of_loss_fn else None
@@ -96,7 +96,7 @@ def weigh_outputs(module: fx.GraphModule, flowing: Sequence[int], loss: int | No
     return weigh_loss(module, scalars[0], counted) if scalars else None
 
 
-def _named(output: Any) -> int | None:
+def _loss_index(output: Any) -> int | None:
     """What is called "loss" at the top of an output."""
     value = output.get(NAME) if isinstance(output, Mapping) else getattr(output, NAME, None)
     return value if isinstance(value, int) else None

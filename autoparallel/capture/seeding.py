@@ -27,7 +27,7 @@ def refuse_seeding() -> Iterator[None]:
     Raises:
         CaptureError: naming the line.
     """
-    patches = [patch.object(module, name, _refusing(name)) for module in (torch, torch.random) for name in _SETTERS]
+    patches = [patch.object(module, name, _refusal(name)) for module in (torch, torch.random) for name in _SETTERS]
     for each in patches:
         each.start()
     try:
@@ -37,7 +37,7 @@ def refuse_seeding() -> Iterator[None]:
             each.stop()
 
 
-def _refusing(name: str) -> Callable[..., Any]:
+def _refusal(name: str) -> Callable[..., Any]:
     original = getattr(torch.random, name)
 
     def refuse(*args: Any, **options: Any) -> Any:

@@ -157,8 +157,8 @@ def _squeeze(x: _Mark, dim: int) -> _Mark:
     dim %= x.dim()
     if x.shape[dim] != 1:
         return x
-    pieces = [replace(p, start=_without(p.start, dim), dims=_without(p.dims, dim)) for p in x.pieces]
-    return _Mark.of_pieces(_without(x.shape, dim), x.dtype, pieces)
+    pieces = [replace(p, start=_remove(p.start, dim), dims=_remove(p.dims, dim)) for p in x.pieces]
+    return _Mark.of_pieces(_remove(x.shape, dim), x.dtype, pieces)
 
 
 def _transpose(x: _Mark, dim0: int, dim1: int) -> _Mark:
@@ -180,7 +180,7 @@ def _cat(parts: Sequence[_Mark], dim: int = 0) -> _Mark:
     return _Mark.of_pieces(_set(parts[0].shape, dim, end), parts[0].dtype, pieces)
 
 
-def _same(x: _Mark) -> _Mark:
+def _identity(x: _Mark) -> _Mark:
     return x
 
 
@@ -190,8 +190,8 @@ _NOTED: dict[str, Callable[..., Any]] = {
     "squeeze": _squeeze,
     "transpose": _transpose,
     "cat": _cat,
-    "contiguous": _same,
-    "detach": _same,
+    "contiguous": _identity,
+    "detach": _identity,
 }
 """What transformers does to tensors where the parts of the ranks stay parts, by the names of torch."""
 
@@ -200,5 +200,5 @@ def _set(values: Sequence[int], place: int, value: int) -> tuple[int, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
-def _without(values: Sequence[int], place: int) -> tuple[int, ...]:
+def _remove(values: Sequence[int], place: int) -> tuple[int, ...]:
     return (*values[:place], *values[place + 1 :])

@@ -224,7 +224,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], Any, int]:
     Raises:
         CheckpointError: naming the file that is missing or is not what was saved.
     """
-    marker = _parsed(folder / MARKER, (folder / MARKER).read_bytes())
+    marker = _parse(folder / MARKER, (folder / MARKER).read_bytes())
     entries: dict[str, Entry] = {}
     trees: list[Any] = []
     step = 0
@@ -236,7 +236,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Entry], Any, int]:
         content = index.read_bytes()
         if _digest(content) != digest:
             raise CheckpointError(f"{index} is damaged, or of another checkpoint")
-        part = _parsed(index, content)
+        part = _parse(index, content)
         step = part["step"]
         trees.append(part["tree"])
         for name, saved in part["tensors"].items():
@@ -254,7 +254,7 @@ def _entry(name: str, data: Path, saved: Mapping[str, Any]) -> Entry:
     return Entry(name, getattr(torch, saved["dtype"]), tuple(saved["shape"]), blocks)
 
 
-def _parsed(path: Path, content: bytes) -> Any:
+def _parse(path: Path, content: bytes) -> Any:
     try:
         data = json.loads(content)
         version = data["format"]

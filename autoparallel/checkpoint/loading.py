@@ -53,13 +53,13 @@ def load(world: World, path: str | Path, states: Mapping[str, Any]) -> Checkpoin
             it is of another model or of other optimizers.
     """
     folder = Path(world.ranks.from_first(lambda: str(find(Path(path)))))
-    step, values, actions = world.ranks.together(lambda: _read(world, folder, states))
+    step, values, actions = world.ranks.together(lambda: _read_states(world, folder, states))
     for act in actions:
         act()
     return Checkpoint(folder, step, values)
 
 
-def _read(
+def _read_states(
     world: World, folder: Path, states: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any], list[Callable[[], object]]]:
     """The step, the plain values, and what is still to be done."""
@@ -126,7 +126,7 @@ def _for_optimizer(
                 return _like(entry, parameter, world)
             mesh, device = parameter.device_mesh, _torch.dtensor.local_of(parameter).device
             value = whole(tensor, was_sharded).to(device)
-            return _wrapped(value, (Invariant,) * mesh.ndim, mesh, entry)
+            return _wrap(value, (Invariant,) * mesh.ndim, mesh, entry)
 
         content["state"][path] = decode(values, lookup)
     return partial(restore_optimizer, optimizer, content, world.names)
@@ -141,10 +141,10 @@ def _like(entry: Entry, target: Tensor, world: World) -> Tensor:
     local = entry.read(region).to(_torch.dtensor.local_of(target).device)
     if not isinstance(target, DTensor):
         return local
-    return _wrapped(local, layout, mesh, entry)
+    return _wrap(local, layout, mesh, entry)
 
 
-def _wrapped(local: Tensor, layout: Layout, mesh: DeviceMesh, entry: Entry) -> DTensor:
+def _wrap(local: Tensor, layout: Layout, mesh: DeviceMesh, entry: Entry) -> DTensor:
     """This rank's part of a saved tensor as a ``DTensor``."""
     spec = _torch.dtensor.make_spec(mesh, to_dtensor_placements(layout), torch.Size(entry.shape), entry.dtype)
     return _torch.dtensor.wrap_local(local, spec)

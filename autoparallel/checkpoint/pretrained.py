@@ -251,11 +251,11 @@ def _run(reads: list[Callable[[], object]]) -> None:
 
 def _reads(world: World, plain: nn.Module, path: Path, opened: contextlib.ExitStack) -> list[Callable[[], object]]:
     """What this rank has to read, after everything but the values has been compared."""
-    stored_at = _opened(path, opened)
+    stored_at = _open_folder(path, opened)
     tensors = {name: (tensor, names[0]) for tensor, names in tensors_of(plain).values() for name in names}
     stored = stored_tensors(plain, {name: tensor for name, (tensor, _) in tensors.items()})
     prefix = getattr(plain, "base_model_prefix", "")
-    by_name = {_known(name, prefix, stored): (name, *where) for name, where in stored_at.items()}
+    by_name = {_base_name(name, prefix, stored): (name, *where) for name, where in stored_at.items()}
     ignored = getattr(plain, "_keys_to_ignore_on_load_unexpected", None) or ()
     odd = sorted(n for n in by_name.keys() - stored.keys() if not any(re.search(pattern, n) for pattern in ignored))
     if odd:
@@ -277,13 +277,13 @@ def _reads(world: World, plain: nn.Module, path: Path, opened: contextlib.ExitSt
     return reads
 
 
-def _known(name: str, prefix: str, stored: Mapping[str, Stored]) -> str:
+def _base_name(name: str, prefix: str, stored: Mapping[str, Stored]) -> str:
     """A name with, or without, the prefix of a model's base, where only the one or the other has a head."""
     others = (f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
     return next((n for n in (name, *others) if n in stored), name)
 
 
-def _opened(path: Path, opened: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
+def _open_folder(path: Path, opened: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
     """The tensors in a folder: the file of each, and what reads it.
 
     Raises:

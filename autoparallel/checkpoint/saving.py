@@ -155,12 +155,12 @@ def save(
     if keep is not None and keep < 1:
         raise ValueError(f"keep is how many checkpoints stay, at least 1, got {keep}")
     parts, tree = world.ranks.together(lambda: _collect(world, states, asynchronous))
-    folder = Path(world.ranks.from_first(lambda: _made(Path(path), step)))
+    folder = Path(world.ranks.from_first(lambda: _make_folder(Path(path), step)))
     world.ranks.together(lambda: _require_room(folder, size_of(parts.values())))
     return Save(world, folder, step, keep, parts, tree)
 
 
-def _made(path: Path, step: int) -> str:
+def _make_folder(path: Path, step: int) -> str:
     try:
         return str(new_folder(path, step))
     except OSError as error:

@@ -91,7 +91,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _permuted(items: Sequence[T], order: Sequence[int]) -> list[T]:
+def _permute(items: Sequence[T], order: Sequence[int]) -> list[T]:
     return [items[i] for i in order]
 
 
@@ -128,7 +128,7 @@ class MeshGroups:
         """The ranks along an axis through this one, by their numbers in the world, in the order of the mesh."""
         one = self.groups[axis]
         ranks = dist.get_process_group_ranks(one.group)
-        return ranks if one.order is None else _permuted(ranks, one.order)
+        return ranks if one.order is None else _permute(ranks, one.order)
 
     def settle(self) -> None:
         """Does what must be done before the next collective."""
@@ -176,7 +176,7 @@ class MeshGroups:
     def all_gather(self, x: torch.Tensor, axis: str) -> Wait:
         """Gathers a contiguous ``[...]`` from each of n ranks into ``[n, ...]``."""
         if self.size(axis) == 1:
-            return _copied(x.unsqueeze(0))
+            return _clone(x.unsqueeze(0))
         out = x.new_empty((self.size(axis), *x.shape))
         data, received = as_real(x).view(-1), as_real(out).view(-1)
         gather = _torch.distributed.all_gather_single
@@ -186,7 +186,7 @@ class MeshGroups:
     def reduce_scatter(self, x: torch.Tensor, axis: str) -> Wait:
         """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
         if self.size(axis) == 1:
-            return _copied(x[0])
+            return _clone(x[0])
         out = x.new_empty(x.shape[1:])
         data, received = as_real(self.groups[axis].by_number(x)).view(-1), as_real(out).view(-1)
         return self._start(
@@ -197,7 +197,7 @@ class MeshGroups:
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
         """Sends row i of a contiguous ``[n, ...]`` to rank i; row i of the result came from rank i."""
         if self.size(axis) == 1:
-            return _copied(x)
+            return _clone(x)
         out = torch.empty_like(x)
         received, data = as_real(out), as_real(self.groups[axis].by_number(x))
         wait = self._start(
@@ -214,8 +214,8 @@ class MeshGroups:
         order = self.groups[axis].order
         if order is not None:
             inverse = _inverse(order)
-            x = torch.cat(_permuted(x.split(list(send_counts)), inverse))
-            send_counts, receive_counts = _permuted(send_counts, inverse), _permuted(receive_counts, inverse)
+            x = torch.cat(_permute(x.split(list(send_counts)), inverse))
+            send_counts, receive_counts = _permute(send_counts, inverse), _permute(receive_counts, inverse)
         out = x.new_empty((sum(receive_counts), *x.shape[1:]))
         rows, parts = as_real(x.contiguous()), as_real(out)
         wait = self._start(
@@ -223,7 +223,7 @@ class MeshGroups:
             lambda group: dist.all_to_all_single(parts, rows, list(receive_counts), list(send_counts), group, True),
         )  # fmt: skip
         wait()
-        return out if order is None else torch.cat(_permuted(out.split(list(receive_counts)), order))
+        return out if order is None else torch.cat(_permute(out.split(list(receive_counts)), order))
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ def as_real(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def _copied(x: torch.Tensor) -> Wait:
+def _clone(x: torch.Tensor) -> Wait:
     out = x.clone()
     return lambda: out
 

@@ -42,11 +42,11 @@ def with_draw(node: fx.Node, number: int) -> tuple[Any, ...]:
 
 def layers_of(node: fx.Node) -> tuple[str, ...]:
     """The modules with a number that a node belongs to, the outermost first: ``"stage1"``, ``"stage1.blocks.3"``."""
-    return _numbered(str(node.meta.get("module", "")))
+    return _layer_prefixes(str(node.meta.get("module", "")))
 
 
 @functools.lru_cache(maxsize=4096)
-def _numbered(path: str) -> tuple[str, ...]:
+def _layer_prefixes(path: str) -> tuple[str, ...]:
     parts = path.split(".")
     return tuple([".".join(parts[: i + 1]) for i, part in enumerate(parts) if part[-1:].isdigit()])
 

@@ -143,7 +143,7 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Compiles what is a model, and gives the compiled model's parameters to optimizers that have not stepped."""
-        compiled = [self._compiled(x) if isinstance(x, nn.Module) else x for x in args]
+        compiled = [self._compile(x) if isinstance(x, nn.Module) else x for x in args]
         for x in compiled:
             if isinstance(x, torch.optim.Optimizer):
                 hand_over(x)
@@ -153,12 +153,12 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Compiles a model, once."""
-        model = self._compiled(model)
+        model = self._compile(model)
         if not any(model is compiled for compiled in self._models):
             self._models.append(model)
         return model
 
-    def _compiled(self, model: nn.Module) -> nn.Module:
+    def _compile(self, model: nn.Module) -> nn.Module:
         if isinstance(model, ParallelModule):
             return model
         compiled = compile(model.to(self.device), self.mesh, **self.compile_options)

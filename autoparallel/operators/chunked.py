@@ -106,7 +106,7 @@ def _start(x: Tensor, src: str, dst: str, group: str) -> Callable[[], Tensor]:
     return lambda: result
 
 
-def _arriving(x: Tensor, *way: Any) -> Iterator[tuple[slice, Tensor]]:
+def _arrivals(x: Tensor, *way: Any) -> Iterator[tuple[slice, Tensor]]:
     """Rows of what a tensor is redistributed to, chunk by chunk, [..., k], and which of all they are; the others are
     on their way meanwhile."""
     parts, *each = _cut(x, *way)
@@ -151,21 +151,21 @@ def _multiply(x: Tensor, factor: Tensor, added: Tensor | None, out: Tensor) -> N
         torch.addmm(added, x, factor, out=out)
 
 
-def _added(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def _add_up(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b) if total is None else torch.addmm(total, a, b, out=total)
 
 
 # --------------------------------------------------------------------------------- both kinds, forward and backward
 
 
-def _gathered(
+def _gather_chunks(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], src: str, dst: str, group: str, chunks: int
 ) -> list[Tensor]:
     """The results of all layers, then the rows that they read, chunk by chunk."""
     shape = arriving_shape(x.shape, src, dst, group)[:-1]
     results = [x.new_empty(*shape, weight.shape[0]) for weight in weights]
     received = []
-    for place, rows in _arriving(x, src, dst, group, chunks):
+    for place, rows in _arrivals(x, src, dst, group, chunks):
         for result, weight, bias in zip(results, weights, biases, strict=True):
             _multiply(rows, weight.t(), bias, _rows(result)[place])
         received.append(rows)
@@ -186,21 +186,23 @@ def _gathered_backward(
     gradient of x."""
     wait = _send_sum(grads, weights, None, src, dst, group, chunks) if wanted[0] else None
     results: list[Tensor] = []
-    for grad in _chosen(grads, wanted[1:]):
+    for grad in _select(grads, wanted[1:]):
         total, end = None, 0
         for rows in received:
             begin, end = end, end + rows.shape[0]
-            total = _added(total, _rows(grad)[begin:end].t(), rows)
+            total = _add_up(total, _rows(grad)[begin:end].t(), rows)
         results += [total] if total is not None else []
-    results += [_rows(grad).sum(0) for grad in _chosen(grads, wanted[1 + len(grads) :])]
+    results += [_rows(grad).sum(0) for grad in _select(grads, wanted[1 + len(grads) :])]
     return results if wait is None else [wait(), *results]
 
 
-def _chosen(items: Sequence[T], wanted: Sequence[bool]) -> list[T]:
+def _select(items: Sequence[T], wanted: Sequence[bool]) -> list[T]:
     return [item for item, wants in zip(items, wanted, strict=False) if wants]
 
 
-def _reduced(x: Tensor, weight: Tensor, bias: Tensor | None, src: str, dst: str, group: str, chunks: int) -> Tensor:
+def _reduce_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, src: str, dst: str, group: str, chunks: int
+) -> Tensor:
     return _send_sum([x], [weight.t()], bias, src, dst, group, chunks)()
 
 
@@ -211,11 +213,11 @@ def _reduced_backward(
     for_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
     for_weight: Tensor | None = None
     for_bias: Tensor | None = None
-    for place, rows in _arriving(grad, src, dst, group, chunks):
+    for place, rows in _arrivals(grad, src, dst, group, chunks):
         if for_x is not None:
             _multiply(rows, weight, None, _rows(for_x)[place])
         if wanted[1]:
-            for_weight = _added(for_weight, rows.t(), _rows(x)[place])
+            for_weight = _add_up(for_weight, rows.t(), _rows(x)[place])
         if wanted[2]:
             for_bias = rows.sum(0) if for_bias is None else for_bias.add_(rows.sum(0))
     return [each for each in (for_x, for_weight, for_bias) if each is not None]
@@ -254,8 +256,8 @@ def _gathered_backward_fake(
     count = len(weights)
     shape = arriving_shape([*grads[0].shape[:-1], weights[0].shape[1]], src, dst, group)
     results = [grads[0].new_empty(shape)] if wanted[0] else []
-    results += [w.new_empty(w.shape) for w in _chosen(weights, wanted[1 : 1 + count])]
-    return results + [w.new_empty(w.shape[0]) for w in _chosen(weights, wanted[1 + count :])]
+    results += [w.new_empty(w.shape) for w in _select(weights, wanted[1 : 1 + count])]
+    return results + [w.new_empty(w.shape[0]) for w in _select(weights, wanted[1 + count :])]
 
 
 def _reduced_fake(x: Tensor, weight: Tensor, bias: Any, src: str, dst: str, group: str, chunks: int) -> Tensor:
@@ -265,11 +267,15 @@ def _reduced_fake(x: Tensor, weight: Tensor, bias: Any, src: str, dst: str, grou
 def _reduced_backward_fake(
     grad: Tensor, x: Tensor, weight: Tensor, src: str, dst: str, group: str, chunks: int, wanted: Sequence[bool]
 ) -> list[Tensor]:
-    return [x.new_empty(shape) for shape in _chosen([x.shape, weight.shape, weight.shape[:1]], wanted)]
+    return [x.new_empty(shape) for shape in _select([x.shape, weight.shape, weight.shape[:1]], wanted)]
 
 
 _define(
-    "gathered_linears", _gathered, "Tensor x, Tensor[] weights, Tensor?[] biases, {way}", "Tensor[]", _gathered_fake
+    "gathered_linears",
+    _gather_chunks,
+    "Tensor x, Tensor[] weights, Tensor?[] biases, {way}",
+    "Tensor[]",
+    _gathered_fake,
 )
 _define(
     "gathered_linears_backward",
@@ -278,7 +284,7 @@ _define(
     "Tensor[]",
     _gathered_backward_fake,
 )
-_define("reduced_linear", _reduced, "Tensor x, Tensor weight, Tensor? bias, {way}", "Tensor", _reduced_fake)
+_define("reduced_linear", _reduce_chunks, "Tensor x, Tensor weight, Tensor? bias, {way}", "Tensor", _reduced_fake)
 _define(
     "reduced_linear_backward",
     _reduced_backward,
@@ -301,7 +307,7 @@ class _RedistributeThenLinear(torch.autograd.Function):
         ctx.module = "" if torch.compiler.is_compiling() else ranges.place()
         ctx.way, ctx.count = (DUALS.get(dst, dst), DUALS.get(src, src), group, chunks), count
         if sends(src, dst):
-            run = torch.ops.autoparallel.gathered_linears if _is_compiled(x) else _gathered
+            run = torch.ops.autoparallel.gathered_linears if _is_compiled(x) else _gather_chunks
             tensors = run(x, weights, biases, src, dst, group, chunks)
             results, received = tensors[:count], tensors[count:]
         else:
@@ -322,7 +328,7 @@ class _RedistributeThenLinear(torch.autograd.Function):
             weights = [saved[i] for i in used]
             run = torch.ops.autoparallel.gathered_linears_backward if _is_compiled(saved[0]) else _gathered_backward
             gradients = ranges.in_backward(ctx.module, run, [*used.values()], weights, saved[count:], *ctx.way, wanted)
-            for place, grad in zip(_chosen(places, wanted), gradients, strict=True):
+            for place, grad in zip(_select(places, wanted), gradients, strict=True):
                 results[place] = grad
         return tuple(results)
 
@@ -336,7 +342,7 @@ class _LinearThenRedistribute(torch.autograd.Function):
         ctx.module = "" if torch.compiler.is_compiling() else ranges.place()
         ctx.way = DUALS.get(dst, dst), DUALS.get(src, src), group, chunks
         ctx.save_for_backward(x, weight)
-        run = torch.ops.autoparallel.reduced_linear if _is_compiled(x) else _reduced
+        run = torch.ops.autoparallel.reduced_linear if _is_compiled(x) else _reduce_chunks
         result: Tensor = run(x, weight, bias, src, dst, group, chunks)
         return result
 
@@ -349,6 +355,6 @@ class _LinearThenRedistribute(torch.autograd.Function):
             wanted = [ctx.needs_input_grad[place] for place in places]
             run = torch.ops.autoparallel.reduced_linear_backward if _is_compiled(grad) else _reduced_backward
             gradients = ranges.in_backward(ctx.module, run, grad, *ctx.saved_tensors, *ctx.way, wanted)
-            for place, each in zip(_chosen(places, wanted), gradients, strict=True):
+            for place, each in zip(_select(places, wanted), gradients, strict=True):
                 results[place] = each
         return tuple(results)

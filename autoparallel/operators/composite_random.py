@@ -18,7 +18,7 @@ from autoparallel.operators.torch_random import Draw
 aten = torch.ops.aten
 
 
-def _dropped(draw: Draw, x: Any, p: float) -> Any:
+def _drop(draw: Draw, x: Any, p: float) -> Any:
     """``x`` after dropout with p > 0; where nothing is kept, nothing is drawn."""
     if p == 1:
         return draw.emit(aten.mul.Tensor, x, 0.0)
@@ -26,7 +26,7 @@ def _dropped(draw: Draw, x: Any, p: float) -> Any:
 
 
 def _dropout(draw: Draw) -> Any:
-    return _dropped(draw, draw["input"] if "input" in draw.arguments else draw["self"], draw["p"])
+    return _drop(draw, draw["input"] if "input" in draw.arguments else draw["self"], draw["p"])
 
 
 def _native_dropout(draw: Draw) -> Any:
@@ -39,7 +39,7 @@ def _noisy(feature: bool, alpha: bool) -> Callable[[Draw], Any]:
         emit, p = draw.emit, draw["p"]
         x = draw["input"] if "input" in draw.arguments else draw["self"]
         if p == 1 or not (feature or alpha):
-            return _dropped(draw, x, p)
+            return _drop(draw, x, p)
         value = emit.value(x)
         sizes = emit.sizes(x)
         if feature:
@@ -74,7 +74,7 @@ def _attention(draw: Draw) -> Any:
         scores = emit(aten.masked_fill.Scalar, scores, emit(aten.logical_not.default, mask), float("-inf"))
     elif mask is not None:
         scores = emit(aten.add.Tensor, scores, mask)
-    weights = _dropped(draw, emit(aten._safe_softmax.default, scores, -1), v["dropout_p"])
+    weights = _drop(draw, emit(aten._safe_softmax.default, scores, -1), v["dropout_p"])
     return emit(aten.matmul.default, weights, value)
 
 
@@ -108,7 +108,7 @@ def _recurrent(draw: Draw) -> Any:
         for final, state in zip(finals, after, strict=True):
             final.append(state)
         if layer < v["num_layers"] - 1:
-            x = _dropped(draw, x, v["dropout"])
+            x = _drop(draw, x, v["dropout"])
     x = emit(aten.transpose.int, x, 0, 1) if v["batch_first"] else x
     return (x, *[emit(aten.cat.default, final) for final in finals])
 

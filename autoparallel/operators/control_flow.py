@@ -16,7 +16,7 @@ from torch import Tensor, fx
 Body = Callable[..., Any]
 
 
-def _listed(result: Any) -> list[Any]:
+def _as_list(result: Any) -> list[Any]:
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
@@ -44,7 +44,7 @@ class _Zeros(torch.autograd.Function):
 
 
 def _cond(predicate: Any, true: Body, false: Body, operands: Sequence[Any]) -> list[Any]:
-    results = _listed((true if _holds(predicate) else false)(*operands))
+    results = _as_list((true if _holds(predicate) else false)(*operands))
     flowing = [x for x in operands if isinstance(x, Tensor) and x.requires_grad]
     # What only the other way reads gets a gradient of zero, as in eager, and not none.
     return [_Zeros.apply(x, *flowing) if flowing and x.is_floating_point() else x for x in results]
@@ -52,8 +52,8 @@ def _cond(predicate: Any, true: Body, false: Body, operands: Sequence[Any]) -> l
 
 def _while_loop(condition: Body, body: Body, carried: Sequence[Any], more: Sequence[Any]) -> list[Any]:
     values = list(carried)
-    while _holds(_listed(condition(*values, *more))[0]):
-        values = _listed(body(*values, *more))
+    while _holds(_as_list(condition(*values, *more))[0]):
+        values = _as_list(body(*values, *more))
         if not all(map(_has_values, values)):
             break
     return values
@@ -62,7 +62,7 @@ def _while_loop(condition: Body, body: Body, carried: Sequence[Any], more: Seque
 def _scan(combine: Body, init: Sequence[Any], xs: Sequence[Tensor], more: Sequence[Any] = ()) -> list[Any]:
     carry, outputs = list(init), []
     for row in zip(*(x.unbind(0) for x in xs), strict=True):
-        results = _listed(combine(*carry, *row, *more))
+        results = _as_list(combine(*carry, *row, *more))
         carry = results[: len(init)]
         outputs.append(results[len(init) :])
     return [*carry, *(torch.stack(rows) for rows in zip(*outputs, strict=True))]
@@ -72,7 +72,7 @@ def _associative_scan(combine: Body, xs: Sequence[Tensor], more: Sequence[Any] =
     first, *rows = zip(*(x.unbind(0) for x in xs), strict=True)
     outputs = [list(first)]
     for row in rows:
-        outputs.append(_listed(combine(*outputs[-1], *row, *more)))
+        outputs.append(_as_list(combine(*outputs[-1], *row, *more)))
     return [torch.stack(parts) for parts in zip(*outputs, strict=True)]
 
 

@@ -66,7 +66,7 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _signed(z: int) -> int:
+def _as_signed(z: int) -> int:
     return z - (1 << 64) if z >= 1 << 63 else z
 
 
@@ -89,13 +89,13 @@ class Numbers:
     def __init__(self, number: int, shape: Sequence[int], shards: str, device: torch.device) -> None:
         state = _STATE.value
         self._key = _mix(_mix(_mix(state.seed & _MASK64) ^ (state.first + number)) ^ state.call)
-        self._scaled = _positions(shape, shards, device) * _signed(_GAMMA)
+        self._scaled = _positions(shape, shards, device) * _as_signed(_GAMMA)
 
     def bits(self, stream: int = 0) -> Tensor:
         """64 random bits for each element, as int64."""
-        z = self._scaled + _signed(_mix(self._key ^ stream))
-        z = (z ^ _logical_shift(z, 30)) * _signed(_FIRST)
-        z = (z ^ _logical_shift(z, 27)) * _signed(_SECOND)
+        z = self._scaled + _as_signed(_mix(self._key ^ stream))
+        z = (z ^ _logical_shift(z, 30)) * _as_signed(_FIRST)
+        z = (z ^ _logical_shift(z, 27)) * _as_signed(_SECOND)
         return z ^ _logical_shift(z, 31)
 
     def below(self, p: float) -> Tensor:

@@ -107,7 +107,7 @@ def _bernoulli_tensor(draw: Draw) -> Any:
     return draw.constant(_bernoulli_of(draw, draw["p"], draw.sizes(), **draw.form()), draw["p"])
 
 
-def _filled(distribution: str, *names: str) -> Callable[[Draw], Any]:
+def _distribution(distribution: str, *names: str) -> Callable[[Draw], Any]:
     return lambda draw: draw.draw(distribution, *(draw[name] for name in names))
 
 
@@ -181,22 +181,22 @@ BASIC: dict[Any, Callable[[Draw], Any]] = {
     aten.bernoulli_.float: _bernoulli_number,
     aten.bernoulli.Tensor: _bernoulli_tensor,
     aten.bernoulli_.Tensor: _bernoulli_tensor,
-    aten.uniform.default: _filled("uniform", "from", "to"),
-    aten.uniform_.default: _filled("uniform", "from", "to"),
-    aten.normal_functional.default: _filled("normal", "mean", "std"),
-    aten.normal_.default: _filled("normal", "mean", "std"),
-    aten.normal.float_float: _filled("normal", "mean", "std"),
+    aten.uniform.default: _distribution("uniform", "from", "to"),
+    aten.uniform_.default: _distribution("uniform", "from", "to"),
+    aten.normal_functional.default: _distribution("normal", "mean", "std"),
+    aten.normal_.default: _distribution("normal", "mean", "std"),
+    aten.normal.float_float: _distribution("normal", "mean", "std"),
     aten.normal.Tensor_float: _normal_of_tensors,
     aten.normal.float_Tensor: _normal_of_tensors,
     aten.normal.Tensor_Tensor: _normal_of_tensors,
-    aten.log_normal.default: _filled("log_normal", "mean", "std"),
-    aten.log_normal_.default: _filled("log_normal", "mean", "std"),
-    aten.exponential.default: _filled("exponential", "lambd"),
-    aten.exponential_.default: _filled("exponential", "lambd"),
-    aten.cauchy.default: _filled("cauchy", "median", "sigma"),
-    aten.cauchy_.default: _filled("cauchy", "median", "sigma"),
-    aten.geometric.default: _filled("geometric", "p"),
-    aten.geometric_.default: _filled("geometric", "p"),
+    aten.log_normal.default: _distribution("log_normal", "mean", "std"),
+    aten.log_normal_.default: _distribution("log_normal", "mean", "std"),
+    aten.exponential.default: _distribution("exponential", "lambd"),
+    aten.exponential_.default: _distribution("exponential", "lambd"),
+    aten.cauchy.default: _distribution("cauchy", "median", "sigma"),
+    aten.cauchy_.default: _distribution("cauchy", "median", "sigma"),
+    aten.geometric.default: _distribution("geometric", "p"),
+    aten.geometric_.default: _distribution("geometric", "p"),
     aten.rand.default: _standard("uniform", 0, 1),
     aten.rand_like.default: _standard("uniform", 0, 1),
     aten.randn.default: _standard("normal", 0, 1),

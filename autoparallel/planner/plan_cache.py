@@ -89,7 +89,7 @@ def key_of(request: Request, captured: Captured, call: Call, settled: Settled, *
         settled.at_rest is None, sorted((settled.at_rest or {}).items()), settled.pipeline, settled.recompute,
         call.layouts, call.batch, call.with_target, call.training, call.trainable, call.gradients,
         [spec for spec in call.specs if isinstance(spec, InputSpec)],
-        captured.parameters, captured.buffers, {name: _shown(x) for name, x in captured.constants.items()},
+        captured.parameters, captured.buffers, {name: _show(x) for name, x in captured.constants.items()},
         captured.inputs, captured.mutated_buffers, captured.loss, captured.flowing, captured.detached, captured.weight,
         captured.rest_dtypes, captured.draws, captured.numbers, *(sorted(map(repr, each)) for each in sets),
         *_lines(captured.module),
@@ -110,13 +110,13 @@ def _lines(module: fx.GraphModule) -> Iterator[str]:
         for node in each.graph.nodes if isinstance(each, fx.GraphModule) else ():
             value = node.meta.get("val")
             if id(value) not in texts:
-                texts[id(value)] = str(pytree.tree_map(_shown, value))
+                texts[id(value)] = str(pytree.tree_map(_show, value))
             target = getattr(node.target, "__qualname__", "") and f"{node.target.__module__}.{node.target.__qualname__}"
             facts = [node.meta.get(name) for name in _SEEN], sorted(map(repr, node.meta.get("batch_factors") or ()))
             yield f"{node} {target or node.target} {node.args} {node.kwargs} {texts[id(value)]} {facts}"
 
 
-def _shown(value: Any) -> object:
+def _show(value: Any) -> object:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else str(value)
 
 

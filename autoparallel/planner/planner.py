@@ -91,7 +91,7 @@ class Planner:
             PlanError: when no plan satisfies the constraints, the pins or the limit.
         """
         key = None if self.cache is None else key_of(self.request, captured, call, settled)
-        cached = None if self.cache is None else self.cache.get(key, partial(self._read, captured, call))
+        cached = None if self.cache is None else self.cache.get(key, partial(self._read_plan, captured, call))
         if cached is not None:
             return cached
         evaluator = evaluator or Evaluator(self.request, captured, call, settled)
@@ -108,7 +108,7 @@ class Planner:
             self.cache.put(key, plan.to_json())
         return plan
 
-    def _read(self, captured: Captured, call: Call, text: str) -> Plan:
+    def _read_plan(self, captured: Captured, call: Call, text: str) -> Plan:
         """A plan that was kept, and that the graph can be prepared for."""
         plan = Plan.from_json(text)
         prepare(self.request, captured.copy(), plan, call)
@@ -131,9 +131,9 @@ class Planner:
             plan = with_reductions(plan, self._reductions or {})
         built = build(request, captured, plan, call, prefix)
         if isinstance(built, LocalProgram):
-            _, prediction = self._known(plan, call) or (built, None)
+            _, prediction = self._prediction(plan, call) or (built, None)
             late = LatePrediction(lambda: prediction or predict(built, plan, profile))
-            return self._reduced(plan, built, late), built
+            return self._time_reductions(plan, built, late), built
         if plan.pipeline is None:
             return plan.with_prediction(LatePrediction(lambda: predict(built.programs[0], plan, profile))), built
         if captured.objective is not None and call.is_training:
@@ -146,13 +146,13 @@ class Planner:
         """A plan that the search has found for a call, as :meth:`finish` gives it, but without a program that may run;
         None where the search has not predicted the whole program."""
         plan = plan if plan.staging is not None else with_reductions(plan, self._reductions or {})
-        predicted = self._known(plan, call)
+        predicted = self._prediction(plan, call)
         if predicted is None:
             return None
         built, prediction = predicted
-        return self._reduced(plan, built, LatePrediction(lambda: prediction))
+        return self._time_reductions(plan, built, LatePrediction(lambda: prediction))
 
-    def _reduced(self, plan: Plan, built: LocalProgram, late: LatePrediction) -> Plan:
+    def _time_reductions(self, plan: Plan, built: LocalProgram, late: LatePrediction) -> Plan:
         """The plan with its prediction and with the times of reducing that fit the limit, given to its program, too."""
         request, profile = self.request, self.request.profile
         if self._reductions is None and any(cost.seconds for cost in late().reductions.values()):
@@ -165,7 +165,7 @@ class Planner:
                 return chosen.with_prediction(LatePrediction(lambda: predict(built, chosen, profile)))
         return plan.with_prediction(late)
 
-    def _known(self, plan: Plan, call: Call) -> tuple[LocalProgram, Prediction] | None:
+    def _prediction(self, plan: Plan, call: Call) -> tuple[LocalProgram, Prediction] | None:
         """What the search has predicted of the whole program, where the plan is the one that it found for the call."""
         row, self._predicted = self._predicted, None  # asked for once: a planner that lives on keeps no program alive
         return None if row is None or row[1] != call.specs or row[0] != plan else row[2]

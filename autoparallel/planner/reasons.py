@@ -36,7 +36,7 @@ class PlanAgain:
         original = self.planner.request
         request = replace(original, plan=plan.origin, pins=replace(original.pins, excluded=excluded))
         planner = Planner(self.planner.model, request)
-        captured = self._captured.copy()
+        captured = self._graph.copy()
         try:
             best = planner.search(captured, self.call)
         except PlanError:
@@ -48,13 +48,13 @@ class PlanAgain:
     def history(self, plan: Decisions) -> str:
         """See ``Reasons.history``."""
         assert isinstance(plan, Plan)
-        captured = self._captured.copy()
+        captured = self._graph.copy()
         history = PassHistory(captured.module)
         pad(captured, plan.padded, history)
         build(self.planner.request, captured, plan, self.call, "mesh0", history)
         return str(history)
 
     @cached_property
-    def _captured(self) -> Captured:
+    def _graph(self) -> Captured:
         """The graph that is planned again, traced at the first question."""
         return self.planner.capture(self.call, training=True)

@@ -55,7 +55,7 @@ class Fusion:
             layer: whose operator it is; None where a program is compiled whole.
         """
         if not fused:
-            moved = sum(self._written(x.untyped_storage()) for x in inputs)
+            moved = sum(self._write_bytes(x.untyped_storage()) for x in inputs)
             self._kernels += 1
             return moved
         moved, sources = 0, dict[int, int]()
@@ -63,7 +63,7 @@ class Fusion:
             writer, origin, follows = self._pending.get(storage, (self._kernels, layer, {}))
             again = writer == self._kernels or 2 * storage.nbytes() > sum(follows.values())
             if origin != layer or not again:
-                moved += self._written(storage)
+                moved += self._write_bytes(storage)
             if storage in self._pending:
                 sources |= follows
             else:
@@ -77,7 +77,7 @@ class Fusion:
             self._numbers[storage] = next(self._next)
         return self._numbers[storage]
 
-    def _written(self, storage: Any) -> int:
+    def _write_bytes(self, storage: Any) -> int:
         """Bytes that a kernel moves because it writes a storage, if that is pending: one that has read what it follows
         from meanwhile writes it with what else it writes."""
         if storage not in self._pending:

@@ -55,13 +55,13 @@ class Clock:
     def compute(self, seconds: float) -> None:
         """Something computes."""
         self._note(COMPUTE, self.module or "(the model)", self.now, self.now + seconds)
-        self._go(self.now + seconds)
+        self._advance(self.now + seconds)
 
     def start(self, seconds: float, name: str = "") -> float:
         """A collective starts; when it will be done."""
         begun = max(self.now, self._network)
         self._note(COMPUTE, f"start {name}", self.now, self.now + (1 - self.overlap) * seconds)
-        self._go(self.now + (1 - self.overlap) * seconds)
+        self._advance(self.now + (1 - self.overlap) * seconds)
         self._network = max(self.now, self._network) + self.overlap * seconds
         self._note(NETWORK, name, begun, self._network, joined=False)
         return self._network
@@ -84,9 +84,9 @@ class Clock:
     def wait(self, end: float) -> None:
         """Its result is needed."""
         self._note(COMPUTE, "wait", self.now, end)
-        self._go(max(self.now, end))
+        self._advance(max(self.now, end))
 
-    def _go(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         self.now = now
         if self._held:
             self._held = [(end, value) for end, value in self._held if end > now]
@@ -197,7 +197,7 @@ class Meter(TorchDispatchMode):
         self._traffic.count(func, args, kwargs or {})
         end, self._ends = max(self._ends, default=self.clock.now), []
         result = call_on_meta(func, args, kwargs or {})
-        beside = _beside(name, args, result, self.profile)
+        beside = _workspace(name, args, result, self.profile)
         extra = args[0].new_empty(beside) if beside else None
         if extra is not None:
             self.ledger.add(extra)
@@ -267,18 +267,18 @@ class Meter(TorchDispatchMode):
         return self.profile.compute_seconds(flops, _torch.tensors.bytes_in((inputs, outputs)), dtype)
 
 
-def _beside(name: str, args: Sequence[Any], result: Any, profile: Profile) -> int:
+def _workspace(name: str, args: Sequence[Any], result: Any, profile: Profile) -> int:
     """Elements that an operator has, while it runs, beside what it reads and makes."""
     if name in ("autoparallel::transfer", "autoparallel::start_transfer"):
-        return _exchanged(args, profile.copies)
+        return _exchange_elements(args, profile.copies)
     if name == "aten::convolution" and profile.unfolds:
-        return _unfolded(args[0], args[1], result, args[3:7])
+        return _column_elements(args[0], args[1], result, args[3:7])
     if name == "aten::convolution_backward" and profile.unfolds and args[10][1]:  # else in the gradient's own memory
-        return _unfolded(args[1], args[2], args[0], args[4:8], backward=True)
+        return _column_elements(args[1], args[2], args[0], args[4:8], backward=True)
     return 0
 
 
-def _unfolded(
+def _column_elements(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, how: Sequence[Any], backward: bool = False
 ) -> int:
     """Elements of the columns, ``[rows, channels * kernel, positions]``, that a convolution multiplies its weight with.
@@ -302,7 +302,7 @@ def _unfolded(
     return rows * weight[0].numel() * math.prod((x if transposed else out).shape[2:])
 
 
-def _exchanged(args: Sequence[Any], copies: Sequence[str]) -> int:
+def _exchange_elements(args: Sequence[Any], copies: Sequence[str]) -> int:
     """Elements that a redistribution inside the body needs beside its operand and its result."""
     src, dst = parse_placement(args[1]), parse_placement(args[2])
     kind, size = action(src, dst), args[0].numel()
@@ -339,7 +339,7 @@ def _attention(args: Sequence[Any], kwargs: Any, first: int, causal: int, produc
     return 2.0 * rows * (products[0] * q.shape[-1] + products[1] * v.shape[-1]) * (0.5 if is_causal else 1.0)
 
 
-def _grouped(args: Sequence[Any]) -> float:
+def _grouped_product(args: Sequence[Any]) -> float:
     """Each row meets one of the stacked weights."""
     rows = next(x.shape[0] for x in args if isinstance(x, torch.Tensor) and x.ndim == 2)
     weight = next(x for x in args if isinstance(x, torch.Tensor) and x.ndim == 3)
@@ -364,10 +364,10 @@ _FLOPS: dict[str, Callable[[Sequence[Any], Any, Any], float]] = {
     "aten::convolution": lambda a, k, out: _convolution(out, a[1]),
     "aten::convolution_backward": _convolution_backward,
     "aten::_grouped_mm": lambda a, k, out: 2.0 * out.numel() * a[0].shape[-1],
-    "autoparallel::grouped_linear": lambda a, k, out: _grouped(a),
-    "autoparallel::grouped_linear_exchanged": lambda a, k, out: _grouped(a),
-    "autoparallel::grouped_linear_backward": lambda a, k, out: 2 * _grouped(a),
-    "autoparallel::grouped_linear_exchanged_backward": lambda a, k, out: 2 * _grouped(a),
+    "autoparallel::grouped_linear": lambda a, k, out: _grouped_product(a),
+    "autoparallel::grouped_linear_exchanged": lambda a, k, out: _grouped_product(a),
+    "autoparallel::grouped_linear_backward": lambda a, k, out: 2 * _grouped_product(a),
+    "autoparallel::grouped_linear_exchanged_backward": lambda a, k, out: 2 * _grouped_product(a),
     # The one fused attention of a dry run (see ``predict.attention``).
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda a, k, out: _attention(a, k, 0, 4, (1, 1)),
     # The scores once more, and the gradients of q, k, v and of the scores.

@@ -65,13 +65,13 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         profile=profile.name,
         optimizer=profile.optimizer.name,
         microbatches=plan.microbatches,
-        timeline=_thinned([(seconds, fixed + size) for seconds, size in run.history]),
+        timeline=_thin([(seconds, fixed + size) for seconds, size in run.history]),
         spans=tuple(run.spans),
         most={moment: fixed + size + accumulators * several for moment, size in most.items()},
     )
 
 
-def _thinned(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+def _thin(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """The highest point of each stretch, a thousand of them at most."""
     stretch = max(-(-len(points) // 1000), 1)
     return tuple(max(points[i : i + stretch], key=lambda point: point[1]) for i in range(0, len(points), stretch))

@@ -35,20 +35,20 @@ def call_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if "out" in kwargs:
         return kwargs["out"]
     try:
-        described = _described(args), _described(list(kwargs.items()))
+        described = _describe(args), _describe(list(kwargs.items()))
         description = _result(func, *described, torch.get_default_dtype()) if func.namespace == "aten" else None
     except TypeError:  # an argument that cannot be looked up
         description = None
     return func(*args, **kwargs) if description is None else description.make()
 
 
-def _described(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not value.is_meta or type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise TypeError("only plain meta tensors are looked up")
         return _Tensor(value.shape, value.stride(), value.dtype)
     if isinstance(value, list | tuple):
-        return tuple([_described(each) for each in value])
+        return tuple([_describe(each) for each in value])
     return _Plain(type(value), value)
 
 

@@ -32,12 +32,12 @@ def headline(plan: Decisions) -> str:
     """The plan in a line: who made it, on which mesh, and what a step is predicted to take."""
     prediction = plan.prediction
     if prediction is None:
-        return _decided(plan)
+        return _origin(plan)
     took = f"a step of {duration(prediction.seconds())} and {units(prediction.total_memory)} per device"
-    return f"{_decided(plan)}; predicted for {prediction.profile}: {took}"
+    return f"{_origin(plan)}; predicted for {prediction.profile}: {took}"
 
 
-def _decided(plan: Decisions) -> str:
+def _origin(plan: Decisions) -> str:
     origin = "chosen by the search" if plan.origin == "auto" else f"the preset {plan.origin!r}"
     return f"{origin}, on the mesh {mesh_text(plan.whole_mesh)}"
 
@@ -46,15 +46,15 @@ def plan_sections(plan: Decisions) -> dict[str, list[Block]]:
     """All that a plan says of itself, under titles."""
     prediction = plan.prediction
     return {
-        "The plan": [f"Decisions: {_decided(plan)}"],
+        "The plan": [f"Decisions: {_origin(plan)}"],
         "The mesh beside the alternatives": choice_blocks(plan.choice),
         "Seconds against memory": frontier_blocks(plan.frontier),
         "The pipeline": pipeline_blocks(plan.pipeline),
         "Parameters and results, module by module": _modules_tables(plan),
         OPERATORS: [operators_table(plan)] if prediction is None else [],
         SENT: _traffic_blocks(prediction),
-        "What a step takes": [*_predicted(prediction, plan), *_notes(plan)],
-        UNSHARDED: [*_unpieced(plan.notes), _unruled(plan.unruled)],
+        "What a step takes": [*_prediction(prediction, plan), *_notes(plan)],
+        UNSHARDED: [*_without_pieces(plan.notes), _without_rule(plan.unruled)],
     }
 
 
@@ -119,11 +119,11 @@ def operators_table(plan: Decisions) -> Table:
     return Table(("module", "operators"), [(path or "(the model)", "\n".join(content)) for path, content in folded])
 
 
-def _unpieced(notes: Mapping[str, str]) -> list[str]:
+def _without_pieces(notes: Mapping[str, str]) -> list[str]:
     return [f"{path or '(the model)'} is not sharded by its pieces: {why}." for path, why in fold(notes.items())]
 
 
-def _unruled(unruled: Mapping[str, int]) -> str:
+def _without_rule(unruled: Mapping[str, int]) -> str:
     if not unruled:
         return "Every operator has a sharding rule."
     names = ", ".join(f"{name} ({count} x)" for name, count in sorted(unruled.items()))
@@ -156,7 +156,7 @@ def _traffic_blocks(p: Prediction | None) -> list[Block]:
     return blocks
 
 
-def _predicted(p: Prediction | None, plan: Decisions) -> list[Block]:
+def _prediction(p: Prediction | None, plan: Decisions) -> list[Block]:
     """The time and the memory of a step."""
     if p is None:
         return []

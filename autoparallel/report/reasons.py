@@ -54,12 +54,12 @@ def decisions_about(plan: Decisions, pattern: str) -> list[Decision]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name in plan.parameters:
         module, _, leaf = name.rpartition(".")
-        if matching(pattern, [name, module]) or _inside(pattern, module):
+        if matching(pattern, [name, module]) or _contains(pattern, module):
             what = leaf if matching(pattern, [module]) else name
             groups.setdefault((what, describe_parameter(plan, name)), []).append(name)
     for key, modes in plan.operators.items():
         path, _, operator = key.rpartition("/")
-        if (matching(pattern, [path]) or _inside(pattern, path)) and any(m != "I" for m in modes):
+        if (matching(pattern, [path]) or _contains(pattern, path)) and any(m != "I" for m in modes):
             what = operator if matching(pattern, [path]) else key
             groups.setdefault((what, _choice(plan, key)), []).append(key)
     return [
@@ -68,7 +68,7 @@ def decisions_about(plan: Decisions, pattern: str) -> list[Decision]:
     ]
 
 
-def _inside(pattern: str, path: str) -> bool:
+def _contains(pattern: str, path: str) -> bool:
     parts = path.split(".")
     return any(matching(pattern, [".".join(parts[:i])]) for i in range(1, len(parts)))
 

@@ -157,7 +157,7 @@ def make_rule(
         lead = max(lead, len(result_shape) - len(right) + 1)
     operands = tuple(_tensor_factors(d, s, lead, factor_sizes, notation) for d, s in zip(left, shapes, strict=True))
     result = _tensor_factors(right, result_shape, lead, factor_sizes, notation)
-    summed = _named(*left).difference(_named(right), blocked)
+    summed = _factor_names(*left).difference(_factor_names(right), blocked)
     return Rule(
         operands,
         result,
@@ -186,11 +186,11 @@ def dimwise(
     **options: Any,
 ) -> Rule:
     """The rule of a call whose dims are named one by one; names that begin with ``x`` are blocked."""
-    whole = sorted(name for name in _named(*operands, result) if name.startswith("x"))
+    whole = sorted(name for name in _factor_names(*operands, result) if name.startswith("x"))
     return make_rule(node, ([*operands], result), blocked=[*whole, *blocked], **options)
 
 
-def _named(*tensors: Sequence[str]) -> set[str]:
+def _factor_names(*tensors: Sequence[str]) -> set[str]:
     """The names of the factors in the dims of tensors."""
     return {name for dims in tensors for dim in dims for name in dim.strip("()").split()} - {"1", "..."}
 

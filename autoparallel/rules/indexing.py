@@ -44,7 +44,7 @@ def embedding(node: fx.Node) -> Rule:
     )
 
 
-def _beside(dim: int, shapes: Sequence[Shape]) -> list[list[str]]:
+def _shared_factors(dim: int, shapes: Sequence[Shape]) -> list[list[str]]:
     """The factors of tensors that correspond in every dim but ``dim``, as far as their sizes agree."""
     agree = [all(size == sizes[0] for size in sizes) for sizes in zip(*shapes, strict=False)]
     return [
@@ -58,7 +58,7 @@ def gather(node: fx.Node) -> Rule | None:
     dims = dims_of(node)
     if len(dims) != 1 or len(source) != len(index) or shape_of(node) != index:
         return None  # take_along_dim looks up in the flat source, or broadcasts
-    left, right = _beside(dims[0], [source, index])
+    left, right = _shared_factors(dims[0], [source, index])
     right[dims[0]] = "j"  # the looked-up dim of the result is the index's own, which may be cut
     return dimwise(node, [left, right], right, linear=[(0,)])
 
@@ -76,7 +76,7 @@ def scatter_add(node: fx.Node) -> Rule:
     """The rule of what is added along a dim, each rank its part where the index and the source are cut alike."""
     shapes = operand_shapes(node)
     dim = arguments(node)["dim"] % max(len(shapes[0]), 1)
-    into, index, source = _beside(dim, shapes)
+    into, index, source = _shared_factors(dim, shapes)
     summed = bool(shapes[0]) and shapes[1][dim] == shapes[2][dim]
     if summed:
         index[dim] = source[dim] = "j"
@@ -86,7 +86,7 @@ def scatter_add(node: fx.Node) -> Rule:
 def scatter(node: fx.Node) -> Rule:
     """The rule of what is replaced along a dim, by a tensor or a number, or reduced there."""
     shapes, values = operand_shapes(node), arguments(node)
-    parts = _beside(values["dim"] % max(len(shapes[0]), 1), shapes)
+    parts = _shared_factors(values["dim"] % max(len(shapes[0]), 1), shapes)
     linear = len(shapes) == 3 and values.get("reduce") in (None, "sum", "add") and values.get("include_self", True)
     return dimwise(node, parts, parts[0], linear=[(0, 2)] if linear else [])
 
@@ -97,7 +97,7 @@ def index_copy(node: fx.Node) -> Rule | None:
     if not into or not index or source and len(source[0]) != len(into):
         return None
     (dim,) = dims_of(node)
-    left, *right = _beside(dim, [into, *source])
+    left, *right = _shared_factors(dim, [into, *source])
     return dimwise(node, [left, ["xj"], *right], left, linear=[(0, 2)] if source else [])
 
 
@@ -107,12 +107,12 @@ def index_add(node: fx.Node) -> Rule | None:
     if len(into) != len(source) or not into or not index:
         return None
     (dim,) = dims_of(node)
-    left, right = _beside(dim, [into, source])
+    left, right = _shared_factors(dim, [into, source])
     right[dim] = "j"
     return dimwise(node, [left, ["j"], right], left, linear=[(0, 2)], additive=[0])
 
 
-def _indexed(node: fx.Node) -> tuple[list[str], list[list[str]], list[str]] | None:
+def _indexed_dims(node: fx.Node) -> tuple[list[str], list[list[str]], list[str]] | None:
     """The dims of an indexed tensor, of its indices and of the part they name; None for masks."""
     values = arguments(node)
     rank, indices = len(shape_of(values["self"])), values["indices"]
@@ -130,7 +130,7 @@ def _indexed(node: fx.Node) -> tuple[list[str], list[list[str]], list[str]] | No
 
 def index(node: fx.Node) -> Rule | None:
     """The rule of a look-up by indices of one or more dims."""
-    if (dims := _indexed(node)) is None:
+    if (dims := _indexed_dims(node)) is None:
         return None
     names, indices, part = dims
     return dimwise(node, [names, *indices], part, linear=[(0,)])
@@ -138,7 +138,7 @@ def index(node: fx.Node) -> Rule | None:
 
 def index_put(node: fx.Node) -> Rule | None:
     """The rule of what is replaced, or added, by indices of one or more dims."""
-    if (dims := _indexed(node)) is None:
+    if (dims := _indexed_dims(node)) is None:
         return None
     names, indices, part = dims
     rank = len(operand_shapes(node)[-1])

@@ -74,7 +74,7 @@ def rule_for(node: fx.Node) -> Rule | None:
     maker = _maker_of(node.target)
     if maker is None:
         return None
-    arguments = map_aggregate((node.args, node.kwargs), _described)
+    arguments = map_aggregate((node.args, node.kwargs), _describe)
     follows_from = maker, arguments, id(node.meta["val"])
     if node.meta.get("rule", (None,))[0] != follows_from:
         rule = maker(node)
@@ -83,7 +83,7 @@ def rule_for(node: fx.Node) -> Rule | None:
     return node.meta["rule"][1]
 
 
-def _described(argument: Any) -> Any:
+def _describe(argument: Any) -> Any:
     """An argument as a part of a key: nodes by their values, of which copies have the same."""
     if isinstance(argument, fx.Node):
         return "value", id(argument.meta.get("val"))

@@ -57,13 +57,13 @@ def typed_modes(
     if result_differentiable and not own_backward:
         modes.append(Typed(REPLICATE_MODE, whole, Replicate))
     if rule is not None:
-        modes.extend(_sharded(rule, whole, [f for f in rule.factors() if factors is None or f in factors]))
-        modes.extend(_exchanged(rule, whole))
+        modes.extend(_sharding_ways(rule, whole, [f for f in rule.factors() if factors is None or f in factors]))
+        modes.extend(_exchange_ways(rule, whole))
         modes.extend(_partial(rule, whole))
     return modes
 
 
-def _sharded(rule: Rule, whole: tuple[Placement, ...], factors: Iterable[str]) -> Iterator[Typed]:
+def _sharding_ways(rule: Rule, whole: tuple[Placement, ...], factors: Iterable[str]) -> Iterator[Typed]:
     for factor in factors:
         result_dim = rule.dim_of(rule.result, factor)
         operand_dims = [rule.dim_of(operand, factor) for operand in rule.operands]
@@ -86,7 +86,7 @@ def _sharded(rule: Rule, whole: tuple[Placement, ...], factors: Iterable[str]) -
         yield Typed(Mode("shard", factor=factor), operands, result)
 
 
-def _exchanged(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
+def _exchange_ways(rule: Rule, whole: tuple[Placement, ...]) -> Iterator[Typed]:
     if rule.exchange is None:
         return
     rows, owners = rule.exchange

@@ -111,7 +111,9 @@ class WholeModel:
         finally:
             self.entered = False
             replaced = [
-                names[id(p)] for m, n, p in places if m._parameters.get(n) is not full[id(p)] or _other(full[id(p)], p)
+                names[id(p)]
+                for m, n, p in places
+                if m._parameters.get(n) is not full[id(p)] or _differs(full[id(p)], p)
             ]
             for module, name, parameter in places:
                 module._parameters[name] = parameter
@@ -126,7 +128,7 @@ class WholeModel:
                 _take_back(parameter, full[id(parameter)])
 
 
-def _other(full: torch.Tensor, parameter: torch.Tensor) -> bool:
+def _differs(full: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a full parameter has become something else than the parameter is."""
     device = _torch.dtensor.local_of(parameter).device
     return (full.dtype, full.shape, full.device) != (parameter.dtype, parameter.shape, device)

@@ -93,7 +93,7 @@ def test_files(tmp_path: Path) -> None:
     ],
 )
 def test_a_device_is_planned_for_by_its_name(device: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    hardware._assumed.cache_clear()
+    hardware._assume_h100.cache_clear()
     with caplog.at_level("WARNING", logger="autoparallel"):
         profiles = [profile_of_device("xpu", device) for _ in range(2)]
     assert [p.name for p in profiles] == [name, name]

@@ -85,12 +85,12 @@ class AutoparallelStrategy(WholeBatch, DDPStrategy):
             ValueError: for an optimizer of some of the model's parameters.
         """
         require_all(optimizer, module)
-        return _compiled(module).clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        return _compile(module).clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """See :meth:`ParallelModule.clip_grad_value_`; raises ValueError as :meth:`clip_gradients_norm` does."""
         require_all(optimizer, module)
-        _compiled(module).clip_grad_value_(clip_val)
+        _compile(module).clip_grad_value_(clip_val)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class AutoparallelStrategy(WholeBatch, DDPStrategy):
         """
         if filter or storage_options is not None:
             raise ValueError("save() keeps all of the state, in a folder: leave filter and storage_options out")
-        model, others = _parted(state)
+        model, others = _split_state(state)
         model.save(Path(path), **others)
 
     def load_checkpoint(
@@ -122,7 +122,7 @@ class AutoparallelStrategy(WholeBatch, DDPStrategy):
         Raises:
             ValueError: where ``state`` does not hold one model.
         """
-        model, others = _parted(state if isinstance(state, dict) else {})
+        model, others = _split_state(state if isinstance(state, dict) else {})
         stateful = {name: x for name, x in others.items() if hasattr(x, "load_state_dict")}
         loaded = model.load(Path(path), **stateful)
         values = {**loaded.values, "step": loaded.step}
@@ -134,12 +134,12 @@ class AutoparallelStrategy(WholeBatch, DDPStrategy):
         return values
 
 
-def _compiled(module: nn.Module) -> ParallelModule:
+def _compile(module: nn.Module) -> ParallelModule:
     assert isinstance(module, ParallelModule)
     return module
 
 
-def _parted(state: Mapping[str, Any]) -> tuple[ParallelModule, dict[str, Any]]:
+def _split_state(state: Mapping[str, Any]) -> tuple[ParallelModule, dict[str, Any]]:
     """The model of a state, and what else there is."""
     models = [x for x in state.values() if isinstance(x, ParallelModule)]
     if len(models) != 1:

@@ -52,27 +52,27 @@ class Signatures(Sizes):
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensor operands of a call, in its order, repeated where they repeat."""
-        return self._read(node)[1]
+        return self._operand(node)[1]
 
     def call(self, node: fx.Node) -> int:
         """The kind of a call: operator, arguments, and the kinds of its operands and of its result.
 
         Which operands are one and the same tensor counts; where they come from does not.
         """
-        return self._read(node)[0]
+        return self._operand(node)[0]
 
-    def _read(self, node: fx.Node) -> tuple[int, list[fx.Node]]:
+    def _operand(self, node: fx.Node) -> tuple[int, list[fx.Node]]:
         signature = self._reads.get(node)
         if signature is None:
             operands: list[fx.Node] = []
-            arguments = tuple([self._frozen(value, operands) for value in node.args])
-            named = tuple([(name, self._frozen(value, operands)) for name, value in node.kwargs.items()])
+            arguments = tuple([self._freeze(value, operands) for value in node.args])
+            named = tuple([(name, self._freeze(value, operands)) for name, value in node.kwargs.items()])
             batch = frozenset(node.meta.get("batch_factors", ()))
             key = (node.target, arguments, named, self.tensor(node), batch)
             signature = self._reads[node] = self._calls.setdefault(key, len(self._calls)), operands
         return signature
 
-    def _frozen(self, value: Any, operands: list[fx.Node]) -> Hashable:
+    def _freeze(self, value: Any, operands: list[fx.Node]) -> Hashable:
         """An argument as a part of a key; notes the tensors in it."""
         kind = type(value)
         if kind in _PLAIN:
@@ -85,11 +85,11 @@ class Signatures(Sizes):
             traced = value.meta.get("val")
             return "size", traced.node.expr if isinstance(traced, torch.SymInt) else str(traced)
         if isinstance(value, tuple | list):
-            return tuple([self._frozen(v, operands) for v in value])
+            return tuple([self._freeze(v, operands) for v in value])
         if isinstance(value, dict):
-            return tuple([(k, self._frozen(v, operands)) for k, v in value.items()])
+            return tuple([(k, self._freeze(v, operands)) for k, v in value.items()])
         if isinstance(value, slice):
-            return "slice", *[self._frozen(v, operands) for v in (value.start, value.stop, value.step)]
+            return "slice", *[self._freeze(v, operands) for v in (value.start, value.stop, value.step)]
         if isinstance(value, torch.SymInt):
             return "size", value.node.expr
         return kind, value

@@ -54,7 +54,7 @@ class Evaluator:
         self.request, self.call, self.settled = request, call, settled
         self.captured = captured
         if request.stages or (request.loss_chunks or 1) > 1:
-            self.captured = self._adapted()
+            self.captured = self._adapted_graph()
         self._outcomes: dict[Candidate, Outcome] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._subjects: dict[Candidate, Subject] = {}
@@ -84,7 +84,7 @@ class Evaluator:
         if request.outputs != "auto" or not self.call.trains:
             return []
         means = []
-        if plan.loss_chunks == 1 and chunkable(self._adapted(loss_chunks=2).graph):
+        if plan.loss_chunks == 1 and chunkable(self._adapted_graph(loss_chunks=2).graph):
             means.append(f"loss_chunks={THRESHOLDS.loss_chunks}")
         may_cut = request.microbatches is None and not request.stages and not differing(captured, self.call, 2)
         if plan.microbatches == 1 and may_cut and not returns_loss_alone(captured, request.outputs):
@@ -124,7 +124,7 @@ class Evaluator:
                     else:
                         space = self._space(candidate)
                         plan = cheapest(space, candidate.limit, candidate.room, sparing=candidate.sparing)
-                        outcome = self._completed(plan, space, candidate)
+                        outcome = self._complete(plan, space, candidate)
                 except PlanError as error:
                     outcome = Outcome(candidate, error=error)
                 self._outcomes[candidate] = outcome
@@ -161,7 +161,7 @@ class Evaluator:
     def _loss_chunks(self, candidate: Candidate, graph: fx.Graph) -> int:
         return self.request.loss_chunks or candidate.loss_chunks if chunkable(graph) else 1
 
-    def _completed(self, plan: Plan, space: SearchSpace, candidate: Candidate) -> Outcome:
+    def _complete(self, plan: Plan, space: SearchSpace, candidate: Candidate) -> Outcome:
         """The plan of a step, with what the space does not choose, and with notes."""
         request, padding = self.request, dict(candidate.padding)
         cutting = space.constraints.tensor or (
@@ -197,13 +197,13 @@ class Evaluator:
             cut = candidate.microbatches > 1 and not self.request.stages
             graph = self.captured
             if candidate.padding or cut:
-                graph = self._adapted(candidate.padding, candidate.microbatches)
+                graph = self._adapted_graph(candidate.padding, candidate.microbatches)
             if self.request.stages or cut:
                 graph = replace(graph, actual=sizes_of(graph, micro_specs(self.call.specs, candidate.microbatches)))
             self._graphs[key] = graph
         return self._graphs[key]
 
-    def _adapted(
+    def _adapted_graph(
         self, padding: tuple[tuple[str, int], ...] = (), microbatches: int = 1, loss_chunks: int | None = None
     ) -> Captured:
         """A copy of the graph, as a plan with such decisions is about it."""

@@ -89,7 +89,7 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if free.plan is None or best is not None and _is_slower(free, best, gauge):
             problems += [free] if free.plan is None else []
             continue
-        outcome = free if limit is None else (yield from _fitting(free, limit, gauge, room, best))
+        outcome = free if limit is None else (yield from _fastest_within(free, limit, gauge, room, best))
         if outcome is None:
             continue
         assert outcome.plan is not None
@@ -116,7 +116,7 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
     cost = best.plan.cost or 0.0
     if limit is not None and best.candidate.preset != candidates[0].preset:
         # A bound within a limit is about the room that is left there: that which the chosen plan needs.
-        alike = yield replace(_saving(first, gauge), limit=limit, room=gauge.difference(best.plan))
+        alike = yield replace(_with_all_means(first, gauge), limit=limit, room=gauge.difference(best.plan))
         bound = max(unlimited, (alike.plan.lower_bound or 0.0) if alike.plan is not None else 0.0)
     return replace(best, plan=replace(best.plan, lower_bound=min(bound, cost)))
 
@@ -151,7 +151,7 @@ def _costs_more(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
     return plan.cost - sum(plan.estimate.parameters.values()) >= max(gauge.seconds(best), other.cost)
 
 
-def _fitting(
+def _fastest_within(
     free: Outcome, limit: float, gauge: Gauge, need: float | None, incumbent: Outcome | None
 ) -> Generator[Candidate, Outcome, Outcome | None]:
     """The fastest plan found of those that fit into a limit (see [Note: what fits]); where none does, the one that
@@ -169,7 +169,7 @@ def _fitting(
         if gauge.memory(free.plan) <= limit or gauge.seconds(free) >= below:
             return free
         need = gauge.difference(free.plan)
-    saving = _saving(free.candidate, gauge)
+    saving = _with_all_means(free.candidate, gauge)
     least: Outcome | None = None  # that takes the least memory
     best: Outcome | None = None
     # Too little room and by how many bytes that is over the limit, and too much of it, or more than there is.
@@ -210,6 +210,6 @@ def _fitting(
     return free if least.plan is None else least
 
 
-def _saving(candidate: Candidate, gauge: Gauge) -> Candidate:
+def _with_all_means(candidate: Candidate, gauge: Gauge) -> Candidate:
     """The candidate with all means that save memory (see [Note: means that save memory])."""
     return replace(candidate, may_recompute=bool(gauge.evaluator.layers))

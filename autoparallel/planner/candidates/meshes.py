@@ -62,11 +62,11 @@ def distinct(shapes: Iterable[Shape], profile: Profile) -> list[Shape]:
     """The first of those meshes that are alike but for the order of their axes."""
     first: dict[Any, Shape] = {}
     for shape in shapes:
-        first.setdefault(_lying(shape, profile), shape)
+        first.setdefault(_node_spans(shape, profile), shape)
     return list(first.values())
 
 
-def _lying(shape: Shape, profile: Profile) -> Any:
+def _node_spans(shape: Shape, profile: Profile) -> Any:
     """How the groups over all sets of axes lie over nodes, whatever the axes' order."""
 
     def lies(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -177,7 +177,7 @@ class MeshSearch:
         near = near[: THRESHOLDS.two_axes]
         flat = look_at([axes_of((self.devices,)), *map(axes_of, near)])
         untried.extend(axes_of(shape) for shape in two if shape not in near)
-        fastest = self._least(flat[1:])
+        fastest = self._smallest(flat[1:])
         three = distinct(factored(self.devices, 3), profile)
         split = splits(tuple(size for _, size in fastest.mesh), profile) if fastest is not None else []
         # Within a limit, what a multiplier needs many searches for takes minutes on three axes.
@@ -188,7 +188,7 @@ class MeshSearch:
     def _pipelines(self, look_at: LookAt, tried: Sequence[Alternative], untried: list[Axes]) -> None:
         """Looks at pipelines of more and more stages, until more cost more."""
         profile = self.request.profile
-        pair = self._least([a for a in tried if len(a.mesh) == 2])
+        pair = self._smallest([a for a in tried if len(a.mesh) == 2])
         inner = pair.mesh[-1][1] if pair is not None else min(profile.node or self.devices, self.devices)
         before: Alternative | None = None
         searched = 0
@@ -198,13 +198,13 @@ class MeshSearch:
                 untried.extend(meshes)
                 continue
             searched += len(meshes)
-            least = self._least(look_at(meshes))
+            least = self._smallest(look_at(meshes))
             assert least is not None
             if before is not None and before.order(self.capacity) < least.order(self.capacity):
                 searched = THRESHOLDS.pipelines
             before = least
 
-    def _least(self, alternatives: Sequence[Alternative]) -> Alternative | None:
+    def _smallest(self, alternatives: Sequence[Alternative]) -> Alternative | None:
         return min(alternatives, key=lambda a: a.order(self.capacity), default=None)
 
     def _close(self, tried: Sequence[Alternative]) -> list[Axes]:

@@ -79,7 +79,7 @@ class Budget:
             slope = (high_cost - low_cost) / (low_usage - high_usage)
             if slope <= 0.0:
                 break
-            middle = self._weighed(slope)
+            middle = self._cheapest_at(slope)
             cost, used = self.totals(middle)
             dual = cost + slope * (used - limit)
             if dual > bound:
@@ -115,7 +115,7 @@ class Budget:
     def _smallest(self) -> Sequence[int]:
         return self._network.solve(lambda table: np.where(np.isinf(table), np.inf, 0.0), 1.0)
 
-    def _weighed(self, multiplier: float) -> Sequence[int]:
+    def _cheapest_at(self, multiplier: float) -> Sequence[int]:
         """The assignment that is best at a price of usage."""
         if multiplier not in self._by_multiplier:
             self._by_multiplier[multiplier] = self._network.solve(multiplier=multiplier)

@@ -320,7 +320,7 @@ class Elimination:
             parts = sorted(buckets[v].items(), key=lambda part: part[1].size)
             buckets[v] = {}
             self._decisions.append(parts)
-            for group in [parts] if most is None else _matched(_groups(parts, dims, most), dims, v):
+            for group in [parts] if most is None else _match_costs(_groups(parts, dims, most), dims, v):
                 rest = tuple(sorted({u for scope, _ in group for u in scope if u != v}))
                 full, shape = (v, *rest), [dims[u] for u in rest]
                 views = [
@@ -373,7 +373,9 @@ def _groups(parts: list[tuple[Scope, Array]], dims: Sequence[int], most: int) ->
     return [group for _, group in groups]
 
 
-def _matched(groups: list[list[tuple[Scope, Array]]], dims: Sequence[int], v: int) -> list[list[tuple[Scope, Array]]]:
+def _match_costs(
+    groups: list[list[tuple[Scope, Array]]], dims: Sequence[int], v: int
+) -> list[list[tuple[Scope, Array]]]:
     """The same groups, with costs moved between them until each has the same least cost for every state of ``v``.
 
     Their sum stays what it was, and minimising each by itself loses less, because none prefers a state of its own.

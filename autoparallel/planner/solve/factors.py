@@ -54,12 +54,12 @@ class Factors(Iterable[Factor]):
 
     def add(self, scope: Scope, table: Array) -> None:
         """Adds a table over some variables."""
-        self._at(table, len(scope)).append(scope)
+        self._variables_of(table, len(scope)).append(scope)
 
     def extend(self, table: Array, places: Sequence[Scope]) -> None:
         """Adds a table at some places."""
         if places:
-            self._at(table, len(places[0])).extend(places)
+            self._variables_of(table, len(places[0])).extend(places)
 
     def joined(self, other: Factors) -> Factors:
         """Both sums in one."""
@@ -100,7 +100,7 @@ class Factors(Iterable[Factor]):
                 out.add(scope, tables[key])
         return out
 
-    def _at(self, table: Array, arity: int) -> list[Scope]:
+    def _variables_of(self, table: Array, arity: int) -> list[Scope]:
         places = self._places.get((id(table), arity))  # an id is unique while its owner lives
         if places is None:
             places = self._places[id(table), arity] = []

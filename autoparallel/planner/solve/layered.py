@@ -139,7 +139,7 @@ class LayeredNetwork:
         self._order = self._network.reduce(max_table, dominance, met, relax or bool(self.kinds))
         scopes = [scope for tables in self._network.sums for scope in tables]
         for layer in self._layers:
-            left = list(self._eliminated(layer, _as_it_is, 0.0).left)
+            left = list(self._eliminate(layer, _as_it_is, 0.0).left)
             for row in layer.kind.members.tolist():
                 layer.ends.append([(scope, tuple([place[row[u]] for u in scope])) for scope in left])
                 scopes += [tuple(sorted(where)) for _, where in layer.ends[-1]]
@@ -177,8 +177,8 @@ class LayeredNetwork:
         return total
 
     def _run(self, weigh: Weigh, multiplier: float) -> tuple[list[Elimination], Elimination]:
-        parts = [self._eliminated(layer, weigh, multiplier) for layer in self._layers]
-        tables = _weighed(self._network, weigh, multiplier)
+        parts = [self._eliminate(layer, weigh, multiplier) for layer in self._layers]
+        tables = _weigh(self._network, weigh, multiplier)
         for layer, part in zip(self._layers, parts, strict=True):
             for ends in layer.ends:
                 for scope, where in ends:
@@ -203,9 +203,9 @@ class LayeredNetwork:
             for u in layer.kind.inner:
                 chosen[row[u]] = assignments[met][u]
 
-    def _eliminated(self, layer: _Layer, weigh: Weigh, multiplier: float) -> Elimination:
+    def _eliminate(self, layer: _Layer, weigh: Weigh, multiplier: float) -> Elimination:
         network = layer.network
-        return Elimination(network.sizes, _weighed(network, weigh, multiplier), layer.order, self._most)
+        return Elimination(network.sizes, _weigh(network, weigh, multiplier), layer.order, self._most)
 
     def _terms(self, sizes: Sequence[int], *sums: Factors) -> tuple[Terms, int, list[float]]:
         """Tables over variables that have a choice, how many of them are costs, and what each sum has beside them."""
@@ -232,7 +232,7 @@ class LayeredNetwork:
                     order = np.argsort(scopes[0])
                     ranked = scopes[:, order]
                     ascending = (ranked[:, 1:] > ranked[:, :-1]).all(axis=1)
-                    squeezed = _squeezed(cost, [axes[i] for i in order])
+                    squeezed = _squeeze(cost, [axes[i] for i in order])
                     which = numbers.setdefault(
                         (number, squeezed.shape, hashlib.blake2b(squeezed.data).digest()), len(tables)
                     )
@@ -248,14 +248,14 @@ def _as_it_is(table: Array) -> Array:
     return table
 
 
-def _squeezed(cost: Array, axes: Sequence[int]) -> Array:
+def _squeeze(cost: Array, axes: Sequence[int]) -> Array:
     """The table over some of its variables, in that order; the others have one state."""
     rest = [i for i in range(cost.ndim) if i not in axes]
     cost = cost.transpose([*axes, *rest])
     return np.array(cost.reshape(cost.shape[: len(axes)]), order="C", copy=None)
 
 
-def _weighed(network: Network, weigh: Weigh, multiplier: float) -> Tables:
+def _weigh(network: Network, weigh: Weigh, multiplier: float) -> Tables:
     tables = {scope: weigh(table) for scope, table in network.sums[0].items()}
     if multiplier:
         for scope, table in network.sums[1].items():

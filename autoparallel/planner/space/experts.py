@@ -85,7 +85,7 @@ class _Search:
             self.weights.add(node)
         if rule is None:
             return
-        factor = self._followed(rule, operands) or self._begun(node, rule, operands)
+        factor = self._operand_factor(rule, operands) or self._first_factor(node, rule, operands)
         if factor is None:
             return
         if node.target is grouped_linear:
@@ -101,7 +101,7 @@ class _Search:
             if x in self.weights and at is not None and at >= 0:
                 self._mark(x, at)
 
-    def _followed(self, rule: Rule, operands: list[fx.Node]) -> str | None:
+    def _operand_factor(self, rule: Rule, operands: list[fx.Node]) -> str | None:
         """The factor of the experts, where an operand has a dim of experts already."""
         for x, factors in zip(operands, rule.operands, strict=True):
             if x in self.dims and x not in self.weights and factors[self.dims[x]]:
@@ -109,7 +109,7 @@ class _Search:
                 return None if factor in rule.blocked else factor
         return None
 
-    def _begun(self, node: fx.Node, rule: Rule, operands: list[fx.Node]) -> str | None:
+    def _first_factor(self, node: fx.Node, rule: Rule, operands: list[fx.Node]) -> str | None:
         """The factor of the experts, where tokens meet a stack of experts."""
         if node.target is grouped_linear:
             return "e" if operands[1] in self.weights else None

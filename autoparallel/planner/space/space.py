@@ -135,7 +135,7 @@ class SearchSpace:
             self._connect(problem, producer)
         return problem
 
-    def _again(self, problem: Problem, node: fx.Node) -> tuple[int, ...]:
+    def _recomputation_variable(self, problem: Problem, node: fx.Node) -> tuple[int, ...]:
         """The variable that says how much of a node's layer runs again, where there is one."""
         return (problem.again[self.open[node]],) if node in self.open else ()
 
@@ -176,7 +176,7 @@ class SearchSpace:
                 saved = np.stack([saved, [o.kept_bytes for o in options], [o.left_bytes for o in options]], axis=-1)
             self._own_prices[alike] = seconds, saved if saved.any() else None
         option_seconds, option_bytes = self._own_prices[alike]
-        scope = variable.number, *self._again(problem, node)
+        scope = variable.number, *self._recomputation_variable(problem, node)
         problem.factors.add(scope, option_seconds)
         if option_bytes is not None:
             problem.usage.add(scope, option_bytes)
@@ -244,7 +244,7 @@ class SearchSpace:
                         self.profile,
                         self.size,
                         self.permits.allows,
-                        parts=self._kept(node),
+                        parts=self._saved_bytes(node),
                     )
                     if not options:
                         raise NoOption(node)
@@ -283,9 +283,9 @@ class SearchSpace:
         if node.op != "call_function" or self.size.tensor(node) < 0 or node not in self.searched:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
         followed = self.permits.experts.factors.get(node), self.permits.sequence.get(node)
-        return "call", self.size.call(node), followed, node in self.open, self._kept(node)
+        return "call", self.size.call(node), followed, node in self.open, self._saved_bytes(node)
 
-    def _kept(self, node: fx.Node) -> tuple[float, float, float]:
+    def _saved_bytes(self, node: fx.Node) -> tuple[float, float, float]:
         """Bytes that the backward finds of each byte of a node; and where all but the products of its layer runs again,
         which keeps what these make, or the whole layer, which then keeps only what others read."""
         layer = self.open.get(node)
@@ -349,7 +349,7 @@ class SearchSpace:
             factors.add(scope, prices.source)
             if prices.usage is not None:
                 problem.usage.add(scope, prices.usage)
-            with_answer = *scope, *self._again(problem, node)
+            with_answer = *scope, *self._recomputation_variable(problem, node)
             if prices.saved is not None:
                 problem.usage.add(with_answer, prices.saved)
             if ends.again is not None:

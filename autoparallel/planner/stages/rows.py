@@ -147,7 +147,7 @@ class RowPricer:
             np.array([p.moment for p in prices]),
             np.array(resting, dtype=float),
             self._reads,
-            *self._crossing(prices, size),
+            *self._crossing_seconds(prices, size),
         )
 
     def _price(
@@ -213,10 +213,10 @@ class RowPricer:
                 if key not in needs:
                     needs[key], _ = typed_call(node, self.plan.modes(node.meta["key"]))
                 layouts = dict(zip(self.alike.operands(node), needs[key], strict=True))
-            reads.append({x: self._kept(x, by, layouts.get(by), size) for x, by in read.items()})
+            reads.append({x: self._parameter_bytes(x, by, layouts.get(by), size) for x, by in read.items()})
         return reads
 
-    def _kept(self, x: fx.Node, by: fx.Node, used: Layout | None, size: Sizes) -> tuple[float, float]:
+    def _parameter_bytes(self, x: fx.Node, by: fx.Node, used: Layout | None, size: Sizes) -> tuple[float, float]:
         """The bytes of a parameter, where it lies and where it is borrowed, which is read as ``by`` in a layout.
 
         While a schedule runs, gradients are added up in the layout in which they are made, beside what lies at rest.
@@ -236,7 +236,7 @@ class RowPricer:
             gathered = held if held > at_rest and self.plan.parameters[name].gather != "per_use" else 0
         return float(rest.bytes + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)
 
-    def _crossing(self, prices: Sequence[_Price], size: Sizes) -> tuple[Array, Array]:
+    def _crossing_seconds(self, prices: Sequence[_Price], size: Sizes) -> tuple[Array, Array]:
         """How long the values travel that cross, forward, where a stage begins at each row, each sent by itself; and
         their bytes."""
         number = {node: i for i, node in enumerate(self.nodes)}

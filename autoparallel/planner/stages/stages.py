@@ -98,7 +98,7 @@ class StagePlanner:
         self.captured, self.plan = captured, plan
         self.ranks, self.memory_limit = request.stages, request.memory_limit
         self.pricer = RowPricer(captured, plan, request, may_recompute if self.memory_limit is not None else ())
-        self.forbidden = self._forbidden()
+        self.forbidden = self._forbidden_cuts()
         self.recompute: Mapping[str, str] = {}
 
     # -- choosing ---------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class StagePlanner:
         groups = np.array_split(np.array(allowed), THRESHOLDS.cut_places)
         return [int(min(group, key=lambda i: rows.crossing[int(i)])) for group in groups]
 
-    def _forbidden(self) -> set[int]:
+    def _forbidden_cuts(self) -> set[int]:
         """Where a cut would part those that use a buffer that changes."""
         number = {node: i for i, node in enumerate(self.pricer.nodes)}
         numbers: set[int] = set()

@@ -140,7 +140,7 @@ class Kinds:
         Args:
             problem: why this rank cannot make the call, if it cannot.
         """
-        call, key, sized = self._settled(call)
+        call, key, sized = self._settle(call)
         whole = self.calls < CHECKED_CALLS or not self._kinds
         synchronise = self.store.synchronise
         require_same = self.exchange.of_call(
@@ -149,7 +149,7 @@ class Kinds:
         ready = self._ready.get(sized)
         if ready is None or whole or problem or self.store.copies or self.exchange.agreement.broken:
             require_same()
-            return ready or self._fitting(key, sized, call)
+            return ready or self._kind_for(key, sized, call)
         if ready.runner.captured.draws:  # what the first rank draws comes with the table
             require_same()
         else:
@@ -158,8 +158,8 @@ class Kinds:
 
     def of(self, call: Call) -> Kind:
         """The program of this kind of call, where the ranks are known to make the same call."""
-        call, key, sized = self._settled(call)
-        return self._ready.get(sized) or self._fitting(key, sized, call)
+        call, key, sized = self._settle(call)
+        return self._ready.get(sized) or self._kind_for(key, sized, call)
 
     def _agree_on_backward(self) -> None:
         """Has the ranks show each other that they come to a backward, before the first collective of it."""
@@ -188,7 +188,7 @@ class Kinds:
 
     # -- which kind -------------------------------------------------------------------------------------------------
 
-    def _settled(self, call: Call) -> tuple[Call, Key, object]:
+    def _settle(self, call: Call) -> tuple[Call, Key, object]:
         """A call with those lengths and numbers open of which calls of its form have had several, its kind, and the
         kind with the call's sizes."""
         key = self._key(call)
@@ -215,7 +215,7 @@ class Kinds:
         states = self._states.get(key, [])
         return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
 
-    def _fitting(self, key: Key, sized: object, call: Call) -> Kind:
+    def _kind_for(self, key: Key, sized: object, call: Call) -> Kind:
         """The kind whose trace has the sizes of a call; it is made where there is none."""
         kind, trace, why = self._kinds.get(key), None, ""
         if kind is not None:

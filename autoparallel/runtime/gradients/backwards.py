@@ -53,7 +53,7 @@ class Travel:
 
     def __call__(self) -> Tensors:
         """The tensors at the end of the way; asked for once."""
-        with self._named():
+        with self._range():
             values = self._take()
             while self._steps:
                 values = self._steps.pop(0)(values)()
@@ -62,7 +62,7 @@ class Travel:
     def advance(self) -> None:
         """Waits for the collective that is under way, where another comes after it, which starts."""
         if len(self._steps) > self._local:
-            with self._named():
+            with self._range():
                 self._wait = self._steps.pop(0)(self._take())
 
     def finish(self) -> None:
@@ -82,7 +82,7 @@ class Travel:
         if self._wait is not None:
             self._take()
 
-    def _named(self) -> AbstractContextManager[None]:
+    def _range(self) -> AbstractContextManager[None]:
         return ranges.named(self.name) if self.name is not None else nullcontext()
 
     def _take(self) -> Tensors:

@@ -41,7 +41,7 @@ class Unit:
         tables = [(module, dict(module._parameters), dict(module._buffers)) for _, module in self.modules]
         values: dict[nn.Parameter, torch.Tensor] = {}
         buffers: list[torch.Tensor] = []
-        missing = [_missing(module) for _, module in self.modules]
+        missing = [_missing_names(module) for _, module in self.modules]
         for module, parameters, _ in tables:
             for name, p in parameters.items():
                 if p is not None:
@@ -92,12 +92,12 @@ def find_units(model: nn.Module) -> list[Unit]:
     units: dict[str, Unit] = {}
     for path in _inner_first(model) if any(owner is not None for owner in owners.values()) else modules:
         module = modules[path]
-        if (names := _missing(module)) and owners[path] is None and not hasattr(module, "reset_parameters"):
+        if (names := _missing_names(module)) and owners[path] is None and not hasattr(module, "reset_parameters"):
             raise RuntimeError(_explain(path, module, names, "no reset_parameters(): add one"))
         unit = units.setdefault(group[path], Unit())
         unit.modules.append((path, module))
         unit.owners.append(owners[path])
-    return [unit for unit in units.values() if any(_missing(module) for _, module in unit.modules)]
+    return [unit for unit in units.values() if any(_missing_names(module) for _, module in unit.modules)]
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def _inner_first(module: nn.Module) -> list[str]:
     return list(visit(module, ""))
 
 
-def _missing(module: nn.Module) -> list[str]:
+def _missing_names(module: nn.Module) -> list[str]:
     """The names of a module's own tensors that have no values."""
     tensors = [*module._parameters.items(), *module._buffers.items()]
     return [name for name, t in tensors if t is not None and _torch.dtensor.local_of(t).is_meta]

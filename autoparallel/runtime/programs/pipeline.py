@@ -187,7 +187,7 @@ class PipelineRunner:
         leaves = [microbatch(call, m, count) for m in range(count)]
         run = _Run(leaves, self._forms_of(specs), random, differentiate, count, scale)
         try:
-            lent = self._exchanging(self.tied.lend)
+            lent = self._exchange(self.tied.lend)
             for stage in self.stages.values():
                 stage.begin(differentiate)
             for step in self.steps(differentiate, count):
@@ -196,8 +196,8 @@ class PipelineRunner:
             for wait, transfer in run.sending:
                 self._wait(wait, transfer)
             sums = {i: stage.end() for i, stage in self.stages.items()}
-            totals = self._exchanging(lambda: self.tied.merge(sums)) if differentiate else {}
-            self._exchanging(lent)
+            totals = self._exchange(lambda: self.tied.merge(sums)) if differentiate else {}
+            self._exchange(lent)
             combined = self._combine(run)
             self._share(run, combined, call)
         except BaseException:
@@ -261,14 +261,16 @@ class PipelineRunner:
     def _name(self, stage: int) -> str:
         return self.stages[stage].name if stage in self.stages else f"stage {stage}"
 
-    def _arrived(self, run: _Run, key: tuple[str, int, int, int]) -> torch.Tensor:
+    def _take_arrival(self, run: _Run, key: tuple[str, int, int, int]) -> torch.Tensor:
         if key in run.arriving:
             return self._wait(*run.arriving.pop(key))
         return run.values.pop(key)
 
     def _forward(self, run: _Run, action: Action) -> None:
         stage, m = self.stages[action.stage], action.microbatch
-        received = {c.number: self._arrived(run, (FORWARD, c.number, stage.index, m)) for c in stage.graph.incoming}
+        received = {
+            c.number: self._take_arrival(run, (FORWARD, c.number, stage.index, m)) for c in stage.graph.incoming
+        }
         with draw_from(replace(run.random, microbatch=m, microbatches=run.count)):
             outputs = stage.forward(m, run.leaves[m], received, run.buffers, run.differentiate)
         run.buffers.update(outputs.buffers)
@@ -283,7 +285,9 @@ class PipelineRunner:
     def _backward(self, run: _Run, action: Action) -> None:
         stage, m = self.stages[action.stage], action.microbatch
         grads = {
-            c.number: [self._arrived(run, (BACKWARD, c.number, t, m)) for t in c.takers(stage.index) if c.returns(t)]
+            c.number: [
+                self._take_arrival(run, (BACKWARD, c.number, t, m)) for t in c.takers(stage.index) if c.returns(t)
+            ]
             for c in (*stage.graph.outgoing, *stage.graph.incoming)
         }
         back = stage.backward(m, self._seed(run, stage, m), grads, action.kind == INPUT)
@@ -297,13 +301,13 @@ class PipelineRunner:
 
     # -- the loss ---------------------------------------------------------------------------------------------------
 
-    def _weighing(self) -> str:
+    def _weigh_rows(self) -> str:
         weight = self.captured.weight
         return "mean" if weight is None else weight.kind
 
     def _seed(self, run: _Run, stage: Stage, microbatch: int) -> Any:
         """What the loss of a microbatch is multiplied by (see [Note: the loss of microbatches])."""
-        if stage.loss is None or run.count == 1 or self._weighing() == "sum":
+        if stage.loss is None or run.count == 1 or self._weigh_rows() == "sum":
             return run.scale
         weight = self.captured.weight
         if weight is None or weight.output is None:
@@ -336,7 +340,7 @@ class PipelineRunner:
             losses = torch.stack([v for v in run.results[self.loss] if v is not None])
             if run.count == 1:
                 combined[self.loss] = losses[0]
-            elif self._weighing() == "sum":
+            elif self._weigh_rows() == "sum":
                 combined[self.loss] = losses.sum()
             elif output is None:
                 combined[self.loss] = losses.mean()
@@ -372,14 +376,14 @@ class PipelineRunner:
         for i, path in enumerate(self.captured.mutated_buffers):
             combined[i] = run.buffers[path]
         for wait in sends:
-            self._exchanging(wait, "sending its results after the schedule")
+            self._exchange(wait, "sending its results after the schedule")
 
     def _receive(self, forms: Sequence[Form], root: int) -> list[torch.Tensor]:
         packed = torch.empty(sum(form.bytes for form in forms), dtype=torch.uint8, device=self.device)
         wait = self.communicator.receive(packed, self.axis, root)
-        return unpack(self._exchanging(wait, "receiving the results after the schedule"), forms)
+        return unpack(self._exchange(wait, "receiving the results after the schedule"), forms)
 
-    def _exchanging(self, exchange: Callable[[], T], what: str = "exchanging the parameters that stages share") -> T:
+    def _exchange(self, exchange: Callable[[], T], what: str = "exchanging the parameters that stages share") -> T:
         """What an exchange with other ranks returns; its error names this rank's stages."""
         try:
             return exchange()
@@ -418,7 +422,7 @@ class PipelineRunner:
     def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | float:
         """What the summed gradients are to be divided by."""
         weight = self.captured.weight
-        if weight is None or weight.output is None or run.count == 1 or self._weighing() == "sum":
+        if weight is None or weight.output is None or run.count == 1 or self._weigh_rows() == "sum":
             return run.scale
         total = combined[weight.output].double()
         return torch.where(total == 0, 1, total) * (run.scale / self._reference(run))

@@ -89,7 +89,7 @@ class StageGradients(GradientStore):
         addends: Tensors = []
         rows = reached(chains, grads, accumulated)
         some = [chain for chain, _ in rows]
-        for chain, value in zip(some, self._reduced(some, self.sum_uses(rows)), strict=True):
+        for chain, value in zip(some, self._reduce_gradients(some, self.sum_uses(rows)), strict=True):
             total = self.sums.get(chain.name)
             if total is None:
                 copied = value.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
@@ -101,7 +101,7 @@ class StageGradients(GradientStore):
             torch._foreach_add_(sums, addends)
         return [None] * len(chains)
 
-    def _reduced(self, chains: Sequence[ParameterChain], values: Tensors) -> Tensors:
+    def _reduce_gradients(self, chains: Sequence[ParameterChain], values: Tensors) -> Tensors:
         """One microbatch's gradients, or the sums of all, in the layouts in which the plan adds them up."""
         if not (self.alone and chains and chains[0].each):
             return values
@@ -119,7 +119,7 @@ class StageGradients(GradientStore):
         for chain, leaves in held:
             grads = [leaf.grad for leaf in leaves]
             if any(grad is not None for grad in grads):
-                (total,) = self._reduced([chain], self.sum_uses([(chain, grads)]))
+                (total,) = self._reduce_gradients([chain], self.sum_uses([(chain, grads)]))
                 sums[chain.name] = settled(total).contiguous()
         return sums
 

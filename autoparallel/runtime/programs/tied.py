@@ -131,7 +131,7 @@ class TiedParameters:
         for tie in self.ties:
             if not tie.chain.trainable or self.rank not in tie.users and self.rank != tie.owner:
                 continue
-            total = self._own(tie, sums)
+            total = self._local_sum(tie, sums)
             if self.rank != tie.owner:
                 sends.append(self.communicator.send(total, self.axis, tie.owner))
                 continue
@@ -142,7 +142,7 @@ class TiedParameters:
             wait()
         return totals
 
-    def _own(self, tie: Tie, sums: Mapping[int, dict[str, torch.Tensor]]) -> torch.Tensor:
+    def _local_sum(self, tie: Tie, sums: Mapping[int, dict[str, torch.Tensor]]) -> torch.Tensor:
         """The sum of this rank's stages."""
         chain, sizes = tie.chain, tuple(self.store.mesh.shape)
         total: torch.Tensor | None = None

@@ -272,9 +272,9 @@ class LocalStep:
             parts = laid
         # Writing to a local tensor does not let it show in the version of its ``DTensor``.
         torch.autograd.graph.increment_version(self._changed)
-        if not _same(_objects(optimizer.state), self._outer):
+        if not _are_same(_objects(optimizer.state), self._outer):
             same = False
-            self._read(optimizer)
+            self._read_groups(optimizer)
         fill(twin, optimizer, self._state, [self._locals[part] for part in self._slices])
         filled, self._filled, self._filling = self._filled, [], []
         if self._keeps_lists and FILLER not in vars(optimizer):
@@ -289,7 +289,7 @@ class LocalStep:
         for local, part in zip(self._shards, parts, strict=True):
             local.grad = part
 
-    def _read(self, optimizer: Optimizer) -> None:
+    def _read_groups(self, optimizer: Optimizer) -> None:
         self._state.clear()
         for parameter, values in optimizer.state.items():
             local = self._by_parameter.get(id(parameter))
@@ -309,7 +309,7 @@ class LocalStep:
             return
         for local in self._shards:
             local.grad = None
-        if _same(_objects(self._state), self._inner):
+        if _are_same(_objects(self._state), self._inner):
             self._filled = self._filling
         else:
             self._write(optimizer)
@@ -352,5 +352,5 @@ def _objects(state: Mapping[Any, Any]) -> list[Any]:
     return [value for part in parts for value in (part.values() if isinstance(part, dict) else (part,))]
 
 
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))

@@ -48,7 +48,7 @@ def watch_optimizers(clipper: Clipper) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _after_step(optimizer)  # of a step that raised
-    if _REPLACED and not _REPLACED.keys().isdisjoint(map(id, _held(optimizer))):
+    if _REPLACED and not _REPLACED.keys().isdisjoint(map(id, _parameters_of(optimizer))):
         raise RuntimeError(
             "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
             "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
@@ -57,7 +57,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     changed: tuple[Any, Any] | None = None
     for clipper in list(_CLIPPERS):
         store = clipper.store
-        if clipper.parameter_ids.isdisjoint(map(id, _held(optimizer))):  # most often the first is one of them
+        if clipper.parameter_ids.isdisjoint(map(id, _parameters_of(optimizer))):  # most often the first is one of them
             continue
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise RuntimeError(
@@ -91,17 +91,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         if skipped is not None:
             _leave_out(optimizer, clipper, skipped)
     if part is not None:
-        _undone(optimizer).callback(_torch.optim.call_innermost(optimizer, _enter, _leave))
+        _undo(optimizer).callback(_torch.optim.call_innermost(optimizer, _enter, _leave))
     return changed
 
 
-def _held(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer, clipper: Clipper) -> list[torch.Tensor]:
     """The parameters of one model that an optimizer holds and that have gradients."""
-    return [p for p in _held(optimizer) if id(p) in clipper.parameter_ids and p.grad is not None]
+    return [p for p in _parameters_of(optimizer) if id(p) in clipper.parameter_ids and p.grad is not None]
 
 
 def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -164,7 +164,7 @@ def _leave_out(optimizer: torch.optim.Optimizer, clipper: Clipper, skipped: torc
         _lend(optimizer, "found_inf", flag if scalers is None else torch.maximum(scalers.to(flag), flag))
     elif bool(skipped):
         for parameter in _with_gradients(optimizer, clipper):
-            _undone(optimizer).callback(setattr, parameter, "grad", parameter.grad)
+            _undo(optimizer).callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
 
 
@@ -173,13 +173,13 @@ def _lend(optimizer: torch.optim.Optimizer, name: str, value: torch.Tensor | Non
     if value is None:
         return
     if hasattr(optimizer, name):
-        _undone(optimizer).callback(setattr, optimizer, name, getattr(optimizer, name))
+        _undo(optimizer).callback(setattr, optimizer, name, getattr(optimizer, name))
     else:
-        _undone(optimizer).callback(delattr, optimizer, name)
+        _undo(optimizer).callback(delattr, optimizer, name)
     setattr(optimizer, name, value)
 
 
-def _undone(optimizer: torch.optim.Optimizer) -> ExitStack:
+def _undo(optimizer: torch.optim.Optimizer) -> ExitStack:
     return _UNDONE.setdefault(optimizer, ExitStack())
 
 

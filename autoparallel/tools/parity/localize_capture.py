@@ -187,7 +187,7 @@ class _Search:
             off = difference(result.detach(), expected.detach()) if result is not None else float("inf")
             if off <= self.tolerance:
                 if self.all_flow and result is not None and result.requires_grad != expected.requires_grad:
-                    return self._stopped(name, expected, result)
+                    return self._one_sided_output(name, expected, result)
                 continue
             step = self.watch.find(expected)
             if step is None or step.name or self.nodes(step):
@@ -195,7 +195,7 @@ class _Search:
             return self._describe(self._first(step), "forward", off, "its operands are right, its result is not")
         return None
 
-    def _stopped(self, name: str, expected: Tensor, actual: Tensor) -> Deviation:
+    def _one_sided_output(self, name: str, expected: Tensor, actual: Tensor) -> Deviation:
         """An output that can be differentiated on one side only, where there is no loss beside it."""
         which = "plain model" if expected.requires_grad else "captured graph"
         detail = f"the output {name!r} has a gradient in the {which} only"

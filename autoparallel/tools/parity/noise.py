@@ -98,15 +98,15 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        widths = [x.dtype.itemsize for x in _floating((args, kwargs))]
-        for x in _floating(result):
+        widths = [x.dtype.itemsize for x in _floating_tensors((args, kwargs))]
+        for x in _floating_tensors(result):
             if widths and x.dtype.itemsize < min(max(widths), self.dtype.itemsize):
                 narrow = str(x.dtype).removeprefix("torch.")
                 self.places[f"{self.path()}: {operator_name(func)} to {narrow}"] = None
         return result
 
 
-def _floating(values: Any) -> list[Tensor]:
+def _floating_tensors(values: Any) -> list[Tensor]:
     return [x for x in _torch.tensors.tensors_in(values) if x.is_floating_point()]
 
 

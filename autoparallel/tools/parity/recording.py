@@ -66,7 +66,7 @@ class Recorder(fx.Interpreter):
         positions = itertools.count()
 
         def used_value(x: fx.Node) -> Any:
-            return self._used(n, next(positions), x) if is_tensor(x) else self.env[x]
+            return self._use(n, next(positions), x) if is_tensor(x) else self.env[x]
 
         if n.op == "output":
             return fx.map_arg(n.args[0], used_value)
@@ -79,7 +79,7 @@ class Recorder(fx.Interpreter):
             self.recording.note(value, n)
         return value
 
-    def _used(self, n: fx.Node, position: int, x: fx.Node) -> Tensor:
+    def _use(self, n: fx.Node, position: int, x: fx.Node) -> Tensor:
         value: Tensor = self.env[x] if self.operand is None else self.operand(n, position, x, self.env)
         if not value.requires_grad:
             return value

@@ -79,7 +79,7 @@ def train(model: nn.Module, task: Task, limit_of: LimitOf, draws: Draws) -> Iter
         for name, buffer in model.named_buffers():
             yield step, "buffer", name, _whole(buffer)
         for name, attribute in _attributes(model):
-            if name not in before or not _same(before[name], attribute):
+            if name not in before or not _equal(before[name], attribute):
                 yield step, "attribute", name, attribute
 
 
@@ -201,11 +201,11 @@ def loss_of(outputs: Sequence[tuple[str, Tensor]], task: Task) -> tuple[Tensor |
         return flowing[scalars[0]], scalars[0]
     if not flowing:
         return None, None
-    total = [_weighted(x, task.seed + i) for i, (_, x) in enumerate(outputs) if x.requires_grad]
+    total = [_weigh(x, task.seed + i) for i, (_, x) in enumerate(outputs) if x.requires_grad]
     return torch.stack(total).sum(), None
 
 
-def _weighted(x: Tensor, seed: int) -> Tensor:
+def _weigh(x: Tensor, seed: int) -> Tensor:
     x = torch.view_as_real(x) if x.is_complex() else x
     golden = (math.sqrt(5) - 1) / 2  # its multiples are spread evenly over [0, 1]; a random operator would be numbered
     weights = (torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device) * golden + seed / 7) % 1
@@ -254,7 +254,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                         yield at if leaf is value else f"{at}[{i}]", _whole(torch.as_tensor(leaf))
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
