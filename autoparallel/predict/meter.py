@@ -31,7 +31,7 @@ from autoparallel.graph.layers import layer_around
 from autoparallel.hardware import Profile
 from autoparallel.placements import COLLECTIVES, action, parse_placement
 from autoparallel.predict.fusion import Fusion, is_fused
-from autoparallel.predict.results import call_on_meta
+from autoparallel.predict.results import CallKind, call_on_meta, kind_of
 from autoparallel.rules.calls import may_have_gradient
 
 
@@ -172,6 +172,7 @@ class Meter(TorchDispatchMode):
         self.layered = False
         self._queued = replace(profile, launch=0.0)
         self._fusion = Fusion() if profile.fuses else None
+        self._known: dict[tuple[CallKind, float], float] = {}  # seconds, by kind of call and seconds of a launch
         self._ends: list[float] = []  # when the collectives of the operator that runs are done
         # By ticket: when a collective is done, and the memory that it has until it is waited for.
         self._in_flight: Any = WeakTensorKeyDictionary()
@@ -194,9 +195,14 @@ class Meter(TorchDispatchMode):
             end, result, _ = self._in_flight.pop(args[0])
             self.clock.wait(end)
             return result
+        if func.is_view:  # neither takes time nor makes memory
+            self._follow_module()
+            return func(*args, **(kwargs or {}))
         self._traffic.count(func, args, kwargs or {})
         end, self._ends = max(self._ends, default=self.clock.now), []
-        result = call_on_meta(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        kind = kind_of(func, args, kwargs)
+        result = call_on_meta(kind, func, args, kwargs)
         beside = _workspace(name, args, result, self.profile)
         extra = args[0].new_empty(beside) if beside else None
         if extra is not None:
@@ -209,11 +215,14 @@ class Meter(TorchDispatchMode):
             return result
         self.clock.wait(end)
         self.ledger.add(result)
-        self.clock.module = _torch.autograd.marked_module() or self.clock.module
+        self._follow_module()
         layer = layer_around(self.clock.module) if self.layered else None
         fused = is_fused(func) and (layer is not None or not self.layered)
-        self.clock.compute(self.seconds(name, args, kwargs or {}, result, fused=fused, layer=layer))
+        self.clock.compute(self.seconds(name, args, kwargs, result, kind, fused=fused, layer=layer))
         return result
+
+    def _follow_module(self) -> None:
+        self.clock.module = _torch.autograd.marked_module() or self.clock.module
 
     def seconds(
         self,
@@ -221,18 +230,31 @@ class Meter(TorchDispatchMode):
         args: Sequence[Any],
         kwargs: Any,
         result: Any,
+        kind: CallKind | None,
         *,
-        fused: bool = False,
-        layer: str | None = None,
+        fused: bool,
+        layer: str | None,
     ) -> float:
         """The time of one call.
 
         Args:
+            kind: its kind, where that is known; calls that are alike and make a new tensor are priced once.
             fused: whether it is compiled, and the operator one that a compiler fuses.
             layer: whose it is; None where a program is compiled whole, or between layers.
         """
         if name in _FREE:
             return 0.0
+        fuses = self._fusion is not None and self.profile is not self._queued
+        if fuses or kind is None or kind.result is None:
+            return self._call_seconds(name, args, kwargs, result, fused=fused, layer=layer)
+        key = kind, self.profile.launch
+        if key not in self._known:
+            self._known[key] = self._call_seconds(name, args, kwargs, result, fused=fused, layer=layer)
+        return self._known[key]
+
+    def _call_seconds(
+        self, name: str, args: Sequence[Any], kwargs: Any, result: Any, *, fused: bool, layer: str | None
+    ) -> float:
         outputs = _torch.tensors.tensors_in(result)
         inputs = _torch.tensors.tensors_in((args, kwargs))
         if not outputs:

@@ -8,6 +8,7 @@ What is no operator of torch's own may depend on more, such as a collective on t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,16 +31,32 @@ class _Plain(NamedTuple):
     value: Any
 
 
-def call_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+@dataclass(frozen=True, eq=False)
+class CallKind:
+    """Calls of one operator on alike arguments; there is one object for each kind.
+
+    Attributes:
+        result: the one new tensor that they make; None where they make anything else.
+    """
+
+    result: _Tensor | None
+
+
+def kind_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallKind | None:
+    """The kind of a call; None for an operator, or arguments, that cannot be looked up."""
+    if func.namespace != "aten" or "out" in kwargs:
+        return None
+    try:
+        return _kind(func, _describe(args), _describe(list(kwargs.items())), torch.get_default_dtype())
+    except TypeError:
+        return None
+
+
+def call_on_meta(kind: CallKind | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator makes of its arguments, as ``func(*args, **kwargs)`` does; ``out`` must have its shape."""
     if "out" in kwargs:
         return kwargs["out"]
-    try:
-        described = _describe(args), _describe(list(kwargs.items()))
-        description = _result(func, *described, torch.get_default_dtype()) if func.namespace == "aten" else None
-    except TypeError:  # an argument that cannot be looked up
-        description = None
-    return func(*args, **kwargs) if description is None else description.make()
+    return func(*args, **kwargs) if kind is None or kind.result is None else kind.result.make()
 
 
 def _describe(value: Any) -> Any:
@@ -59,17 +76,17 @@ def _made_of(described: Any) -> Any:
 
 
 @lru_cache(maxsize=1 << 14)
-def _result(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> _Tensor | None:
-    """The one new tensor that a call makes under a default dtype; None where it makes anything else."""
+def _kind(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> CallKind:
+    """The kind of a call under a default dtype."""
     if func._schema.is_mutable:
-        return None
+        return CallKind(None)
     positional, named = _made_of(args), dict(_made_of(kwargs))
     result = func(*positional, **named)
     if type(result) is not torch.Tensor or not result.is_meta or result.storage_offset():
-        return None
+        return CallKind(None)
     arguments = _torch.tensors.tensors_in((positional, named))
-    if _torch.tensors.storage_marks([result])[0] in _torch.tensors.storage_marks(arguments):
-        return None
+    if _torch.tensors.storage_mark(result) in _torch.tensors.storage_marks(arguments):
+        return CallKind(None)
     described = _Tensor(result.shape, result.stride(), result.dtype)
     alike = described.make().untyped_storage().nbytes() == result.untyped_storage().nbytes()
-    return described if alike else None
+    return CallKind(described if alike else None)
