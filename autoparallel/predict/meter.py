@@ -172,7 +172,7 @@ class Meter(TorchDispatchMode):
         self.layered = False
         self._queued = replace(profile, launch=0.0)
         self._fusion = Fusion() if profile.fuses else None
-        self._known: dict[tuple[CallKind, float], float] = {}  # seconds, by kind of call and seconds of a launch
+        self._seconds_of: dict[tuple[CallKind, float], float] = {}  # seconds, by kind of call and seconds of a launch
         self._ends: list[float] = []  # when the collectives of the operator that runs are done
         # By ticket: when a collective is done, and the memory that it has until it is waited for.
         self._in_flight: Any = WeakTensorKeyDictionary()
@@ -248,9 +248,9 @@ class Meter(TorchDispatchMode):
         if fuses or kind is None or kind.result is None:
             return self._call_seconds(name, args, kwargs, result, fused=fused, layer=layer)
         key = kind, self.profile.launch
-        if key not in self._known:
-            self._known[key] = self._call_seconds(name, args, kwargs, result, fused=fused, layer=layer)
-        return self._known[key]
+        if key not in self._seconds_of:
+            self._seconds_of[key] = self._call_seconds(name, args, kwargs, result, fused=fused, layer=layer)
+        return self._seconds_of[key]
 
     def _call_seconds(
         self, name: str, args: Sequence[Any], kwargs: Any, result: Any, *, fused: bool, layer: str | None
