@@ -64,6 +64,7 @@ def compile(
     loss_chunks: int | None = None,
     linear_chunks: int | None = None,
     microbatches: int | None = None,
+    offload_optimizer: bool | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     check_inputs: int | None = None,
     check_replicas: int | None = None,
@@ -128,6 +129,10 @@ def compile(
             refused.
             Outputs beside the loss are kept with ``outputs="gather"`` only. None leaves it to the plan. For a mesh with
             an axis "pp" give ``pipeline=Pipeline(microbatches=...)``.
+        offload_optimizer: keeps the optimizer's states in host memory, from where they come to the device for their own
+            update; the numbers are the same. The optimizer must be one of ``torch.optim``'s whose step can be cut, or
+            registered by :func:`register_optimizer`. None leaves it to the plan, which does so within a limit on memory
+            where nothing else fits, or where it is predicted to be faster than what else saves memory.
         grad_scaler: the scaler of the loop. A pipeline, and calls in microbatches, must know it, because their
             gradients are computed before the loss is scaled; others need not be told.
         check_inputs: at every so many calls the ranks compare a sample of 512 elements of each plain input, so that a
@@ -161,11 +166,14 @@ def compile(
         raise ValueError("a Plan is carried out as it is, with its own pipeline: leave pipeline=... out")
     counts = {"loss_chunks": loss_chunks, "linear_chunks": linear_chunks, "microbatches": microbatches}
     require_counts(**counts)
-    for name, value in counts.items():
+    if offload_optimizer is not None and not isinstance(offload_optimizer, bool):
+        raise TypeError(f"offload_optimizer must be True, False or None, not a {type(offload_optimizer).__name__}")
+    for name, value in (*counts.items(), ("offload_optimizer", offload_optimizer)):
         if value is not None and isinstance(plan, Plan):
             raise ValueError(f"a Plan is carried out as it is, with its own {name}: leave {name}=... out")
     if isinstance(plan, Plan):  # what later kinds of calls are asked for, too
         loss_chunks, linear_chunks, microbatches = plan.loss_chunks, plan.linear_chunks, plan.microbatches
+        offload_optimizer = plan.offload_optimizer
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     _require_capturable(model)
@@ -207,6 +215,7 @@ def compile(
         loss_chunks=loss_chunks,
         linear_chunks=linear_chunks,
         microbatches=microbatches,
+        offload_optimizer=offload_optimizer,
         compiled=backend != "eager",
     )
     STREAM.begin()
@@ -293,7 +302,7 @@ def _require_same_model(agreement: Agreement, model: nn.Module, request: Request
     plan = request.plan
     options = (
         request.memory_limit, request.outputs, *options, request.loss_chunks, request.linear_chunks,
-        request.microbatches, request.precision, request.profile,
+        request.microbatches, request.offload_optimizer, request.precision, request.profile,
     )  # fmt: skip
     lines = [
         f"model {type(model).__name__}",

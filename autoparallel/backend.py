@@ -136,6 +136,7 @@ class Options:
             precision=self.precision,
             device=mesh.device_type,
             microbatches=1,
+            offload_optimizer=False,  # it is the owner's
             compiled=self.backend != "eager",
         )
 

@@ -117,6 +117,7 @@ class Compiler:
             self._lie_on(other.mesh, other.request)
         self.choice, self.is_open = other.choice, other.is_open
         self.owners, self.first, self.at_rest = other.owners, other.first, other.at_rest
+        self.settings.store.offloads_states = theirs.offloads_states
 
     # -- a kind of call ---------------------------------------------------------------------------------------------
 
@@ -223,7 +224,9 @@ class Compiler:
         if self.request.stages and captured.attributes:
             raise PlanError(_attributes_in_pipeline(captured))
         if not isinstance(plan, Plan) or at_rest is not None:
-            settled = Settled(at_rest, first.pipeline, first.recompute) if first is not None else Settled(at_rest)
+            settled = Settled(at_rest)
+            if first is not None:
+                settled = Settled(at_rest, first.pipeline, first.recompute, first.offload_optimizer)
             make = self.settings.agreement.from_first
             with self._progress.phase("plan"):
                 plan = Plan.from_json(make(lambda: self.planner.search(captured, call, settled).to_json()))
@@ -278,8 +281,9 @@ class Compiler:
                 other._lay_out(at_rest)
 
     def _lay_out(self, at_rest: dict[str, ParameterPlan]) -> None:
-        """Gives parameters values, where they are on the meta device, and their layouts."""
+        """Gives parameters values, where they are on the meta device, and their layouts; says where states lie."""
         model, store = self.settings.model, self.settings.store
+        store.offloads_states = self.first is not None and self.first.offload_optimizer
         layouts = {name: parse_layout(plan.at_rest) for name, plan in at_rest.items()}
         homes = dict.fromkeys(store.parameters, store.mesh)
         if self.owners:

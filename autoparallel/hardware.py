@@ -97,6 +97,8 @@ class Profile:
         fuses: whether layers run through Inductor, which fuses pointwise operators and reductions; the prediction of
             a program knows of it, while the search prices operators one by one.
         optimizer: what parameters are updated by.
+        host_bandwidth: bytes per second of copies between a device's memory and its host's, either way, all devices of
+            a node at once; None where both are one memory.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Profile:
     links: tuple[Link, ...] = ()
     fuses: bool = False
     optimizer: OptimizerCost = ADAMW
+    host_bandwidth: float | None = None
     _links: dict[Any, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def compute_seconds(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> float:
@@ -210,6 +213,7 @@ class Profile:
         """Raises ValueError for a number that no device can have."""
         above = {"memory_bandwidth": self.memory_bandwidth, "bandwidth": self.bandwidth, "attention": self.attention}
         above |= {"default_flops": self.default_flops, "memory": 1.0 if self.memory is None else self.memory}
+        above["host_bandwidth"] = 1.0 if self.host_bandwidth is None else self.host_bandwidth
         above |= {f"flops[{dtype}]": rate for dtype, rate in (*self.flops.items(), *self.peak.items())}
         least = {"launch": self.launch, "latency": self.latency, "hop": self.hop, "node": self.node}
         least |= {"network_latency": self.network_latency, "network_bandwidth": self.network_bandwidth}
@@ -261,12 +265,14 @@ def _node(
     nvlink: float,
     network: float,
     attention: float,
+    host: float,
 ) -> Profile:
     """A node of eight GPUs, from what its makers say: teraflops dense in bf16, float32 and float64, bytes/s.
 
     Its memory is what torch names as a device's total capacity, in GiB: 80 GB stand for some 79 of them, 85e9 bytes.
     Large matrix products reach about 70% of the peak in bf16 and 75% in float32 (TF32 is off unless it is asked for),
-    copies 85% of the memory's bandwidth, collectives 75% of the links' and 90% of the network's.
+    copies 85% of the memory's bandwidth, collectives 75% of the links' and 90% of the network's; copies between pinned
+    host memory and the device 85% of the slot's (PCIe 4.0 or 5.0 x16, 32 and 64 GB/s either way).
     """
     half, single, double = (1e12 * rate for rate in peak)
     named = {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double}
@@ -288,13 +294,14 @@ def _node(
         hop=1e-6,
         network_hop=5e-6,
         overlap=1.0,
+        host_bandwidth=0.85 * host,
     )
 
 
-A100 = _node("a100", (312, 19.5, 19.5), 79.15, 2.0e12, 3.0e11, 2.5e10, 0.8)
-H100 = _node("h100", (989, 67, 67), 79.1, 3.35e12, 4.5e11, 5.0e10, 0.55)
-H200 = _node("h200", (989, 67, 67), 139.8, 4.8e12, 4.5e11, 5.0e10, 0.55)
-B200 = _node("b200", (2250, 75, 37), 178.35, 8.0e12, 9.0e11, 5.0e10, 0.55)
+A100 = _node("a100", (312, 19.5, 19.5), 79.15, 2.0e12, 3.0e11, 2.5e10, 0.8, 3.2e10)
+H100 = _node("h100", (989, 67, 67), 79.1, 3.35e12, 4.5e11, 5.0e10, 0.55, 6.4e10)
+H200 = _node("h200", (989, 67, 67), 139.8, 4.8e12, 4.5e11, 5.0e10, 0.55, 6.4e10)
+B200 = _node("b200", (2250, 75, 37), 178.35, 8.0e12, 9.0e11, 5.0e10, 0.55, 6.4e10)
 PROFILES = {profile.name: profile for profile in (A100, H100, H200, B200, CPU)}
 """By the name that ``hardware=`` and ``--hardware`` take."""
 

@@ -71,6 +71,7 @@ class Decisions:
         linear_chunks: into how many chunks of rows linear layers are cut that read what is redistributed, or make it,
             so that what one chunk exchanges runs while the others are computed; 1 leaves them whole.
         microbatches: into how many parts a training call cuts its batch, one after another, where there is no pipeline.
+        offload_optimizer: whether the optimizer's states lie in host memory between steps.
         notes: module path to why it is not sharded as could be expected.
         cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
             costs less than; None for a plan that no search made.
@@ -93,6 +94,7 @@ class Decisions:
     loss_chunks: int = 1
     linear_chunks: int = 1
     microbatches: int = 1
+    offload_optimizer: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
     cost: float | None = field(default=None, compare=False)
     lower_bound: float | None = field(default=None, compare=False)
@@ -165,7 +167,10 @@ class Decisions:
     def tried(self, seconds: float, memory: float) -> Tried:
         """What others are compared with, where a step takes so long and a device holds so many bytes."""
         parts = self.staging.microbatches if self.staging is not None else 1
-        return Tried(self.origin, seconds, memory, len(self.recompute), self.loss_chunks, parts, self.linear_chunks)
+        return Tried(
+            self.origin, seconds, memory, len(self.recompute), self.loss_chunks, parts, self.linear_chunks,
+            self.offload_optimizer,
+        )  # fmt: skip
 
     def modes(self, key: str) -> tuple[Mode, ...]:
         """How the operator with this key runs on each mesh axis."""

@@ -16,6 +16,7 @@ class Tried:
         seconds, memory: of a step, and bytes per device.
         again: how many layers run again in the backward.
         loss_chunks, microbatches, linear_chunks: into how many the loss, the batch and rows of linear layers are cut.
+        offload_optimizer: whether the optimizer's states lie in host memory.
     """
 
     origin: str
@@ -25,6 +26,7 @@ class Tried:
     loss_chunks: int = 1
     microbatches: int = 1
     linear_chunks: int = 1
+    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,8 @@ class Prediction:
         reductions: what each time of reducing gradients would cost, were it that of every parameter.
         regathered: how many buckets of parameters the backward gathers again.
         modules: how the model's modules lie, in the model's order.
+        host_memory: bytes of the optimizer's states in host memory, per device.
+        host_seconds: the part of ``update_seconds`` in which they come to the device and go back.
         microbatches: how many forwards and backwards a call makes: what is said of one microbatch is of one of these.
         profile: the name of the hardware profile.
         optimizer: the class of the optimizer whose states and step are in these numbers.
@@ -137,6 +139,8 @@ class Prediction:
     most: Mapping[tuple[str, str], float] = field(default_factory=dict, compare=False, repr=False)
     profile: str = ""
     optimizer: str = ""
+    host_memory: float = 0.0
+    host_seconds: float = 0.0
     microbatches: int = 1
 
     def step(self, microbatches: int = 1) -> Traffic:

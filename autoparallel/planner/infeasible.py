@@ -48,12 +48,13 @@ def nothing_fits(least: Plan, limit: float, forecast: Forecast, closed: Sequence
     """
     parts = sorted(forecast.parts.items(), key=lambda part: -part[1])
     chunks = f"{' and '.join(closed)} (a training call then returns its loss alone), " if closed else ""
+    host = ", optimizer states in host memory" if least.offload_optimizer else ""
     what = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= 0.01 * forecast.memory)
     return PlanError(
         f"no plan fits in {_size(limit)} per device on the mesh {mesh_text(least.mesh)}: with everything that saves "
         f"memory under plan={least.origin!r} (parameters gathered for each use, {len(least.recompute)} layers run "
-        f"again in the backward) a plan needs {_size(forecast.memory)} ({what}). Use {chunks}more ranks, fewer rows "
-        "at once, or a pipeline (a mesh with an axis 'pp') of more stages; or raise memory_limit"
+        f"again in the backward{host}) a plan needs {_size(forecast.memory)} ({what}). Use {chunks}more ranks, fewer "
+        "rows at once, or a pipeline (a mesh with an axis 'pp') of more stages; or raise memory_limit"
     )
 
 

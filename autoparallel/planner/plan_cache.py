@@ -87,6 +87,7 @@ def key_of(request: Request, captured: Captured, call: Call, settled: Settled, *
         others, replace(request, plan=request.origin, pins=Pins(), loss_fn=None),
         request.pins.text(), sorted(map(repr, USER_RULES.items())),
         settled.at_rest is None, sorted((settled.at_rest or {}).items()), settled.pipeline, settled.recompute,
+        settled.offload_optimizer,
         call.layouts, call.batch, call.with_target, call.training, call.trainable, call.gradients,
         [spec for spec in call.specs if isinstance(spec, InputSpec)],
         captured.parameters, captured.buffers, {name: _show(x) for name, x in captured.constants.items()},

@@ -94,7 +94,8 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
         short = replace(captured.part(graph), runs=())
         recompute = {layer: much for layer, much in plan.recompute.items() if layer in left_layers}
         calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
-        key = plan.loss_chunks, plan.linear_chunks, plan.microbatches, tuple(counts), calls
+        decisions = plan.loss_chunks, plan.linear_chunks, plan.microbatches, plan.offload_optimizer
+        key = decisions, tuple(counts), calls
         if key not in models:
             prediction = predict(short, replace(plan, recompute=recompute))
             models[key] = Short(prediction.seconds(), _by_place(prediction, runs, counts))

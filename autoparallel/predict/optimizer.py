@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
+from operator import add
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from autoparallel.hardware import ADAMW, OptimizerCost, Profile
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import local_numel
+from autoparallel.runtime.steps.local_steps import BATCH_BYTES
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -48,21 +50,34 @@ class Kept:
 
     Attributes:
         parameter, gradient, states: this rank's part of it, of its gradient, and of what the optimizer keeps.
-        seconds: of the optimizer's step.
+        seconds: of the optimizer's step, ``host_seconds`` among them.
+        host: bytes of states that lie in the host's memory instead.
+        host_seconds: in which these come to the device and go back.
     """
 
     parameter: int
     gradient: int = 0
     states: int = 0
     seconds: float = 0.0
+    host: int = 0
+    host_seconds: float = 0.0
 
     @property
     def bytes(self) -> int:
         return self.parameter + self.gradient + self.states
 
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(*map(add, astuple(self), astuple(other)))
+
 
 def cost_at_rest(
-    profile: Profile, axis_sizes: Sequence[int], shape: Sequence[int], layout: Layout, itemsize: int, trainable: bool
+    profile: Profile,
+    axis_sizes: Sequence[int],
+    shape: Sequence[int],
+    layout: Layout,
+    itemsize: int,
+    trainable: bool,
+    offloaded: bool = False,
 ) -> Kept:
     """What a parameter of a shape that lies so between steps costs each rank.
 
@@ -72,6 +87,8 @@ def cost_at_rest(
 
     Args:
         itemsize: bytes of an element, which its gradient and states take, too.
+        offloaded: whether states lie in host memory (see ``runtime.steps.host_steps``); where that is the device's own,
+            nothing is saved by it.
     """
     numel = local_numel(shape, layout, axis_sizes)
     part = itemsize * numel
@@ -91,4 +108,15 @@ def cost_at_rest(
         there, back = parts * at_rest.bytes * (parts > 1), ranks * (at_rest.bytes - at_rest.gradient)
         time = partial(profile.step_seconds, axis_sizes, "all_to_all", range(len(axis_sizes)))
         seconds += time(int(there + back)) - time(0) if ranks > 1 else 0.0
-    return replace(at_rest, seconds=seconds)
+    if not offloaded:
+        return replace(at_rest, seconds=seconds)
+    host_seconds = 2 * at_rest.states / (profile.host_bandwidth or profile.memory_bandwidth)
+    kept, host = (0, at_rest.states) if profile.host_bandwidth is not None else (at_rest.states, 0)
+    return replace(at_rest, states=kept, seconds=seconds + host_seconds, host=host, host_seconds=host_seconds)
+
+
+def most_brought(resting: Sequence[Kept]) -> int:
+    """The bytes of states that are on the device at a time, of those that lie in host memory."""
+    ratio = max((x.host / x.parameter for x in resting if x.parameter), default=0.0)
+    largest = max((x.host for x in resting), default=0)
+    return max(largest, min(sum(x.host for x in resting), int(BATCH_BYTES * ratio)))

@@ -15,10 +15,12 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.plan import Plan
 from autoparallel.predict.communicator import BACKWARD, FORWARD, GRADIENTS, UNSHARD
 from autoparallel.predict.dry_run import GRADIENT_BUFFERS, dry_run
-from autoparallel.predict.optimizer import cost_at_rest
+from autoparallel.predict.optimizer import cost_at_rest, most_brought
 from autoparallel.predict.reductions import accumulator_bytes, total_costs
 from autoparallel.program.program import LocalProgram
 from autoparallel.rules.calls import is_tensor
+
+BROUGHT = "optimizer states that are on the device for their update"
 
 
 def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
@@ -33,17 +35,21 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     sizes = plan.axis_sizes
 
     trained = [c for c in chains if c.trainable]
-    resting = [cost_at_rest(profile, sizes, c.shape, c.at_rest, c.rest_dtype.itemsize, c.trainable) for c in chains]
+    resting = [
+        cost_at_rest(profile, sizes, c.shape, c.at_rest, c.rest_dtype.itemsize, c.trainable, plan.offload_optimizer)
+        for c in chains
+    ]
     at_rest, gradients = sum(x.parameter for x in resting), sum(x.gradient for x in resting)
     states = sum(x.states for x in resting)
     # The worst moment of forward and backward, or that of the optimizer's step.
     worst = kept_apart.peak
-    peak = worst if sum(worst.values()) > gradients else {GRADIENT_BUFFERS: gradients}
+    updating = {GRADIENT_BUFFERS: gradients, BROUGHT: most_brought(resting)}
+    peak = worst if sum(worst.values()) > sum(updating.values()) else updating
     inputs = run.inputs * plan.microbatches
     memory = {"parameters": at_rest, "optimizer states": states, "inputs and buffers": inputs, **peak}
     fixed = at_rest + states + inputs
     accumulators = sum(accumulator_bytes(c, sizes, apart=several) for c in trained)
-    most = {**kept_apart.most, ("update", ""): gradients}
+    most = {**kept_apart.most, ("update", ""): sum(updating.values())}
     return Prediction(
         unshard=run.traffic[UNSHARD],
         forward=run.traffic[FORWARD],
@@ -64,6 +70,8 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         modules=_modules(program, plan),
         profile=profile.name,
         optimizer=profile.optimizer.name,
+        host_memory=sum(x.host for x in resting),
+        host_seconds=sum(x.host_seconds for x in resting),
         microbatches=plan.microbatches,
         timeline=_thin([(seconds, fixed + size) for seconds, size in run.history]),
         spans=tuple(run.spans),

@@ -10,7 +10,7 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.passes.cut_stages import stages_of
 from autoparallel.plan import Plan
-from autoparallel.predict.optimizer import cost_at_rest
+from autoparallel.predict.optimizer import Kept, cost_at_rest
 
 MEMORY = "parameters, states, gradients and activations"
 
@@ -25,20 +25,22 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
     assert pipeline is not None
     forward = sum(stage.forward for stage in pipeline.stages)
     share = forward / (forward + sum(stage.backward for stage in pipeline.stages) or 1.0)
-    updates = [0.0] * pipeline.ranks
+    updates = [Kept(0)] * pipeline.ranks
     for node, rank in parameter_ranks(captured, plan).items():
-        updates[rank] += _update_seconds(node, captured, plan, profile)
+        updates[rank] += _kept(node, captured, plan, profile)
     spent = parameter_seconds(captured, plan)
-    gradients = [max(0.0, all_ - update) for all_, update in zip(spent, updates, strict=True)]
-    most = max(range(pipeline.ranks), key=lambda rank: gradients[rank] + updates[rank])
+    gradients = [max(0.0, all_ - update.seconds) for all_, update in zip(spent, updates, strict=True)]
+    most = max(range(pipeline.ranks), key=lambda rank: gradients[rank] + updates[rank].seconds)
     return Prediction(
         forward_seconds=share * pipeline.seconds,
         backward_seconds=(1 - share) * pipeline.seconds,
         gradient_seconds=gradients[most],
-        update_seconds=updates[most],
+        update_seconds=updates[most].seconds,
         memory={MEMORY: max(pipeline.memory_by_rank())},
         profile=profile.name,
         optimizer=profile.optimizer.name,
+        host_memory=max(update.host for update in updates),
+        host_seconds=updates[most].host_seconds,
     )
 
 
@@ -78,8 +80,8 @@ def _stages_reading(node: fx.Node, stages: dict[fx.Node, int]) -> set[int]:
     return reading
 
 
-def _update_seconds(node: fx.Node, captured: Captured, plan: Plan, profile: Profile) -> float:
+def _kept(node: fx.Node, captured: Captured, plan: Plan, profile: Profile) -> Kept:
     name = captured.parameters[node.name]
     itemsize = captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
     shape, layout, trainable = Sizes(captured.actual).shape(node), plan.at_rest(name), bool(node.meta["differentiable"])
-    return cost_at_rest(profile, plan.axis_sizes, shape, layout, itemsize, trainable).seconds
+    return cost_at_rest(profile, plan.axis_sizes, shape, layout, itemsize, trainable, plan.offload_optimizer)

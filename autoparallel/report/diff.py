@@ -32,6 +32,9 @@ def diff_plans(first: Decisions, second: Decisions) -> str:
         blocks.append(f"Chunks of linear layers: {first.linear_chunks}; now {second.linear_chunks}.")
     if first.microbatches != second.microbatches:
         blocks.append(f"Microbatches of a call: {first.microbatches}; now {second.microbatches}.")
+    if first.offload_optimizer != second.offload_optimizer:
+        places = ["host memory" if plan.offload_optimizer else "the device's memory" for plan in (first, second)]
+        blocks.append(f"Optimizer states: in {places[0]}; now in {places[1]}.")
     if not blocks:
         return "The plans decide the same."
     return plain_text(*blocks, *_predictions(first, second))

@@ -202,6 +202,12 @@ def _notes(plan: Decisions) -> list[Block]:
         blocks.append(f"Recomputed in the backward, to save memory: {recomputed(plan)}.")
     if plan.microbatches > 1:
         blocks.append(f"A training call runs in {plan.microbatches} microbatches, and reduces gradients once.")
+    if plan.offload_optimizer:
+        how = ""
+        if plan.prediction is not None:
+            size, seconds = plan.prediction.host_memory, plan.prediction.host_seconds
+            how = f": {units(size)} for each device, which take {duration(seconds)} of a step to come and go"
+        blocks.append(f"Optimizer states lie in host memory{how}.")
     if plan.loss_chunks > 1:
         blocks.append(f"The loss is computed in {plan.loss_chunks} chunks of rows: its logits never exist whole.")
     if plan.linear_chunks > 1:

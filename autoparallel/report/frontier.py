@@ -44,6 +44,7 @@ def means(tried: Tried) -> str:
             (tried.loss_chunks, 2, f"the loss in {tried.loss_chunks} chunks"),
             (tried.linear_chunks, 2, f"linear layers in {tried.linear_chunks} chunks"),
             (tried.microbatches, 2, f"{tried.microbatches} microbatches"),
+            (tried.offload_optimizer, 1, "optimizer states in host memory"),
         )
         if count >= least
     )

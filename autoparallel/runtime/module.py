@@ -35,6 +35,7 @@ from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.ranks.exchange import Exchange
 from autoparallel.runtime.ranks.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.ranks.replicas import Replicas
+from autoparallel.runtime.steps.host_steps import lay_in_host
 from autoparallel.runtime.steps.optimizers import watch_optimizers
 from autoparallel.runtime.whole import WholeModel, full_parameters
 
@@ -410,7 +411,11 @@ class ParallelModule(Face):
         """
         if self._saving is not None and not self._saving.is_done:
             self._saving.wait()
-        return load(self._world(), path, states)
+        loaded = load(self._world(), path, states)
+        for state in states.values():
+            if isinstance(state, torch.optim.Optimizer) and self._store.offloads_states:
+                lay_in_host(state)
+        return loaded
 
     def export_hf(self, path: str | Path, max_shard_size: int | str = "5GB") -> None:
         """Writes the model as ``from_pretrained`` reads it; all ranks must call it, and share the folder.

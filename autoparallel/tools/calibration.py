@@ -72,6 +72,7 @@ def calibrate(mesh: DeviceMesh, name: str = "measured") -> Profile:
         copies=base.copies,
         unfolds=base.unfolds,
         links=tuple(links),
+        host_bandwidth=_host_bandwidth(watch, 1 << 28) if large else None,
     )
     texts: list[str] = [profile.to_json()]
     dist.broadcast_object_list(texts, src=int(mesh.mesh.flatten()[0]), group=group)
@@ -172,6 +173,18 @@ def _memory_bandwidth(watch: _Stopwatch, elements: int) -> float:
     return statistics.geometric_mean(rates)
 
 
+def _host_bandwidth(watch: _Stopwatch, count: int) -> float:
+    """Bytes per second between the device and pinned host memory, there and back, all ranks of a node at once."""
+    host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device=watch.device)
+
+    def both() -> None:
+        device.copy_(host, non_blocking=True)
+        host.copy_(device, non_blocking=True)
+
+    return 2 * count / watch.seconds(both)
+
+
 def _launch(watch: _Stopwatch) -> float:
     """Seconds of an operator that does next to nothing, in a chain that is differentiated."""
 
@@ -252,6 +265,11 @@ def profile_tables(profile: Profile) -> list[Table]:
     ]
     rates += [
         ("memory", f"{units(profile.memory_bandwidth)}/s"),
+        *(
+            []
+            if profile.host_bandwidth is None
+            else [("to host memory, and back", f"{units(profile.host_bandwidth)}/s")]
+        ),
         ("an operator at least", duration(profile.launch)),
         ("of a collective, hidden behind computing", f"{100 * profile.overlap:.0f}%"),
     ]

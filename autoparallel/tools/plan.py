@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser, mesh: Callable[[str], Any]) -
         "reserve",
     )
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (default: AdamW)")
+    parser.add_argument(
+        "--offload-optimizer", action=argparse.BooleanOptionalAction, help="whether its states lie in host memory"
+    )
     parser.add_argument("--loss-chunks", type=_count, help="into how many chunks of rows the loss is cut")
     parser.add_argument(
         "--linear-chunks",
@@ -225,6 +228,7 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
             loss_chunks=options.loss_chunks,
             linear_chunks=options.linear_chunks,
             microbatches=options.microbatches,
+            offload_optimizer=options.offload_optimizer,
             precision=_policy(options.precision),
         ).on(axes)
         if request.stages and _refusal(request):

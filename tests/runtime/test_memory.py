@@ -21,7 +21,7 @@ from tests.runtime.support import mesh_of, off, run_on_ranks
 ROWS, WIDTH, CLASSES = 512, 8, 1000
 
 
-class _Alive(TorchDispatchMode):
+class Alive(TorchDispatchMode):
     """Follows the bytes that calls have made and that are still alive."""
 
     def __init__(self, inputs: Any) -> None:
@@ -53,7 +53,7 @@ def _peak(make: Callable[[], nn.Module] = Classifier, **options: Any) -> tuple[f
     model = autoparallel.compile(make(), loss_fn=F.cross_entropy, **{"plan": "data_parallel", **options})
     batch = torch.randn(ROWS, WIDTH), torch.arange(ROWS) % WIDTH
     model.prepare(*batch)
-    alive = _Alive(batch)
+    alive = Alive(batch)
     with alive:
         model(*batch).backward()
     prediction = model.plan.prediction

@@ -30,6 +30,7 @@ class Candidate:
         sparing: whether as little memory as possible is taken, whatever the time.
         microbatches: into how many a step is cut.
         loss_chunks: into how many chunks of rows the loss is cut, where it can be; the request may ask for more.
+        offloads: whether the optimizer's states lie in host memory.
         cut: the numbers of microbatches for which the layouts, searched for the first of them, are cut into the stages
             of a pipeline; None leaves them whole.
     """
@@ -42,6 +43,7 @@ class Candidate:
     sparing: bool = False
     microbatches: int = 1
     loss_chunks: int = 1
+    offloads: bool = False
     cut: tuple[int, ...] | None = None
 
 

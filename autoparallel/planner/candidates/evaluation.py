@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Hashable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call, input_layouts, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.adapt_captured import pad
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.cut_stages import staged_nodes
@@ -77,6 +79,25 @@ class Evaluator:
         keys = {node.meta["key"] for node in staged_nodes(self.captured)}
         cuts = settled.cuts if keys.issuperset(settled.cuts) else None
         return Pipeline(settled.schedule, settled.microbatches, settled.count // settled.ranks, cuts)
+
+    @property
+    def offloads(self) -> bool | None:
+        """Whether the optimizer's states lie in host memory; None where that is open."""
+        request = self.request
+        asked = self.settled.offload_optimizer if self.settled.at_rest is not None else request.offload_optimizer
+        may = request.memory_limit is not None and request.profile.host_bandwidth is not None
+        return asked if asked is not None or may else False
+
+    @cached_property
+    def host_seconds(self) -> float:
+        """In which the optimizer's states come to the device and go back, at least: each rank has its share of them."""
+        captured, profile = self.captured, self.request.profile
+        size, total = Sizes(captured.actual), 0.0
+        for node in captured.graph.nodes:
+            if node.op == "placeholder" and node.name in captured.parameters and node.meta["differentiable"]:
+                dtype = captured.rest_dtypes.get(captured.parameters[node.name], node.meta["val"].dtype)
+                total += math.prod(size.shape(node)) * dtype.itemsize * profile.optimizer.states
+        return 2 * total / math.prod(self.request.sizes) / (profile.host_bandwidth or profile.memory_bandwidth)
 
     def closed_means(self, plan: Plan) -> list[str]:
         """The options that would save memory beside what a plan does, were outputs beside the loss given up."""
@@ -155,7 +176,9 @@ class Evaluator:
         if key not in self._subjects:
             graph, may_recompute = self._graph(candidate), self.layers if candidate.may_recompute else ()
             chunks = self._loss_chunks(candidate, graph.graph)
-            self._subjects[key] = Subject(graph, self.request, may_recompute, candidate.microbatches, chunks)
+            self._subjects[key] = Subject(
+                graph, self.request, may_recompute, candidate.microbatches, chunks, candidate.offloads
+            )
         return self._subjects[key]
 
     def _loss_chunks(self, candidate: Candidate, graph: fx.Graph) -> int:
@@ -184,6 +207,7 @@ class Evaluator:
             microbatches=count,
             loss_chunks=self._loss_chunks(candidate, space.captured.graph),
             linear_chunks=request.linear_chunks or plan.linear_chunks,
+            offload_optimizer=candidate.offloads,
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
         plan = of_a_step(plan, count)
@@ -232,7 +256,8 @@ class Evaluator:
     def forecast(self, plan: Plan, *, exactly: bool = False) -> Forecast:
         """What a plan takes; unless exactly, from short models, where layers repeat."""
         # Plans that differ in what they recompute share their operators, which the table keeps alive.
-        key = id(plan.operators), tuple(plan.recompute.items()), plan.loss_chunks, plan.linear_chunks, exactly
+        chunks = plan.loss_chunks, plan.linear_chunks
+        key = id(plan.operators), tuple(plan.recompute.items()), chunks, plan.offload_optimizer, exactly
         graph = self._graph(Candidate(plan.origin, microbatches=plan.microbatches))
         if key not in self._forecasts:
             forecast = None if exactly else extrapolated(graph, plan, self.predict, self._short)

@@ -7,6 +7,7 @@ the model returns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -50,8 +51,10 @@ def _means(candidate: Candidate, evaluator: Evaluator) -> Iterator[Candidate]:
         yield candidate
     if request.microbatches is not None or not call.trains:
         return
-    count = 2
-    while returns_loss_alone(captured, request.outputs) and not differing(captured, call, count):
+    count, ranks = 2, math.prod(request.sizes[axis] for axis in request.constraints().data)
+    if not returns_loss_alone(captured, request.outputs):
+        return
+    while not differing(captured, call, count) and call.batch // count % ranks == 0:
         yield replace(candidate, microbatches=count)
         count *= 2
 

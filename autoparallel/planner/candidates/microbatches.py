@@ -8,7 +8,7 @@ layers run again, cutting decides in either case.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
@@ -39,23 +39,25 @@ def microbatches_in_call(evaluator: Evaluator) -> int:
     return count
 
 
-def pipelines(evaluator: Evaluator, *, thorough: bool) -> Proposals:
+def pipelines(evaluator: Evaluator, presets: Sequence[str], offloads: bool) -> Proposals:
     """The fastest pipeline that fits.
 
     Args:
-        thorough: whether "auto" looks at the presets, too.
+        presets: whose layouts are looked at.
+        offloads: whether the optimizer's states lie in host memory.
 
     Raises:
         PlanError: where the batch cannot be cut.
     """
     request = evaluator.request
-    presets = evaluator.presets(thorough)
     fastest: Outcome | None = None
     errors: list[str] = []
     for counts in list(_counts(evaluator)):
         before = fastest
         for preset in presets:
-            for outcome in (yield from _layouts(evaluator, preset, counts[0])):
+            for outcome in (
+                yield from _layouts(evaluator, Candidate(preset, microbatches=counts[0], offloads=offloads))
+            ):
                 if fastest is not None and _is_hopeless(outcome, evaluator, fastest):
                     continue
                 if outcome.plan is not None:
@@ -76,10 +78,10 @@ def pipelines(evaluator: Evaluator, *, thorough: bool) -> Proposals:
     return fastest
 
 
-def _layouts(evaluator: Evaluator, preset: str, count: int) -> Generator[Candidate, Outcome, list[Outcome]]:
+def _layouts(evaluator: Evaluator, candidate: Candidate) -> Generator[Candidate, Outcome, list[Outcome]]:
     """The cheapest layouts of a preset for so many microbatches: within the limit, for layers that may run again, and
     without one, where that is not the same."""
-    limit, candidate = evaluator.request.memory_limit, Candidate(preset, microbatches=count)
+    limit = evaluator.request.memory_limit
     free = yield from paddings(candidate, evaluator)
     if limit is None or free.plan is None or free.plan.estimate is None or free.plan.estimate.memory <= limit:
         return [free]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
-from autoparallel.planner.candidates.candidates import Candidate, Proposals
+from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.means import with_means
 from autoparallel.planner.candidates.memory import fastest
 from autoparallel.planner.candidates.microbatches import microbatches_in_call, pipelines
+from autoparallel.planner.candidates.paddings import paddings
 
 
 def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
@@ -19,18 +21,47 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
     search chooses freely and of the presets, as the program of each is predicted (see ``predict.forecast``), each with
     the same means that save memory.
 
+    [Note: states in host memory cost a step's transfer] Nothing hides it, so the states of the optimizer go there only
+    where nothing fits otherwise, or where all other means together cost more: then the preset that was the fastest is
+    searched again with all of them.
+
     Args:
         thorough: whether "auto" looks at the presets, too; else this is a first look.
     """
+    asked, presets = evaluator.offloads, evaluator.presets(thorough)
+    outcome = yield from _best(evaluator, presets, asked or False, thorough)
+    if asked is None and thorough and (yield from _may_offload(outcome, evaluator)):
+        left = presets if outcome.plan is None else [outcome.candidate.preset]
+        other = yield from _best(evaluator, left, True, thorough)
+        if outcome.plan is None or other.plan is not None and _seconds(other, evaluator) < _seconds(outcome, evaluator):
+            outcome = other
+    origin = evaluator.request.origin
+    return outcome if outcome.plan is None else replace(outcome, plan=replace(outcome.plan, origin=origin))
+
+
+def _best(evaluator: Evaluator, presets: Sequence[str], offloads: bool, thorough: bool) -> Proposals:
+    """The fastest plan of some presets, with the optimizer's states in host memory or not."""
     request = evaluator.request
     if request.stages:
-        return (yield from pipelines(evaluator, thorough=thorough))
-    count = microbatches_in_call(evaluator)
+        return (yield from pipelines(evaluator, presets, offloads))
 
     def search(some: Candidate) -> Proposals:
-        candidates = [replace(some, preset=name) for name in evaluator.presets(thorough)]
+        candidates = [replace(some, preset=name) for name in presets]
         return fastest(candidates, request.memory_limit, evaluator, exactly=thorough)
 
-    candidate = Candidate(request.origin, microbatches=count)
-    outcome = yield from with_means(candidate, evaluator, search) if thorough else search(candidate)
-    return outcome if outcome.plan is None else replace(outcome, plan=replace(outcome.plan, origin=request.origin))
+    candidate = Candidate(request.origin, microbatches=microbatches_in_call(evaluator), offloads=offloads)
+    return (yield from with_means(candidate, evaluator, search) if thorough else search(candidate))
+
+
+def _may_offload(outcome: Outcome, evaluator: Evaluator) -> Generator[Candidate, Outcome, bool]:
+    """Whether states in host memory may be faster than a plan: than what its layouts take where memory is no matter,
+    and the states' way."""
+    if outcome.plan is None or evaluator.request.stages:
+        return outcome.plan is None or bool(outcome.plan.recompute)
+    candidate = Candidate(outcome.candidate.preset, microbatches=microbatches_in_call(evaluator))
+    free = yield from paddings(candidate, evaluator)
+    return free.plan is None or (_seconds(free, evaluator) + evaluator.host_seconds < _seconds(outcome, evaluator))
+
+
+def _seconds(outcome: Outcome, evaluator: Evaluator) -> float:
+    return outcome.seconds if evaluator.request.stages else evaluator.forecast(outcome.require()).seconds

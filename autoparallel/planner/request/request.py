@@ -45,6 +45,7 @@ class Request:
             open.
         microbatches: into how many parts a training call cuts its batch, where there is no pipeline; None leaves it
             open.
+        offload_optimizer: whether the optimizer's states lie in host memory; None leaves it open.
         compiled: whether ``torch.compile`` runs the programs.
     """
 
@@ -62,6 +63,7 @@ class Request:
     loss_chunks: int | None = None
     linear_chunks: int | None = None
     microbatches: int | None = None
+    offload_optimizer: bool | None = None
     compiled: bool = False
 
     @property
@@ -113,11 +115,13 @@ class Settled:
         at_rest: how every parameter lies; None where that is open.
         pipeline: the schedule and the cuts; None where there are none, or they are open.
         recompute: the layers that run again in the pipeline's backward, and how much of them.
+        offload_optimizer: whether the optimizer's states lie in host memory; None where that is open.
     """
 
     at_rest: Mapping[str, ParameterPlan] | None = None
     pipeline: PipelinePlan | None = None
     recompute: Mapping[str, str] = field(default_factory=dict)
+    offload_optimizer: bool | None = None
 
 
 def profile_of_run(

@@ -139,7 +139,9 @@ class LayeredNetwork:
         self._order = self._network.reduce(max_table, dominance, met, relax or bool(self.kinds))
         scopes = [scope for tables in self._network.sums for scope in tables]
         for layer in self._layers:
-            left = list(self._eliminate(layer, _as_it_is, 0.0).left)
+            # With usage, which is over other variables than costs are, other tables may be left than without.
+            multipliers = (0.0, 1.0) if layer.network.sums[1] else (0.0,)
+            left = dict.fromkeys(s for m in multipliers for s in self._eliminate(layer, _as_it_is, m).left)
             for row in layer.kind.members.tolist():
                 layer.ends.append([(scope, tuple([place[row[u]] for u in scope])) for scope in left])
                 scopes += [tuple(sorted(where)) for _, where in layer.ends[-1]]
@@ -182,6 +184,8 @@ class LayeredNetwork:
         for layer, part in zip(self._layers, parts, strict=True):
             for ends in layer.ends:
                 for scope, where in ends:
+                    if scope not in part.left:
+                        continue
                     message = part.left[scope]
                     ranked = tuple(sorted(where))
                     if ranked != where:

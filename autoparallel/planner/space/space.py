@@ -315,7 +315,8 @@ class SearchSpace:
         for layout in layouts:
             sharded = any(p.kind == "S" for p in layout)
             trainable = bool(node.meta["differentiable"])
-            rest = cost_at_rest(self.profile, self.axis_sizes, shape, layout, itemsize, trainable)
+            offloaded = self.subject.offloads
+            rest = cost_at_rest(self.profile, self.axis_sizes, shape, layout, itemsize, trainable, offloaded)
             update = rest.seconds / self.subject.microbatches
             for gather in gathers if sharded else ["per_step"]:
                 options.append(Option((), (), layout, update, rest.bytes / self.subject.stages, gather=gather))

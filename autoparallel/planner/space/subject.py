@@ -24,6 +24,7 @@ class Subject:
         may_recompute: the layers that may run again in the backward.
         microbatches: into how many a step is cut; the graph has the sizes of one.
         loss_chunks: into how many chunks of rows the loss is cut.
+        offloads: whether the optimizer's states lie in host memory.
 
     Attributes:
         size: reads the graph's sizes, and tells which calls are alike.
@@ -40,12 +41,14 @@ class Subject:
         may_recompute: Collection[str] = (),
         microbatches: int = 1,
         loss_chunks: int = 1,
+        offloads: bool = False,
     ) -> None:
         self.captured, self.request, self.axis_sizes = captured, request, request.sizes
         self.profile, self.redistributor = request.profile, request.redistributor
         # A rank of a pipeline keeps its part of the parameters, and of its part of the activations as many
         # microbatches as are in flight (1F1B).
         self.microbatches, self.stages, self.loss_chunks = microbatches, max(1, request.stages), loss_chunks
+        self.offloads = offloads
         self.invariant: Layout = (Invariant,) * len(self.axis_sizes)
         self.size = Signatures(captured.actual)
         self.searched = self._descendants()

@@ -224,7 +224,8 @@ class RowPricer:
         name = self.captured.parameters[x.name]
         dtype = self.captured.rest_dtypes.get(name, x.meta["val"].dtype)
         shape, layout, trainable = size.shape(x), self.plan.at_rest(name), bool(x.meta["differentiable"])
-        rest = cost_at_rest(self.profile, self.sizes, shape, layout, dtype.itemsize, trainable)
+        offloaded = self.plan.offload_optimizer
+        rest = cost_at_rest(self.profile, self.sizes, shape, layout, dtype.itemsize, trainable, offloaded)
         at_rest = rest.parameter
         if not trainable:
             return float(at_rest), float(at_rest)

@@ -88,6 +88,7 @@ class GradientStore:
         self.move(mesh, prefix, everyone)
         self.parameters = parameters
         self.synchronise = True
+        self.offloads_states = False  # whether the optimizer's states lie in host memory
         self.backwards, self.steps = 0, 0
         self.before_backward: Callable[[], None] = lambda: None
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole

@@ -1,6 +1,6 @@
 """What happens when an optimizer steps.
 
 - ``optimizers``: gradients are whole, clipped where asked for.
-- ``local_steps``: a step on the tensors that lie on this rank; ``owned_steps``: on whole parameters, each of which one
-  rank updates.
+- ``local_steps``: a step on the tensors that lie on this rank; ``host_steps``: the same, with states in host memory;
+  ``owned_steps``: on whole parameters, each of which one rank updates.
 """

@@ -36,6 +36,9 @@ Numbers = frozenset[tuple[Any, int]]
 NUMBERS: Numbers = frozenset({("step", 0), ("eta", 0), ("mu", 0), ("mu_product", 0)})
 """Those of torch's optimizers."""
 
+BATCH_BYTES = 64 << 20
+"""Of the parameters, as much as a rank has of them, that are updated at a time, where not all are at once."""
+
 _KNOWN: dict[Any, Part] = {}
 
 
@@ -152,6 +155,11 @@ def lies_as(value: Any, name: Any, shape: Sequence[int], numbers: Numbers = NUMB
     return isinstance(value, torch.Tensor) and value.shape == shape and (name, value.ndim) not in numbers
 
 
+def numbers_of(optimizer: Optimizer) -> Numbers:
+    """The states of an optimizer that are one number. Raises RuntimeError as :func:`try_elements` does."""
+    return NUMBERS if _is_torchs(step_of(type(optimizer))) else try_elements(optimizer)
+
+
 def try_elements(optimizer: Optimizer) -> Numbers:
     """Steps on small tensors, as a whole and in two parts, to see that elements are updated by themselves.
 
@@ -241,7 +249,7 @@ class LocalStep:
         self._changed = self._sharded
         kind = type(optimizer)
         is_torchs = _is_torchs(step_of(kind))
-        self._numbers = NUMBERS if is_torchs else try_elements(optimizer)
+        self._numbers = numbers_of(optimizer)
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._outer: list[Any] = []  # the objects in the optimizer's state after its last step, and in the plain one
         self._inner: list[Any] = []

@@ -14,10 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoparallel import _torch
 from autoparallel.runtime.norms.clipping import Clipper
+from autoparallel.runtime.steps.host_steps import HostStep
 from autoparallel.runtime.steps.local_steps import LocalStep, Part, part_of, twin_of
 from autoparallel.runtime.steps.owned_steps import OwnedStep
 
-_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep | OwnedStep] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep | HostStep | OwnedStep] = weakref.WeakKeyDictionary()
 _CLIPPERS: weakref.WeakKeyDictionary[Clipper, None] = weakref.WeakKeyDictionary()
 """As they were made, which every rank does in the same order: what one optimizer holds of several is reduced in it."""
 
@@ -78,6 +79,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
             store.settle()
         store.steps += 1
         part = part_of(optimizer)
+        if part is None and store.offloads_states:
+            raise RuntimeError(
+                f"the plan keeps optimizer states in host memory, but how {type(optimizer).__name__}'s step may be cut "
+                "is not known\nWhat to change: say so by autoparallel.register_optimizer(), or give "
+                "compile(..., offload_optimizer=False)."
+            )
         if part is None:
             # The operators over lists that optimizers use do not show in the versions of ``DTensor``s.
             torch.autograd.graph.increment_version(_with_gradients(optimizer, clipper))
@@ -119,8 +126,12 @@ def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[An
 
 def _begin(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
     step = _STEPS.get(optimizer)
+    clippers = list(_CLIPPERS)
     if part_of(optimizer) == "parameter":  # which is looked at anew each time
-        step = _STEPS[optimizer] = OwnedStep(optimizer, [clipper.store for clipper in _CLIPPERS])
+        step = _STEPS[optimizer] = OwnedStep(optimizer, [clipper.store for clipper in clippers])
+    elif any(c.store.offloads_states and not c.parameter_ids.isdisjoint(map(id, _held(optimizer))) for c in clippers):
+        if not isinstance(step, HostStep):
+            step = _STEPS[optimizer] = HostStep(optimizer)
     elif not (isinstance(step, LocalStep) and step.fits(optimizer)):
         step = _STEPS[optimizer] = LocalStep(optimizer)
     step.begin(optimizer, twin)

@@ -28,10 +28,16 @@ from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.parameters.slices import as_parameter, lay_like
 from autoparallel.runtime.parameters.state import in_batches
 from autoparallel.runtime.ranks.messages import Form, pack, unpack
-from autoparallel.runtime.steps.local_steps import fill, gradient_of, lies_as, step_of, take_back, twin_of
-
-BATCH_BYTES = 64 << 20
-"""Of the parameters that one rank owns at a time."""
+from autoparallel.runtime.steps.host_steps import keep_in_host, lay_in_host, wait_for_host
+from autoparallel.runtime.steps.local_steps import (
+    BATCH_BYTES,
+    fill,
+    gradient_of,
+    lies_as,
+    step_of,
+    take_back,
+    twin_of,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class _Entry:
         name: of the state.
         kind: ``"lies"`` where it lies as the parameter does, ``"tensor"``, or ``"number"``.
         form: of the whole of it, as it is sent.
-        of: its kind of device, or its Python type.
+        of: its kind of device, where it does not lie as the parameter, or its Python type.
     """
 
     name: Any
@@ -55,7 +61,8 @@ class _Entry:
         """A state of a parameter of a shape. Raises TypeError for one that cannot be sent."""
         if isinstance(value, torch.Tensor):
             kind = "lies" if lies_as(value, name, shape) else "tensor"
-            return _Entry(name, kind, Form(tuple(value.shape), value.dtype), value.device.type)
+            of = "" if kind == "lies" else value.device.type
+            return _Entry(name, kind, Form(tuple(value.shape), value.dtype), of)
         if isinstance(value, bool | int | float):
             return _Entry(name, "number", Form((), torch.float64), type(value))
         raise TypeError(
@@ -68,6 +75,8 @@ class _Entry:
         before = item.state.get(self.name)
         if self.kind == "number":
             item.state[self.name] = self.of(value.item())
+        elif self.kind == "lies" and item.offloaded:
+            item.state[self.name] = keep_in_host(value, before, item.parameter)
         elif isinstance(before, torch.Tensor):
             _torch.dtensor.local_of(before).copy_(value)
         elif self.kind == "lies":
@@ -85,6 +94,7 @@ class _Item:
         group: the number of its group in the optimizer.
         grad: this rank's part of its gradient.
         state: the optimizer's, by name.
+        offloaded: whether states lie in host memory (see ``host_steps``).
         regions: the part of each rank of the mesh.
         sources: the places on the mesh from which an owner is sent all of it, by the owner's place.
         owner: the place of its owner.
@@ -95,6 +105,7 @@ class _Item:
     group: int
     grad: torch.Tensor
     state: dict[Any, Any]
+    offloaded: bool
     regions: list[Region]
     sources: list[list[int]]
     owner: int = 0
@@ -108,7 +119,8 @@ class _Item:
 
     def parts(self) -> list[torch.Tensor]:
         """This rank's parts of the parameter, its gradient and the states that lie as it does."""
-        lying = [_torch.dtensor.local_of(value) for value in self.state.values() if isinstance(value, DTensor)]
+        device = self.grad.device
+        lying = [_torch.dtensor.local_of(value).to(device) for value in self.state.values() if isinstance(value, DTensor)]
         return [_torch.dtensor.local_of(self.parameter), self.grad, *lying]
 
     def forms(self, place: int) -> list[Form]:
@@ -141,6 +153,8 @@ class OwnedStep:
                     self._others[i].append(parameter)
                 else:
                     self._by_store.setdefault(id(store), (store, []))[1].append((i, parameter))
+        if any(store.offloads_states for store, _ in self._by_store.values()):
+            lay_in_host(optimizer)
 
     def begin(self, optimizer: Optimizer, twin: Optimizer) -> None:
         """Updates every parameter of a compiled model, and leaves the others to the twin."""
@@ -150,6 +164,8 @@ class OwnedStep:
             torch.autograd.graph.increment_version([item.parameter for item in items])
             for batch in in_batches(items, lambda item: item.parameter.nbytes, BATCH_BYTES * mesh.size):
                 mesh.step(optimizer, batch)
+            if store.offloads_states:
+                wait_for_host(optimizer)
         fill(twin, optimizer, optimizer.state, self._others)
 
     def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
@@ -181,7 +197,8 @@ class _Mesh:
             for place in self.places
         ]
         regions = [region_at(shape, layout, self.shape, place) for place in self.places]
-        return _Item(parameter, group, grad, state, regions, sources, entries=_entries(state, shape))
+        offloaded = self.store.offloads_states
+        return _Item(parameter, group, grad, state, offloaded, regions, sources, entries=_entries(state, shape))
 
     def step(self, optimizer: Optimizer, items: Sequence[_Item]) -> None:
         """Updates some parameters."""
