@@ -111,8 +111,8 @@ def cost_at_rest(
     if not offloaded:
         return replace(at_rest, seconds=seconds)
     host_seconds = 2 * at_rest.states / (profile.host_bandwidth or profile.memory_bandwidth)
-    kept, host = (0, at_rest.states) if profile.host_bandwidth is not None else (at_rest.states, 0)
-    return replace(at_rest, states=kept, seconds=seconds + host_seconds, host=host, host_seconds=host_seconds)
+    left, host = (0, at_rest.states) if profile.host_bandwidth is not None else (at_rest.states, 0)
+    return replace(at_rest, states=left, seconds=seconds + host_seconds, host=host, host_seconds=host_seconds)
 
 
 def most_brought(resting: Sequence[Kept]) -> int:

@@ -84,9 +84,9 @@ class Evaluator:
     def offloads(self) -> bool | None:
         """Whether the optimizer's states lie in host memory; None where that is open."""
         request = self.request
-        asked = self.settled.offload_optimizer if self.settled.at_rest is not None else request.offload_optimizer
+        choice = self.settled.offload_optimizer if self.settled.at_rest is not None else request.offload_optimizer
         may = request.memory_limit is not None and request.profile.host_bandwidth is not None
-        return asked if asked is not None or may else False
+        return choice if choice is not None or may else False
 
     @cached_property
     def host_seconds(self) -> float:

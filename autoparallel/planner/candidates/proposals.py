@@ -28,9 +28,9 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
     Args:
         thorough: whether "auto" looks at the presets, too; else this is a first look.
     """
-    asked, presets = evaluator.offloads, evaluator.presets(thorough)
-    outcome = yield from _best(evaluator, presets, asked or False, thorough)
-    if asked is None and thorough and (yield from _may_offload(outcome, evaluator)):
+    choice, presets = evaluator.offloads, evaluator.presets(thorough)
+    outcome = yield from _best(evaluator, presets, choice or False, thorough)
+    if choice is None and thorough and (yield from _may_offload(outcome, evaluator)):
         left = presets if outcome.plan is None else [outcome.candidate.preset]
         other = yield from _best(evaluator, left, True, thorough)
         if outcome.plan is None or other.plan is not None and _seconds(other, evaluator) < _seconds(outcome, evaluator):
