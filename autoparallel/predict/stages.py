@@ -27,7 +27,7 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
     share = forward / (forward + sum(stage.backward for stage in pipeline.stages) or 1.0)
     updates = [Kept(0)] * pipeline.ranks
     for node, rank in parameter_ranks(captured, plan).items():
-        updates[rank] += _kept(node, captured, plan, profile)
+        updates[rank] += _cost(node, captured, plan, profile)
     spent = parameter_seconds(captured, plan)
     gradients = [max(0.0, all_ - update.seconds) for all_, update in zip(spent, updates, strict=True)]
     most = max(range(pipeline.ranks), key=lambda rank: gradients[rank] + updates[rank].seconds)
@@ -80,7 +80,7 @@ def _stages_reading(node: fx.Node, stages: dict[fx.Node, int]) -> set[int]:
     return reading
 
 
-def _kept(node: fx.Node, captured: Captured, plan: Plan, profile: Profile) -> Kept:
+def _cost(node: fx.Node, captured: Captured, plan: Plan, profile: Profile) -> Kept:
     name = captured.parameters[node.name]
     itemsize = captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
     shape, layout, trainable = Sizes(captured.actual).shape(node), plan.at_rest(name), bool(node.meta["differentiable"])

@@ -106,6 +106,12 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
+def _offloads_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer holds parameters of a model whose plan keeps states in host memory."""
+    ids = [clipper.parameter_ids for clipper in _CLIPPERS if clipper.store.offloads_states]
+    return bool(ids) and not frozenset().union(*ids).isdisjoint(map(id, _parameters_of(optimizer)))
+
+
 def _with_gradients(optimizer: torch.optim.Optimizer, clipper: Clipper) -> list[torch.Tensor]:
     """The parameters of one model that an optimizer holds and that have gradients."""
     return [p for p in _parameters_of(optimizer) if id(p) in clipper.parameter_ids and p.grad is not None]
@@ -126,10 +132,9 @@ def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[An
 
 def _begin(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
     step = _STEPS.get(optimizer)
-    clippers = list(_CLIPPERS)
     if part_of(optimizer) == "parameter":  # which is looked at anew each time
-        step = _STEPS[optimizer] = OwnedStep(optimizer, [clipper.store for clipper in clippers])
-    elif any(c.store.offloads_states and not c.parameter_ids.isdisjoint(map(id, _held(optimizer))) for c in clippers):
+        step = _STEPS[optimizer] = OwnedStep(optimizer, [clipper.store for clipper in _CLIPPERS])
+    elif _offloads_states(optimizer):
         if not isinstance(step, HostStep):
             step = _STEPS[optimizer] = HostStep(optimizer)
     elif not (isinstance(step, LocalStep) and step.fits(optimizer)):

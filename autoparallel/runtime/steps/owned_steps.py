@@ -120,7 +120,9 @@ class _Item:
     def parts(self) -> list[torch.Tensor]:
         """This rank's parts of the parameter, its gradient and the states that lie as it does."""
         device = self.grad.device
-        lying = [_torch.dtensor.local_of(value).to(device) for value in self.state.values() if isinstance(value, DTensor)]
+        lying = [
+            _torch.dtensor.local_of(value).to(device) for value in self.state.values() if isinstance(value, DTensor)
+        ]
         return [_torch.dtensor.local_of(self.parameter), self.grad, *lying]
 
     def forms(self, place: int) -> list[Form]:
