@@ -140,10 +140,13 @@ def _valid_weight(emit: Emitter, total: fx.Node, target: fx.Node, weight: Any, i
 
 
 def _scale(emit: Emitter, centred: fx.Node, inverse: fx.Node, weight: Any, bias: Any, original: fx.Node) -> fx.Node:
-    """The result of a batch norm, in the dtype of what it was given."""
-    y = emit(aten.mul.Tensor, centred, inverse)
-    if weight is not None:
-        y = emit(aten.mul.Tensor, y, _channels(emit, weight, original))
+    """The result of a batch norm, in the dtype of what it was given.
+
+    What is centred is multiplied once, by all that its channel is multiplied with: the backward finds one tensor of its
+    size, as that of torch's own batch norm does.
+    """
+    scale = inverse if weight is None else emit(aten.mul.Tensor, inverse, _channels(emit, weight, original))
+    y = emit(aten.mul.Tensor, centred, scale)
     if bias is not None:
         y = emit(aten.add.Tensor, y, _channels(emit, bias, original))
     return _as(emit, y, original)

@@ -100,6 +100,25 @@ class TestBatchNorm:
         found = operators(lines_of(nn.BatchNorm1d(4).eval(), torch.rand(8, 4)))
         assert "aten.mean.dim" not in found and "aten.rsqrt" in found
 
+    @pytest.mark.parametrize("training", [True, False])
+    def test_the_backward_finds_one_tensor_of_its_size(self, training: bool) -> None:
+        norm = nn.BatchNorm2d(3).double().train(training)
+        x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
+        program = captured(norm, x)
+        values = {**dict(norm.named_parameters()), **dict(norm.named_buffers())}
+        places = [n for n in program.graph.nodes if n.op == "placeholder"]
+        names = {**program.parameters, **program.buffers}
+        x.requires_grad_()
+        saved: dict[int, Tensor] = {}
+
+        def keep(value: Tensor) -> Tensor:
+            return saved.setdefault(id(value.untyped_storage()), value)
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            made = program.module(*[values[names[n.name]] if n.name in names else x for n in places])
+        assert [t.shape for t in saved.values() if t.numel() == x.numel()] == [x.shape]
+        torch.testing.assert_close(made[-1], norm(x))
+
 
 class TestShapes:
     def test_views_become_reshapes(self) -> None:
