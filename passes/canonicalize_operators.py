@@ -31,7 +31,7 @@ from autoparallel.passes.canonicalize_layers import LAYER_REWRITES
 from autoparallel.passes.emitter import Emitter, Rewrite
 from autoparallel.passes.settle_memory import MEMORY_REWRITES
 from autoparallel.passes.ungroup_experts import ungroup_experts
-from autoparallel.rules.calls import arguments, shape_of
+from autoparallel.rules.calls import COPIES, arguments, shape_of
 from autoparallel.rules.shapes import expression, order_of
 
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ def _before_reshape(node: fx.Node) -> list[fx.Node]:
     """What a reshape reads whose result is at most copied after it, and these copies, each of which may round; the node
     itself where there is none."""
     source, copies = node, []
-    while source.target in (aten._to_copy.default, aten.clone.default, aten.alias.default):
+    while source.target in COPIES:
         copies.append(source)
         source = cast(fx.Node, source.args[0])
     return [cast(fx.Node, source.args[0]), *reversed(copies)] if source.target is aten.reshape.default else [node]

@@ -32,12 +32,12 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.passes.emitter import Emitter
-from autoparallel.rules.calls import arguments, shape_of
+from autoparallel.rules.calls import COPIES, arguments, shape_of
 from autoparallel.rules.shapes import order_of, runs_of_equal_product
 
 aten = torch.ops.aten
 
-_SAME = (aten._to_copy.default, aten.clone.default, aten.alias.default, aten.contiguous.default)
+_COPIES = (*COPIES, aten.contiguous.default)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _pieces(node: fx.Node, dim: int, carried: dict[fx.Node, int]) -> Iterator[_P
         elif user.target is aten.glu.default and _same_dim(user, dim):
             yield _Piece(user, node, dim, 0, total // 2)
             yield _Piece(user, node, dim, total // 2, total)
-        elif user.target in _SAME:
+        elif user.target in _COPIES:
             carried[user] = dim
             yield from _pieces(user, dim, carried)
         elif user.target is aten.reshape.default:
@@ -238,7 +238,7 @@ _MOVES: dict[Any, Callable[[fx.Node, int], tuple[int, _Call] | None]] = {
     aten.transpose.int: _permute,
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.dim: _squeeze,
-    **dict.fromkeys(_SAME, _keep_dim),
+    **dict.fromkeys(_COPIES, _keep_dim),
 }
 """What a call does to the place of a dim, and the same call on a tensor without that dim."""
 

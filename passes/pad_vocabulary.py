@@ -28,14 +28,12 @@ from autoparallel import operators
 from autoparallel.passes.emitter import Emitter
 from autoparallel.passes.mark_gradients import mark_new
 from autoparallel.passes.name_nodes import name_nodes
-from autoparallel.rules.calls import arguments, shape_of
+from autoparallel.rules.calls import COPIES, arguments, shape_of
 
 aten = torch.ops.aten
 
 MOST_PADDING = 1 / 4
 """Of the vocabulary: more rows of zeros than that are not worth it."""
-
-_SAME = (aten._to_copy.default, aten.clone.default, aten.alias.default)
 
 
 def find_vocabularies(graph: fx.Graph, parameters: Mapping[str, str], shards: int) -> dict[str, int]:
@@ -103,7 +101,7 @@ def _is_loss(node: fx.Node) -> bool:
 
 def _keeps_classes(node: fx.Node, rows: int) -> bool:
     """Whether a call on logits [..., classes] makes logits [..., classes] and can do so with more classes."""
-    if node.target in _SAME:
+    if node.target in COPIES:
         return True
     if node.target is aten.slice.Tensor:
         x = node.args[0]

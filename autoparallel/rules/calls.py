@@ -14,7 +14,10 @@ aten = torch.ops.aten
 
 Shape = tuple[Any, ...]
 
-CASTS = (aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.detach.default)
+COPIES = (aten._to_copy.default, aten.clone.default, aten.alias.default)
+"""Operators whose result is their operand, maybe rounded, and its gradient that of the result."""
+
+CASTS = (*COPIES, aten.to.dtype, aten.detach.default)
 """What makes the same of a tensor, in another dtype or other memory."""
 
 
