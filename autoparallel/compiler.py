@@ -19,6 +19,7 @@ from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec
+from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.placements import Invariant, format_layout, parse_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.meshes import MeshSearch
@@ -121,6 +122,7 @@ class Compiler:
 
     # -- a kind of call ---------------------------------------------------------------------------------------------
 
+    @collected_rarely(FEW)
     def make_kind(self, call: Call, trace: Captured | None = None) -> Kind:
         """Captures, plans, builds and attaches; every rank alike, before any collective of the model.
 

@@ -16,6 +16,7 @@ from autoparallel import _torch
 from autoparallel.capture.attempt import FailsUntraced, attempt_capture, scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
+from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
 from autoparallel.passes.follow_batch import weight_of_rows
 
 
@@ -28,6 +29,16 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
     Raises:
         CaptureError: when the model cannot be captured.
     """
+    with collected_rarely(MANY):
+        try:
+            return _capture(model, specs, others, options)
+        finally:
+            count_as_old()
+
+
+def _capture(
+    model: nn.Module, specs: Sequence[InputSpec | Any], others: Sequence[Any], options: Mapping[str, Any]
+) -> Captured:
     _torch.export.import_tracer()
     attempts: list[Sequence[InputSpec | Any]] = [specs]
     numbers = any(isinstance(s, NumberSpec) for s in specs)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.capture.recorder import StateChangedError
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.garbage import collected_rarely, count_as_old
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import (
     LIBRARIES,
@@ -136,6 +137,9 @@ class GlobalsRead:
     def __enter__(self) -> GlobalsRead:
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._before = sys.getprofile()
+        self._uncollected = collected_rarely(0)  # nothing that a garbage collection calls runs for the model
+        self._uncollected.__enter__()
+        count_as_old()  # so that what is young is little (see _OBJECTS)
         self._suspended = _Suspended()
         self._suspended.__enter__()
         sys.setprofile(self._hook)
@@ -143,6 +147,7 @@ class GlobalsRead:
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         sys.setprofile(None)
+        self._uncollected.__exit__(None, None, None)
         _resume(self._before)
         self.forget_cached()
         self._suspended.__exit__(None, None, None)

@@ -8,5 +8,6 @@
 - ``python_state``: the values of Python's that a trace has read, compared at every call.
 - ``plain_tensors``: tensors that a model holds without having registered them.
 - ``nesting``: nested values as leaves.
+- ``garbage``: when Python looks for garbage.
 - ``lines``: the user's line behind a node or a frame.
 """

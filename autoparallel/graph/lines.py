@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import linecache
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from autoparallel.graph.garbage import collected_rarely
 from autoparallel.graph.python_state import OURS, is_library
 
 _OURS = f'File "{OURS}'
@@ -76,15 +76,13 @@ def first_line(run: Callable[[], Any], has_changed: Callable[[], bool]) -> str:
         name = frame.f_code.co_filename
         return None if at or is_library(name) else line
 
-    before, collects = sys.gettrace(), gc.isenabled()
-    gc.disable()  # what a garbage collection calls is no line of the user's
-    sys.settrace(call)
-    try:
-        run()
-    except Exception:  # noqa: BLE001 - it has been seen to fail, or to change something, before
-        pass
-    finally:
-        sys.settrace(before)
-        if collects:
-            gc.enable()
+    before = sys.gettrace()
+    with collected_rarely(0):  # what a garbage collection calls is no line of the user's
+        sys.settrace(call)
+        try:
+            run()
+        except Exception:  # noqa: BLE001 - it has been seen to fail, or to change something, before
+            pass
+        finally:
+            sys.settrace(before)
     return at[0] if at else last[0] if last else "an unknown line"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import numpy as np
@@ -109,6 +109,7 @@ class LayoutTable:
             is whole.
         seconds: the price of the cheapest way from each to each.
         direct: the price where one step is enough; else infinite.
+        hops: the first layout of each way that was asked for, by both its ends.
     """
 
     layouts: tuple[Layout, ...]
@@ -116,6 +117,7 @@ class LayoutTable:
     codes: np.ndarray
     seconds: np.ndarray
     direct: np.ndarray
+    hops: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def places(self, layouts: Iterable[Layout]) -> np.ndarray:
         """Where some layouts stand."""
@@ -130,6 +132,11 @@ class LayoutTable:
 
     def next_hop(self, here: int, goal: int) -> int:
         """The first layout on the cheapest way, the cheapest step first; negative where there is no way."""
+        if (here, goal) not in self.hops:
+            self.hops[here, goal] = self._find_hop(here, goal)
+        return self.hops[here, goal]
+
+    def _find_hop(self, here: int, goal: int) -> int:
         through = self.direct[here] + self.seconds[:, goal]
         least = float(through.min())
         if not np.isfinite(least):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -30,9 +29,9 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Shows a phase while it runs; graphs are many objects of which few are garbage, so it is looked for rarely."""
+        """Shows a phase while it runs."""
         text, begin = f"{self.title}: {name}", time.perf_counter()
-        with self._terminal().status(f"{text} ...") if self._is_seen() else nullcontext(), _rare_collections():
+        with self._terminal().status(f"{text} ...") if self._is_seen() else nullcontext():
             yield
         seconds = time.perf_counter() - begin
         LOGGER.info("%s took %s", text, duration(seconds))
@@ -56,19 +55,6 @@ class Progress:
     @staticmethod
     def _terminal() -> Console:
         return Console(stderr=True, highlight=False)
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Has Python look for garbage a thirtieth as often: every 700 new objects, as by itself, that takes a sixth of the
-    time in which models are traced and planned."""
-    youngest, *older = gc.get_threshold()
-    if youngest:  # else the user looks for it
-        gc.set_threshold(max(youngest, 20_000), *older)
-    try:
-        yield
-    finally:
-        gc.set_threshold(youngest, *older)
 
 
 UNSHOWN = Progress("a model", is_shown=False)

@@ -19,6 +19,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.hardware import PROFILES
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.evaluation import Evaluator
@@ -133,12 +134,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+@collected_rarely(FEW)
 def _answer(options: argparse.Namespace, cache: PlanCache | None) -> Answer:
     """What is to be printed and written."""
     source, request, call, mesh = prepare(options)
-    gc.freeze()  # what was imported lives on: a tenth of the command's time went into looking through it for garbage
     with _progress(request.origin).phase("trace"):
         captured = Planner(source.model, request).capture(call)
+    gc.freeze()  # what there is lives on: a tenth of the command's time went into looking through it for garbage
     choice: MeshChoice | None = None
     if isinstance(mesh, int):
         choice = _choose(request, captured, call, mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
 import types
@@ -215,6 +216,25 @@ def test_a_call_that_changes_what_it_reads_is_refused(forward: Callable[..., Ten
     with pytest.raises(autoparallel.CaptureError, match=says):
         model(torch.randn(4, 4, dtype=torch.float64))
     assert not SEEN and (random.getstate(), freeze(np.random.get_state())) == states
+
+
+def test_what_a_garbage_collection_calls_is_no_part_of_the_model() -> None:
+    class Model(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            _ = [[i] for i in range(600_000)]  # so many new objects that a collection begins
+            return self.linear(x).mean()
+
+    def count(phase: str, _: Any) -> None:
+        SEEN.append(phase)
+
+    model = autoparallel.compile(Model())
+    gc.callbacks.append(count)
+    try:
+        model(torch.randn(4, 4, dtype=torch.float64))
+        assert SEEN, "nothing was collected"
+    finally:
+        gc.callbacks.remove(count)
+        SEEN.clear()
 
 
 class TestPythonState:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import pickle
 import re
@@ -90,16 +89,3 @@ def test_what_every_rank_says_is_a_warning_on_rank_0_alone(
         with caplog.at_level(logging.INFO, "autoparallel"):
             LOGGER.warning("said by all")
         assert caplog.records[-1].levelname == level
-
-
-@pytest.mark.parametrize("youngest", [0, 700, 50_000])
-def test_garbage_is_looked_for_rarely_in_a_phase_and_as_before_after_it(youngest: int) -> None:
-    before = gc.get_threshold()
-    gc.set_threshold(youngest, *before[1:])
-    try:
-        with pytest.raises(ZeroDivisionError), Progress("a model", is_shown=False).phase("plan"):
-            assert gc.get_threshold()[0] == (max(youngest, 20_000) if youngest else 0)
-            raise ZeroDivisionError
-        assert gc.get_threshold() == (youngest, *before[1:])
-    finally:
-        gc.set_threshold(*before)
