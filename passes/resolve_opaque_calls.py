@@ -36,7 +36,7 @@ def resolve_opaque_calls(module: fx.GraphModule, calls: Mapping[str, Any], hooks
     """Rewrites ``module`` in place.
 
     Args:
-        calls, hooks: what stands behind the names (see ``capture.trace.Trace``).
+        calls, hooks: what stands behind the names (see ``capture.tracing.trace.Trace``).
     """
     graph = module.graph
     registered: dict[fx.Node, list[fx.Node]] = {}

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autoparallel.capture import backward_hooks
-from autoparallel.capture.trace import listening
+from autoparallel.capture.tracing import backward_hooks
+from autoparallel.capture.tracing.trace import listening
 
 
 class Switch:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture import attempt
-from autoparallel.capture.layers import Stack
+from autoparallel.capture.functional.layers import Stack
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import draw_of
 from tests import captures

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoparallel.capture.recorder import Recorder
+from autoparallel.capture.python.recorder import Recorder
 from autoparallel.operators import RandomState
 from autoparallel.passes import canonicalize_operators
 from autoparallel.passes.replace_random_operators import _Numbering

@@ -20,14 +20,14 @@ from autoparallel._torch.export import make_fake_mode
 from autoparallel._torch.nn import parametrizations_made_anew
 from autoparallel.capture.caches import asks_for_cache, make_no_caches
 from autoparallel.capture.describe import describe
-from autoparallel.capture.functional import make_functional
-from autoparallel.capture.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
-from autoparallel.capture.layers import NotAlike, Stack, find_stacks, leave_out
-from autoparallel.capture.passes import filling_passes, resolving_passes, tracing_passes
-from autoparallel.capture.recorder import LOSS, Recorder, StateChangedError
-from autoparallel.capture.refusals import explain_failure, place_of, require_own_memory, require_same_memory
-from autoparallel.capture.trace import Trace
-from autoparallel.capture.tracing import everything_seen
+from autoparallel.capture.functional.functional import make_functional
+from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
+from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
+from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
+from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
+from autoparallel.capture.refusals.refusals import explain_failure, place_of, require_own_memory, require_same_memory
+from autoparallel.capture.tracing.trace import Trace
+from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
@@ -85,7 +85,7 @@ def attempt_capture(
         batch: the batch size of the actual call.
         training: captures in this mode instead of the model's own.
         symbolic: leaves the batch size open.
-        detach_beside_loss: where the loss is known (see ``capture.outputs``), detaches the other outputs.
+        detach_beside_loss: where the loss is known (see ``capture.functional.outputs``), detaches the other outputs.
         ranks: of the mesh: into at most so many blocks fused projections are interleaved (see
             ``passes.interleave_projections``).
         precision: the dtypes in which parameters are used, inputs come and outputs leave; None leaves them.

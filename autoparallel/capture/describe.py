@@ -14,10 +14,15 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import graph_module, size_guards
-from autoparallel.capture.outputs import Objective, find_objective, set_apart
-from autoparallel.capture.passes import describing_passes
-from autoparallel.capture.recorder import IN_THE_MODEL
-from autoparallel.capture.refusals import explain_mutation, require_positions, require_same_dtypes, require_static
+from autoparallel.capture.functional.outputs import Objective, find_objective, set_apart
+from autoparallel.capture.functional.passes import describing_passes
+from autoparallel.capture.python.recorder import IN_THE_MODEL
+from autoparallel.capture.refusals.refusals import (
+    explain_mutation,
+    require_positions,
+    require_same_dtypes,
+    require_static,
+)
 from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, NumberSpec, Size, SizeGuard
 from autoparallel.passes.mark_gradients import Detached

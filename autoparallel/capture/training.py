@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
-from autoparallel.capture.data_access import DataAccess
-from autoparallel.capture.recorder import Recorder
-from autoparallel.capture.seeding import refuse_seeding
+from autoparallel.capture.python.recorder import Recorder
+from autoparallel.capture.refusals.data_access import DataAccess
+from autoparallel.capture.refusals.seeding import refuse_seeding
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.python_state import is_plain

@@ -60,7 +60,7 @@ class Captured:
         mutated_buffers: the names of the buffers that the first outputs are new values of.
         outputs: for each leaf of the model's output, the index among the graph's outputs, or what it is instead.
         output_spec: how the outputs nest.
-        loss: the index (among the graph's outputs) of the loss, where it is known (see ``capture.outputs``).
+        loss: the index (among the graph's outputs) of the loss, where it is known (see ``capture.functional.outputs``).
         flowing: the indices of the outputs that can be differentiated.
         detached: the indices of those that could be without a known loss, and beside it are not.
         actual: the traced symbols' sizes in the call that was captured for (the trace itself uses larger ones).

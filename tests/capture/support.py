@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoparallel.capture import backward_hooks, functions, passes
-from autoparallel.capture.recorder import Recorder
+from autoparallel.capture.functional import passes
+from autoparallel.capture.python.recorder import Recorder
+from autoparallel.capture.tracing import backward_hooks, functions
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import PythonState
 from autoparallel.passes import mark_gradients

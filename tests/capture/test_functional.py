@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 
-from autoparallel.capture.functional import make_functional
+from autoparallel.capture.functional.functional import make_functional
 
 
 class Views(nn.Module):

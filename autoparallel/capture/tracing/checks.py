@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from autoparallel import _torch
-from autoparallel.capture.trace import Trace
+from autoparallel.capture.tracing.trace import Trace
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
 from autoparallel.text import LOGGER

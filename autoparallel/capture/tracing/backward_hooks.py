@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoparallel import _torch
 from autoparallel._torch.export import FOLDER
-from autoparallel.capture.trace import Trace, fresh, listening, refuse, register, with_results
+from autoparallel.capture.tracing.trace import Trace, fresh, listening, refuse, register, with_results
 from autoparallel.graph.hooks import make_template
 from autoparallel.graph.python_state import OURS
 from autoparallel.operators.opaque import Unsupported

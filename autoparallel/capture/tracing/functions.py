@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
-from autoparallel.capture.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
+from autoparallel.capture.tracing.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
 from autoparallel.operators.torch_random import arguments_of, silent
 

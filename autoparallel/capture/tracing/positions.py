@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel.capture.trace import Trace, listening
+from autoparallel.capture.tracing.trace import Trace, listening
 
 PACKED = "find_packed_sequence_indices"
 """The function of transformers that asks."""

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoparallel.capture.recorder import StateChangedError
+from autoparallel.capture.python.recorder import StateChangedError
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.garbage import collected_rarely, count_as_old
 from autoparallel.graph.lines import line_of_frame

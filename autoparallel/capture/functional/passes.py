@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import fx
 
-from autoparallel.capture.layers import Stack, fill_up
-from autoparallel.capture.outputs import Objective
-from autoparallel.capture.trace import Trace
+from autoparallel.capture.functional.layers import Stack, fill_up
+from autoparallel.capture.functional.outputs import Objective
+from autoparallel.capture.tracing.trace import Trace
 from autoparallel.graph.captured import Captured
 from autoparallel.operators.opaque import CALL, HOOK
 from autoparallel.passes.adapt_captured import MARK_BACKWARD

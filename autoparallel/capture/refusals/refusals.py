@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch.dtensor import local_of
 from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel._torch.tensors import memory_span
-from autoparallel.capture.data_access import explain_new_memory
+from autoparallel.capture.refusals.data_access import explain_new_memory
 from autoparallel.graph.captured import Captured, CaptureError
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.plain_tensors import tensor_at

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoparallel.capture.observed_classes import observe, release, written_to
+from autoparallel.capture.python.observed_classes import observe, release, written_to
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import holder_of

@@ -24,11 +24,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autoparallel import _torch
-from autoparallel.capture.backward_hooks import HANDLERS, backward_hook
-from autoparallel.capture.checks import CHECKED
-from autoparallel.capture.functions import function_apply
-from autoparallel.capture.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
-from autoparallel.capture.trace import CURRENT, Trace, listening, refuse
+from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
+from autoparallel.capture.tracing.checks import CHECKED
+from autoparallel.capture.tracing.functions import function_apply
+from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
+from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.operators.opaque import opaque_calls

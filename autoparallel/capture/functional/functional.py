@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture.composites import compositions
+from autoparallel.capture.functional.composites import compositions
 from autoparallel.graph.lines import marks_of
 
 _DROPOUT = torch.ops.aten.dropout.default  # one that draws has become an operator of ours: this gives what it is given

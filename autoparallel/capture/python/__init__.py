@@ -1,0 +1,5 @@
+"""What a model reads and writes of Python's while it is traced.
+
+- ``recorder``: records what a copy of the model reads and writes of its attributes; ``observed_classes`` tell it.
+- ``globals_read``: finds the globals and closures that functions read, and draws of Python's and numpy's generators.
+"""

@@ -1,0 +1,7 @@
+"""What decides about gradients and values beside operators, made visible to a trace.
+
+- ``trace``: what one trace notes; ``tracing`` has torch's functions note it.
+- ``functions``: ``autograd.Function``; ``backward_hooks``: those of tensors and modules.
+- ``positions``: those that count up, of which transformers asks the values.
+- ``checks``: those of values that only raise, left out.
+"""
