@@ -27,7 +27,8 @@ def operator_seconds(
     moved_bytes: float,
     dtype: torch.dtype,
 ) -> tuple[float, float]:
-    """The time of one rank's call of an operator, and of its backward (twice the work, as for a matrix product).
+    """The time of one rank's call of an operator, and of its backward: twice the work, as for a matrix product, or half
+    as much again for a fused attention.
 
     What an operator exchanges between the ranks of an axis is part of its time.
 
@@ -43,8 +44,11 @@ def operator_seconds(
     for mode, n in zip(modes, axis_sizes, strict=bool(modes)):
         if mode.kind == "shard":
             points /= n
+    passes = 2.0
+    if rule is not None and rule.attention:
+        points, passes = points / profile.attention, 2.5
     forward = profile.compute_seconds(points, moved_bytes, dtype)
-    backward = profile.compute_seconds(2 * points, 2 * moved_bytes, dtype)
+    backward = profile.compute_seconds(passes * points, 2 * moved_bytes, dtype)
     if rule is None or not rule.exchange:
         return forward, backward
     travel_seconds, return_seconds = _exchange_seconds(profile, rule, modes, axis_sizes, size, dtype.itemsize)

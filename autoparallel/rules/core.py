@@ -53,6 +53,8 @@ class Rule:
         localize: rewrites the local call where its arguments speak of global sizes or positions.
         flops: floating-point operations of the forward, as a multiple of the product of all factor sizes; 0 for an
             operator that is bound by memory.
+        attention: whether it is a fused attention: that reaches a part of the peak (``Profile.attention``), and its
+            backward computes the scores once more.
     """
 
     operands: tuple[TensorFactors, ...]
@@ -65,6 +67,7 @@ class Rule:
     localize: Localize | None = None
     flops: float = 0
     exchange: tuple[str, str] | None = None
+    attention: bool = False
 
     def __post_init__(self) -> None:
         borne = {f for dim in self.result for f in dim}

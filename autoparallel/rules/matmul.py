@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -102,7 +103,7 @@ def attention(node: fx.Node) -> Rule | None:
         dims = [*lead, "l", "s"][rank - len(mask) :]
         # A composed dim says nothing of its size, so a broadcast one must be written as what it is.
         parts.append(["1" if isinstance(n, int) and n == 1 else f for f, n in zip(dims, mask, strict=True)])
-    return dimwise(
+    rule = dimwise(
         node,
         parts,
         [*lead, "l", "v"],
@@ -112,3 +113,4 @@ def attention(node: fx.Node) -> Rule | None:
         # Each query meets each key, and their weight each value: e and v are never met by one another.
         flops=(2 / q[-1] + 2 / v[-1]) * (0.5 if values["is_causal"] else 1),
     )
+    return replace(rule, attention=True)

@@ -51,6 +51,11 @@ class Gauge:
         """Bytes per device."""
         return self.forecast(plan).memory
 
+    def exceeds(self, plan: Plan, limit: float) -> bool:
+        """Whether a plan takes too much; what adds up to far too much is not predicted."""
+        assert plan.estimate is not None
+        return plan.estimate.memory > THRESHOLDS.too_much * limit or self.memory(plan) > limit
+
     def difference(self, plan: Plan) -> float:
         """By how much more is predicted than the search has added up."""
         assert plan.estimate is not None
@@ -61,7 +66,7 @@ def fastest(
     candidates: Sequence[Candidate], limit: float | None, evaluator: Evaluator, *, exactly: bool = True
 ) -> Proposals:
     """The plan that is predicted to be fastest of those that fit into a limit, if there is one; of plans that are as
-    good, that of the first candidate.
+    good, the one that the search expects most of.
 
     Args:
         candidates: what is compared; the first leaves open all that others do, so that its bound is one for all.
@@ -80,12 +85,15 @@ def fastest(
 def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge) -> Proposals:
     """The plan that is predicted to be fastest of those that a gauge says to fit."""
     best: Outcome | None = None
-    first, unlimited, bound = candidates[0], 0.0, 0.0
     room: float | None = None
     problems: list[Outcome] = []
     sparing: list[Plan] = []  # that take the least memory, and too much
+    outcomes = []  # without the limit
     for candidate in candidates:
-        free = yield from paddings(candidate, gauge.evaluator)
+        outcomes.append((yield from paddings(candidate, gauge.evaluator)))
+    first = outcomes[0]
+    bound = unlimited = (first.plan.lower_bound or 0.0) if first.plan is not None else 0.0
+    for free in sorted(outcomes, key=_least_seconds):  # the better what is found first, the less is left to look at
         if free.plan is None or best is not None and _is_slower(free, best, gauge):
             problems += [free] if free.plan is None else []
             continue
@@ -93,10 +101,9 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
         if outcome is None:
             continue
         assert outcome.plan is not None
-        if candidate is candidates[0]:
-            first, unlimited = free.candidate, free.plan.lower_bound or 0.0
+        if free is first:
             bound = max(unlimited, outcome.plan.lower_bound or 0.0)
-        if limit is not None and gauge.memory(outcome.plan) > limit:
+        if limit is not None and gauge.exceeds(outcome.plan, limit):
             sparing.append(outcome.plan)
             continue
         room = gauge.difference(outcome.plan) if limit is not None else None
@@ -116,7 +123,7 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
     cost = best.plan.cost or 0.0
     if limit is not None and best.candidate.preset != candidates[0].preset:
         # A bound within a limit is about the room that is left there: that which the chosen plan needs.
-        alike = yield replace(_with_all_means(first, gauge), limit=limit, room=gauge.difference(best.plan))
+        alike = yield replace(_with_all_means(first.candidate, gauge), limit=limit, room=gauge.difference(best.plan))
         bound = max(unlimited, (alike.plan.lower_bound or 0.0) if alike.plan is not None else 0.0)
     return replace(best, plan=replace(best.plan, lower_bound=min(bound, cost)))
 
@@ -147,8 +154,16 @@ def _costs_more(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
         return False
     if not gauge.evaluator.request.profile.overlap:
         return plan.cost > THRESHOLDS.nearly_equal * other.cost
-    # All hides that can: what travels for parameters.  Where sums say too much, they do so of both.
-    return plan.cost - sum(plan.estimate.parameters.values()) >= max(gauge.seconds(best), other.cost)
+    # Where sums say too much, they do so of both.
+    return _least_seconds(outcome) >= max(gauge.seconds(best), other.cost)
+
+
+def _least_seconds(outcome: Outcome) -> float:
+    """What the search adds up, where all hides that can: what travels for parameters."""
+    plan = outcome.plan
+    if plan is None or plan.cost is None or plan.estimate is None:
+        return math.inf
+    return plan.cost - sum(plan.estimate.parameters.values())
 
 
 def _fastest_within(
@@ -182,7 +197,7 @@ def _fastest_within(
             high = room, -math.inf
             if least is None:
                 least = yield replace(saving, sparing=True)
-                if least.plan is None or gauge.memory(least.plan) > limit:
+                if least.plan is None or gauge.exceeds(least.plan, limit):
                     break
             room = gauge.difference(least.require())
         else:
