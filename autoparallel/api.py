@@ -34,6 +34,7 @@ from autoparallel.runtime.parameters.state import (
 )
 from autoparallel.runtime.programs.compiled import make_body_of, require_backend
 from autoparallel.runtime.ranks.agreement import Agreement, agreement_of
+from autoparallel.runtime.ranks.dtensors import handle_operators
 from autoparallel.runtime.ranks.randomness import STREAM
 from autoparallel.runtime.steps.optimizers import note_replaced
 
@@ -226,6 +227,7 @@ def compile(
         tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
         broadcast(tensors, agreement.ranks, whole_group(prefix))
         note_replaced(make_dtensors(model, mesh))
+    handle_operators(mesh.device_type)
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
     plans = None if cache is None else PlanCache(cache)

@@ -40,6 +40,7 @@ from autoparallel.runtime.programs.compiled import Body, plain_body
 from autoparallel.runtime.programs.pipeline import attach_stages
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.agreement import Agreement
+from autoparallel.runtime.ranks.dtensors import handle_lists
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,7 @@ class Compiler:
         layouts = {name: parse_layout(plan.at_rest) for name, plan in at_rest.items()}
         homes = dict.fromkeys(store.parameters, store.mesh)
         if self.owners:
+            handle_lists()
             slices = other_slices(self.mesh, PIPELINE_AXIS, store.mesh)
             homes = {name: slices[self.owners[name]] for name in store.parameters}
         if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *model.buffers()]):

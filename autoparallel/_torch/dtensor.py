@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, _random
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as DTensorPlacement
 
@@ -70,22 +71,30 @@ def mesh_without_groups(
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
-def draw_on_cpus(tracker: Any) -> None:
-    """Has random operators on ``DTensor``s ask ``tracker``, where torch has none of its own: those need GPUs."""
-    if _random._rng_tracker is None and not torch.accelerator.is_available():
-        _random._rng_tracker = tracker
+def random_operators() -> list[Any]:
+    """The operators that draw random numbers on ``DTensor``s."""
+    return list(DTensor._op_dispatcher._random_ops)
 
 
-def read_whole_scalars() -> None:
-    """Has ``.item()`` of a ``DTensor`` that is a summand on each rank read the sum: torch reads the rank's own number.
+def list_operators() -> list[Any]:
+    """The operators on lists of tensors."""
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith("_foreach_")]
+    return [getattr(packet, name) for packet in packets for name in packet.overloads() if not name.endswith("out")]
 
-    Like every operator that needs the sum (``norm > 1``), it is a collective then, of all ranks of the mesh.
-    """
+
+def handle_operators(operators: Iterable[Any], handler: Callable[..., Any]) -> None:
+    """Has ``handler(operator, args, kwargs)`` compute what operators make of ``DTensor``s, unless another does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _whole_scalar)
+    for operator in operators:
+        handlers.setdefault(operator, handler)
 
 
-def _whole_scalar(operator: Any, args: tuple[Any, ...], _: Any) -> Any:
-    [value] = args
-    whole = value.full_tensor() if any(not p.is_replicate() for p in value.placements) else value.to_local()
-    return operator(whole)
+@contextmanager
+def leave_to_torch(operator: Any) -> Iterator[None]:
+    """Inside, torch computes what an operator makes of ``DTensor``s, whatever handles it otherwise."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operator)
+    try:
+        yield
+    finally:
+        handlers[operator] = handler

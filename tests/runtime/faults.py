@@ -24,7 +24,8 @@ class Fault:
 
     Attributes:
         at: the part of the step: it is done in its place.
-        instead: what is done: "skip", "skip the batch", "raise", "another model", or seconds to stall before the part.
+        instead: what is done: "skip", "skip the batch", "raise", "another model", "read a number" of a parameter, or
+            seconds to stall before the part.
         rank, step: where and when.
     """
 
@@ -32,6 +33,11 @@ class Fault:
     instead: str | float
     rank: int = 1
     step: int = 5
+
+
+def number_of(parameter: Tensor) -> float:
+    """A number that is a sum over the ranks, where the parameter is sharded."""
+    return parameter.norm().item()
 
 
 class FaultError(Exception):
@@ -82,7 +88,7 @@ class Loop:
             model, optimizer = self.models[number], self.optimizers[number]
             loss: list[Tensor] = []
             parts: dict[str, Callable[[], Any]] = {
-                BEFORE: lambda: None,
+                BEFORE: lambda model=model: number_of(model.up.weight) if instead == "read a number" else None,
                 FORWARD: lambda model=model, loss=loss: loss.append(model(x, y)),
                 BACKWARD: lambda loss=loss: loss[0].backward(),
                 STEP: lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()),

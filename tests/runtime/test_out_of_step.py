@@ -32,7 +32,16 @@ OUT_OF_STEP = {
 @pytest.mark.parametrize("plan", ["fsdp", "data_parallel"])
 @pytest.mark.parametrize("name", OUT_OF_STEP)
 def test_a_rank_out_of_step_is_the_same_error_everywhere(name: str, plan: str) -> None:
-    fault, *patterns = OUT_OF_STEP[name]
+    _require_same_error(plan, *OUT_OF_STEP[name])
+
+
+def test_a_number_read_on_one_rank_is_out_of_step_where_it_is_a_sum_over_the_ranks() -> None:
+    fault = Fault(BEFORE, "read a number")
+    _require_same_error("fsdp", fault, "call 6 of model", "rank 1: a number .* every rank")
+    assert run_on_ranks(_run, fault, "data_parallel", {}, world_size=2)[0][0] == []
+
+
+def _require_same_error(plan: str, fault: Fault, *patterns: str) -> None:
     first, second = run_on_ranks(_run, fault, plan, {}, world_size=2)
     assert first[0] == second[0], (first[0], second[0])
     (message,) = first[0]

@@ -151,7 +151,11 @@ class GradientStore:
         marks = _torch.tensors.storage_marks(self.parameters.values())
         if marks == self._marks:
             return None
-        name = next(n for n, mark, noted in zip(self.parameters, marks, self._marks, strict=True) if mark != noted)
+        pairs = zip(self.parameters.items(), marks, self._marks, strict=True)
+        name = next((n for (n, p), mark, noted in pairs if mark != noted and not _lies_elsewhere(p)), None)
+        if name is None:  # ``p.data += 1`` gives an empty parameter other memory
+            self.note_storages()
+            return None
         return (
             f"{name}.data = tensor was assigned after compile(), which reaches no rank's part of the "
             "parameter. What to change: under torch.no_grad(), p.copy_(distribute_tensor(tensor, "
@@ -496,3 +500,8 @@ def _name(what: str, chains: Sequence[ParameterChain]) -> str:
     """What is done with the parameters of a bucket, as a profile shows it."""
     first, last = chains[0].name, chains[-1].name
     return f"{what} {first}" + (f" to {last} ({len(chains)} parameters)" if len(chains) > 1 else "")
+
+
+def _lies_elsewhere(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is another pipeline stage's, so that this rank has nothing of it."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from autoparallel import _torch
 from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
-from autoparallel.runtime.parameters.draws import WholeDraws
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
 from autoparallel.runtime.parameters.initial_values import find_units, set_already
 from autoparallel.runtime.parameters.slices import local_slice
@@ -50,9 +49,6 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     """Replaces every parameter by a ``DTensor`` that is whole on every rank; returns the parameters replaced."""
-    if mesh.device_type == "cpu":
-        _torch.dtensor.draw_on_cpus(WholeDraws())
-    _torch.dtensor.read_whole_scalars()
     layout = to_dtensor_placements((Invariant,) * mesh.ndim)
     replacements: dict[int, nn.Parameter] = {}
     replaced: dict[int, nn.Parameter] = {}

@@ -232,6 +232,18 @@ def agreement_of(mesh: DeviceMesh) -> Agreement:
     return agreement
 
 
+def agree_on(mesh: DeviceMesh, what: str) -> None:
+    """Has the ranks of a mesh that models are compiled for show each other that they are about to do the same.
+
+    Raises:
+        RankMismatchError: on every rank, where some do something else.
+    """
+    agreement = _AGREEMENTS.get(tuple(sorted(mesh.mesh.flatten().tolist())))
+    if agreement is not None and agreement.is_open:
+        table = agreement.ask(digest(what), what)()
+        agreement.require_same(table[:, :32], "the ranks call the model differently:", lambda: what)
+
+
 def forget_groups() -> None:
     """Forgets the groups; for processes that destroy their process groups and make new ones."""
     _AGREEMENTS.clear()

@@ -1,0 +1,106 @@
+"""Operators that a script calls on parameters and gradients, where torch's ``DTensor`` does not as one process does.
+
+[Note: draws on DTensors] What ``parameter.normal_()`` or ``torch.randn_like(parameter.grad)`` draws should not depend
+on the mesh.  On GPUs torch moves each rank's generator to where its shard begins.  On CPUs it does nothing: every rank
+fills its shard from the start of the same stream, so that all shards hold the same numbers, a ``generator=`` is
+dropped, and a rank of another stage draws nothing, so that ranks draw apart ever after.  A CPU's generator cannot be
+moved to a place, so here every rank draws for the whole tensor, as one process would, and keeps its part.  Ranks must
+be seeded alike.
+
+[Note: numbers of a DTensor] ``p.grad.norm().item()`` is a sum over the ranks, and ``if rank == 0: print(...)`` of it
+would wait for the others until the process group gives up.  So the ranks show each other first that they read one.
+
+[Note: lists of DTensors] Torch runs an operator on lists, such as ``torch._foreach_lerp_``, on the mesh of their first
+tensor.  The stages of a pipeline are several meshes: on the ranks of all others nothing would happen, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoparallel import _torch
+from autoparallel.placements import from_dtensor_placements
+from autoparallel.runtime.parameters.slices import as_parameter, local_view
+from autoparallel.runtime.ranks.agreement import agree_on
+
+
+def handle_operators(device: str) -> None:
+    """Has random operators and ``.item()`` of ``DTensor``s do what one process does; ``device`` is the mesh's kind."""
+    if device == "cpu" and not torch.accelerator.is_available():
+        _torch.dtensor.handle_operators(_torch.dtensor.random_operators(), draw_whole)
+    _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
+
+
+def handle_lists() -> None:
+    """Has operators on lists of ``DTensor``s work where these lie on several meshes."""
+    _torch.dtensor.handle_operators(_torch.dtensor.list_operators(), on_lists)
+
+
+def draw_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a random operator makes of a ``DTensor`` (see [Note: draws on DTensors])."""
+    operand, *rest = args
+    spec, local = _torch.dtensor.spec_of(operand), _torch.dtensor.local_of(operand)
+    if any(p.is_partial() for p in spec.placements):
+        raise RuntimeError(f"{operator} draws on a sum over the ranks\nWhat to change: draw on x.full_tensor().")
+    layout = from_dtensor_placements(tuple(spec.placements))
+    whole = local.new_zeros(spec.shape)
+    part = local_view(whole, layout, spec.mesh)
+    part.copy_(local)
+    drawn = operator(whole, *rest, **kwargs)
+    if drawn is whole:
+        local.copy_(part)
+        return operand
+    return pytree.tree_map_only(
+        Tensor, lambda x: as_parameter(local_view(x, layout, spec.mesh).clone(), operand), drawn
+    )
+
+
+def whole_number(operator: Any, args: Sequence[Any], _: Mapping[str, Any]) -> Any:
+    """The number that a ``DTensor`` holds, on all ranks of its mesh (see [Note: numbers of a DTensor]); torch would
+    read this rank's summand.
+
+    Raises:
+        RankMismatchError: on every rank, where some do something else.
+    """
+    (value,) = args
+    if all(p.is_replicate() for p in value.placements):
+        return operator(value.to_local())
+    agree_on(
+        value.device_mesh,
+        "a number of a sharded tensor, such as p.grad.norm().item(), which is a sum over the ranks. What to change: "
+        "read it on every rank, and print it on one",
+    )
+    return operator(value.full_tensor())
+
+
+def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator makes of lists of ``DTensor``s, mesh by mesh (see [Note: lists of DTensors]).
+
+    Raises:
+        RuntimeError: for norms of one stage's tensors, of which ``torch.nn.utils.clip_grad_norm_`` makes a global norm.
+    """
+    lists = [i for i, arg in enumerate(args) if isinstance(arg, list | tuple)]
+    indices: dict[DeviceMesh | None, list[int]] = {}
+    for i, tensor in enumerate(args[lists[0]]):
+        indices.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(i)
+    if operator.overloadpacket is torch.ops.aten._foreach_norm:
+        for mesh in indices:
+            if mesh is not None and mesh.size() < dist.get_world_size():
+                raise RuntimeError(
+                    "norms of the gradients that lie on one stage of a pipeline are not the model's\n"
+                    "What to change: model.clip_grad_norm_(max_norm) and model.grad_norm(), which know all stages."
+                )
+    results: dict[int, Any] = {}
+    with _torch.dtensor.leave_to_torch(operator):
+        for some in indices.values():
+            picked = [[arg[i] for i in some] if at in lists else arg for at, arg in enumerate(args)]
+            results |= zip(some, operator(*picked, **kwargs) or (), strict=False)
+    return [results[i] for i in sorted(results)] or None

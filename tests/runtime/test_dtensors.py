@@ -1,0 +1,74 @@
+"""What a script does by hand with parameters and gradients is what it does to those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import autoparallel
+from tests.runtime.support import Net, batch, run_on_ranks
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, autoparallel.ParallelModule):
+        return {name: value.clone() for name, value in model.full_parameters()}
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _draw(model: nn.Module) -> Tensor:
+    """Draws new weights, some of them from a generator of their own; what the next number after them is."""
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(6)
+    for name, p in model.named_parameters():
+        nn.init.xavier_uniform_(p) if p.dim() > 1 else nn.init.normal_(p, generator=generator)
+        if "up" in name:
+            p.data += 0.1 * torch.randn_like(p.data) + F.dropout(p.data, 0.5)
+    return torch.rand(1)
+
+
+def _by_hand(axis: str, plan: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = Net().double()
+    mesh, options = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)), {"plan": plan}
+    if axis == "pp":
+        options["pipeline"] = autoparallel.Pipeline("1f1b", 2)
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, **options)
+    averages = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for m in (model, plain)]
+    x, y = batch(0)
+    found: dict[str, Any] = {}
+
+    def compare(what: str, mine: nn.Module = model, theirs: nn.Module = plain) -> None:
+        pairs = zip(_whole(mine).values(), _whole(theirs).values(), strict=True)
+        found[what] = max(float((p - q).abs().max()) for p, q in pairs)
+
+    model.prepare(x, y)
+    found["the next number"] = float((_draw(model) - _draw(plain)).abs())
+    compare("draws")
+    for average, m in zip(averages, (model, plain), strict=True):
+        average.update_parameters(m)
+        with torch.no_grad():
+            torch._foreach_mul_(list(m.parameters()), 0.5)
+        average.update_parameters(m)
+    compare("lists")
+    compare("averages", *(average.module for average in averages))
+    model(x, y).backward()
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found["clip"] = ""
+    except RuntimeError as error:
+        found["clip"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize(("axis", "plan"), [("dp", "fsdp"), ("pp", "auto")])
+def test_draws_averages_and_lists(axis: str, plan: str) -> None:
+    for found in run_on_ranks(_by_hand, axis, plan, world_size=2):
+        assert ("model.clip_grad_norm_" in found.pop("clip")) == (axis == "pp")
+        assert found == dict.fromkeys(found, 0.0)
