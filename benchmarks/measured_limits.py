@@ -3,9 +3,11 @@
 The limits are parts of what the plan without a limit was measured to take.  For each, the table shows what "auto" chose
 to save memory by, the measured peak over the limit, the time over that of the best preset within the same limit, and
 how far the loss and the gradients are from one process's, relative to the largest of each.  Times are the least of
-rounds in which plans alternate, which on a busy machine says more than their median.
+rounds in which plans alternate, on the clock and on a rank's processor (what a busy machine does to the former is not
+in the latter, and neither is what a rank waits for); the plan without a limit is not timed, which
+``planner_accuracy`` does.
 
-    python benchmarks/measured_limits.py [--ranks 2] [--rounds 5] [--steps 2] [--only gpt,vit]
+    python benchmarks/measured_limits.py [--ranks 2] [--rounds 5] [--steps 2] [--only gpt,vit] [--shares 0.8,0.6]
 
 ``--rounds 0`` times nothing.
 """
@@ -13,6 +15,7 @@ rounds in which plans alternate, which on a busy machine says more than their me
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import CPU
 from autoparallel.tools.calibration import calibrate
-from benchmarks.planner_accuracy import Made, Trial, launch_trials, mesh_of_trials
-from benchmarks.side_by_side import GPT, Contender, alternating, loss_fn, tokens
+from benchmarks.planner_accuracy import Made, Trial, mesh_of_trials, parser_of_trials
+from benchmarks.side_by_side import GPT, launch, loss_fn, tokens
 
 SHARES = (0.8, 0.6, 0.45)
 PRESETS = ("data_parallel", "fsdp", "tensor_parallel")
@@ -174,6 +177,9 @@ def _run(arguments: argparse.Namespace) -> None:
             "ms",
             "best preset ms",
             "ratio",
+            "CPU ms",
+            "best preset's",
+            "ratio",
             "parity",
         )
         for column in ("limit", "saves memory by", *heads):
@@ -181,7 +187,7 @@ def _run(arguments: argparse.Namespace) -> None:
         make = _double(MODELS[name])
         expected = reference(make)
         whole = 0.0  # what the plan without a limit takes
-        for share in (1.0, *SHARES):
+        for share in (1.0, *arguments.shares):
             limit = share * whole or None
             options = {"hardware": hardware, "memory_limit": limit}
             trial = Trial(make, mesh, plan="auto", **options)
@@ -197,24 +203,38 @@ def _run(arguments: argparse.Namespace) -> None:
             assert plan.prediction is not None
             cells = [f"{(limit or peak) / 1e6:.1f}", f"{plan.prediction.total_memory / 1e6:.1f}", f"{peak / 1e6:.1f}"]
             cells.append(_verdict(peak / limit, WANTED_MEMORY) if limit else "")
-            cells += _times(trial, make, mesh, arguments, options) if arguments.rounds else ["", "", ""]
+            timed = limit and arguments.rounds
+            cells += _times(trial, make, mesh, arguments, options) if timed else [""] * 6
             cells.append(f"{off:.0e}" + (" (missed)" if off > WANTED_PARITY else ""))
             table.add_row(f"{share:.0%}", _means(plan), *cells)
         if dist.get_rank() == 0:
-            Console(width=170).print(table)
+            Console(width=190).print(table)
 
 
 def _times(
     trial: Trial, make: Callable[[], Made], mesh: Any, arguments: argparse.Namespace, options: dict[str, Any]
 ) -> list[str]:
-    """Milliseconds of a trial's step, of the best preset's with the same options, and their ratio."""
+    """Milliseconds of a trial's step on the clock, of the best preset's with the same options, and their ratio; then
+    the same of what a rank computes."""
     presets = {preset: _within(make, mesh, plan=preset, **options) for preset in PRESETS}
-    found = {"auto": trial} | {preset: other for preset, other in presets.items() if other is not None}
-    contenders = [Contender(name, t.step) for name, t in found.items()]
-    own, *others = map(min, alternating(contenders, arguments.rounds, arguments.steps))
-    if not others:
-        return [f"{own:.0f}", "none fits", ""]
-    return [f"{own:.0f}", f"{min(others):.0f}", _verdict(own / min(others), WANTED_TIME)]
+    trials = [trial, *[other for other in presets.values() if other is not None]]
+    if len(trials) == 1:
+        return ["", "none fits", ""] * 2
+    rounds = [[_step(each, arguments.steps) for each in trials] for _ in range(arguments.rounds)]
+    cells = []
+    for clock in (0, 1):
+        own, *others = [_largest(min(row[i][clock] for row in rounds)) for i in range(len(trials))]
+        cells += [f"{own:.0f}", f"{min(others):.0f}", _verdict(own / min(others), WANTED_TIME)]
+    return cells
+
+
+def _step(trial: Trial, steps: int) -> tuple[float, float]:
+    """Milliseconds of a step on the clock, and of this process's threads on a processor."""
+    dist.barrier()
+    begun = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        trial.step()
+    return (time.perf_counter() - begun[0]) / steps * 1e3, (time.process_time() - begun[1]) / steps * 1e3
 
 
 def _verdict(ratio: float, wanted: float) -> str:
@@ -222,4 +242,7 @@ def _verdict(ratio: float, wanted: float) -> str:
 
 
 if __name__ == "__main__":
-    launch_trials(_run, __doc__, MODELS, rounds=5)
+    parser = parser_of_trials(__doc__, MODELS, rounds=5)
+    parser.add_argument("--shares", type=lambda text: [*map(float, text.split(","))], default=SHARES, help="the limits")
+    arguments = parser.parse_args()
+    launch(_run, arguments, ranks=arguments.ranks)

@@ -224,16 +224,16 @@ def _run(arguments: argparse.Namespace) -> None:
         console.print(summary)
 
 
-def launch_trials(run: Callable[[argparse.Namespace], None], text: str, models: Iterable[str], rounds: int) -> None:
-    """Runs a benchmark of plans on the ranks, and with the rounds, steps and models, that its command line names."""
+def parser_of_trials(text: str, models: Iterable[str], rounds: int) -> argparse.ArgumentParser:
+    """The command line of a benchmark of plans: the ranks, rounds, steps and models."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="2 or 4")
     parser.add_argument("--rounds", type=int, default=rounds, help="in which plans are timed")
     parser.add_argument("--steps", type=int, default=2, help="steps per plan and round")
     parser.add_argument("--only", type=lambda names: names.split(","), help=f"of {', '.join(models)}")
-    arguments = parser.parse_args()
-    launch(run, arguments, ranks=arguments.ranks)
+    return parser
 
 
 if __name__ == "__main__":
-    launch_trials(_run, __doc__, MODELS, rounds=8)
+    arguments = parser_of_trials(__doc__, MODELS, rounds=8).parse_args()
+    launch(_run, arguments, ranks=arguments.ranks)
