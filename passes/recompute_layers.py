@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from autoparallel import operators
 from autoparallel._torch.export import gives_view
 from autoparallel.comm import ranges
-from autoparallel.graph.layers import layer_of, stretches_of_layers
+from autoparallel.graph.layers import is_checkpointed, layer_of, stretches_of_layers
 from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
 from autoparallel.operators.selective_checkpoint import Keeping, KeptResults
 from autoparallel.placements.placement import COLLECTIVES, action
@@ -116,6 +116,12 @@ def find_layers(graph: fx.Graph) -> list[str]:
         if any(node.meta["backward"] and inside.issuperset(node.users) for node in stretch):
             layers.append(layer)
     return layers
+
+
+def checkpointed_layers(graph: fx.Graph) -> list[str]:
+    """The layers that can be recomputed of which the model itself has a part computed again in the backward."""
+    marked = {layer_of(node) for node in graph.nodes if is_checkpointed(node) and node.meta["backward"]}
+    return [layer for layer in find_layers(graph) if layer in marked] if marked else []
 
 
 def is_kept(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from torch._functorch.autograd_function import autograd_function_apply as functi
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -32,6 +33,12 @@ def one_layer_lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch
 def make_fake_mode() -> FakeTensorMode:
     """A fake tensor mode with symbolic shapes, which lets real constants in."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def graph_of_trace() -> fx.Graph | None:
+    """The graph that is being traced on this thread."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
 
 
 def is_composite(operator: torch._ops.OpOverload) -> bool:

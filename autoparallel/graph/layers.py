@@ -28,6 +28,16 @@ def layer_around(path: str) -> str | None:
     return ".".join(parts[: numbers[0] + 1]) if numbers else None
 
 
+def mark_checkpointed(node: fx.Node) -> None:
+    """Marks a call that the model makes in a region of ``torch.utils.checkpoint``, as decomposing it keeps."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), "checkpointed": True}
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether the model makes a call in a region of ``torch.utils.checkpoint``."""
+    return "checkpointed" in node.meta.get("custom", {})
+
+
 def draw_of(node: fx.Node) -> int | None:
     """The number of the draw that a call makes, among those of a call of the model; None where it draws nothing."""
     place = NUMBERS.get(node.target)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoparallel.capture.trace import CURRENT
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import Kinds, compare, draw_of, with_draw
 
@@ -137,7 +138,9 @@ class _Recorder(TorchDispatchMode):
                 self.held.append(value)
             else:
                 results.append((type(value).__name__, str(value)))
-        self.lines.append(((func, str(spec), tuple(constants), tuple(results), torch.is_grad_enabled()), reads))
+        trace = CURRENT.value
+        mode = torch.is_grad_enabled(), trace is not None and trace.regions > 0
+        self.lines.append(((func, str(spec), tuple(constants), tuple(results), mode), reads))
         return out
 
     def source(self, tensor: torch.Tensor) -> Hashable:

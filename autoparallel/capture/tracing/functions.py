@@ -160,11 +160,15 @@ def _holds_values(value: Any) -> bool:
     return bool(arguments.tensors or arguments.numbers)
 
 
-def _checkpoint(run: Callable[..., Any], preserve: Any, *args: Any) -> Any:
+def _checkpoint(trace: Trace, run: Callable[..., Any], preserve: Any, *args: Any) -> Any:
     """Reentrant checkpointing computes what the function computes; it gives gradients where an argument has one."""
     flows = any(isinstance(x, Tensor) and x.requires_grad for x in args)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and flows):
-        return run(*args)
+    trace.begin_region()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and flows):
+            return run(*args)
+    finally:
+        trace.end_region()
 
 
 def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +176,7 @@ def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if trace is None or torch._C._are_functorch_transforms_active():
         return _apply(cls)(*args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
-        return _checkpoint(*args)
+        return _checkpoint(trace, *args)
     if cls is _torch.autograd.NoopSaveInputs:
         return torch.empty(0)  # without a gradient torch.utils.checkpoint just runs the function
     if cls.__module__.startswith("torch._"):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from autoparallel import _torch
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.hooks import HookTemplate
+from autoparallel.graph.layers import mark_checkpointed
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.operators.current import Current
 from autoparallel.operators.opaque import OpaqueCall
@@ -34,6 +37,7 @@ class Trace:
         listening: whether the model's own Python runs.
         counting: tensors that count up by one along their last dim, by id, with their version.
         left_out: the lines of checks of values that the trace leaves out.
+        regions: how many regions of ``torch.utils.checkpoint`` the model is in.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
     """
 
@@ -47,6 +51,8 @@ class Trace:
         self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
         self.asked_at: str | None = None
         self.has_leaves = False
+        self.regions = 0
+        self._graphs: list[tuple[fx.Graph | None, int]] = []
         self.counting: dict[int, tuple[Tensor, int]] = {}
         self.calls: dict[str, OpaqueCall] = {}
         self.hooks: dict[str, HookTemplate] = {}
@@ -66,6 +72,19 @@ class Trace:
         """Whether a tensor is known to count up by one along its last dim."""
         entry = self.counting.get(id(x))
         return entry is not None and entry[1] == x._version
+
+    def begin_region(self) -> None:
+        """A region of ``torch.utils.checkpoint`` begins."""
+        graph = _torch.export.graph_of_trace()
+        self.regions += 1
+        self._graphs.append((graph, 0 if graph is None else len(graph.nodes)))
+
+    def end_region(self) -> None:
+        """The region that has begun last ends; its calls are marked."""
+        self.regions -= 1
+        graph, before = self._graphs.pop()
+        for node in islice(reversed(graph.nodes), len(graph.nodes) - before) if graph is not None else ():
+            mark_checkpointed(node)
 
     @contextmanager
     def silent(self) -> Iterator[None]:

@@ -86,7 +86,8 @@ def _exit_inference_mode(self: torch.inference_mode, *error: Any) -> None:
 
 
 def _enter_saved_tensors_hooks(self: Any) -> None:
-    if listening() is None:
+    trace = listening()
+    if trace is None:
         return _ENTER_SAVED(self)
     if type(self) is _SAVED or not type(self).__module__.startswith("torch."):  # torch's others only save memory
         raise refuse(
@@ -94,11 +95,16 @@ def _enter_saved_tensors_hooks(self: Any) -> None:
             "enter it around the call, or write an autograd.Function that saves what its backward needs",
         )
     self._not_entered = True
+    if type(self).__module__ == "torch.utils.checkpoint":
+        trace.begin_region()
     return None
 
 
 def _exit_saved_tensors_hooks(self: Any, *error: Any) -> None:
     if self.__dict__.pop("_not_entered", False):
+        trace = listening()
+        if trace is not None and type(self).__module__ == "torch.utils.checkpoint":
+            trace.end_region()
         return None
     return _EXIT_SAVED(self, *error)
 
