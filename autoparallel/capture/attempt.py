@@ -32,7 +32,7 @@ from autoparallel.capture.training import Training
 from autoparallel.capture.user_warnings import only_the_users
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
 from autoparallel.graph.hooks import require_full_hooks
-from autoparallel.graph.layers import find_runs
+from autoparallel.graph.layers import find_runs, is_checkpointed, layer_of
 from autoparallel.graph.lines import first_line, line_of
 from autoparallel.graph.plain_tensors import (
     REPLACED,
@@ -43,6 +43,7 @@ from autoparallel.graph.plain_tensors import (
     stand_in,
     trained_attributes,
 )
+from autoparallel.passes.recompute_layers import checkpointed_layers
 from autoparallel.passes.refusal import Refusal
 from autoparallel.passes.replace_random_operators import Draws
 from autoparallel.passes.runner import run_passes
@@ -54,6 +55,11 @@ if TYPE_CHECKING:
 AS_COMPILED = (
     "the model asks whether it is compiled at %s, and is told that it is: the way that it goes otherwise cannot be "
     "traced (%s)"
+)
+
+NOT_AGAIN = (
+    "what torch.utils.checkpoint computes at %s is kept for the backward, because it belongs to no layer (an item of a "
+    "ModuleList or a Sequential, whose calls stand together): only layers are computed again"
 )
 
 
@@ -235,6 +241,10 @@ def attempt_capture(
         for recorder in recorders:
             recorder.close()
     captured.runs = find_runs(captured.graph)
+    layers = {*checkpointed_layers(captured.graph)}
+    rest = [n for n in captured.graph.nodes if is_checkpointed(n) and n.meta["backward"] and layer_of(n) not in layers]
+    if rest:
+        LOGGER.warning(NOT_AGAIN, line_of(rest[0]))
     captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
     return captured
 

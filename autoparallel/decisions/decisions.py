@@ -66,6 +66,8 @@ class Decisions:
         recompute: the layers, by module path, that run again in the backward, with how much of them does (one of
             ``RECOMPUTED``): "full" keeps only what enters a layer, "selective" also what its products, its attention
             and its collectives other than gathers make, which are not repeated.
+        checkpointed: those of these layers that run again because the model itself calls ``torch.utils.checkpoint`` in
+            them.
         loss_chunks: into how many chunks of rows a cross-entropy and the product that makes its logits are cut, so that
             the logits never exist whole; 1 computes them at once.
         linear_chunks: into how many chunks of rows linear layers are cut that read what is redistributed, or make it,
@@ -91,6 +93,7 @@ class Decisions:
     shared: Mapping[str, str]
     unruled: Mapping[str, int] = field(default_factory=dict)
     recompute: Mapping[str, str] = field(default_factory=dict)
+    checkpointed: tuple[str, ...] = ()
     loss_chunks: int = 1
     linear_chunks: int = 1
     microbatches: int = 1

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, InputSpec
+from autoparallel.graph.layers import is_checkpointed
 from autoparallel.planner.request.pins import Pins
 from autoparallel.planner.request.request import Request, Settled
 from autoparallel.rules.registry import USER_RULES
@@ -113,8 +114,9 @@ def _lines(module: fx.GraphModule) -> Iterator[str]:
             if id(value) not in texts:
                 texts[id(value)] = str(pytree.tree_map(_show, value))
             target = getattr(node.target, "__qualname__", "") and f"{node.target.__module__}.{node.target.__qualname__}"
+            marked = is_checkpointed(node)
             facts = [node.meta.get(name) for name in _SEEN], sorted(map(repr, node.meta.get("batch_factors") or ()))
-            yield f"{node} {target or node.target} {node.args} {node.kwargs} {texts[id(value)]} {facts}"
+            yield f"{node} {target or node.target} {node.args} {node.kwargs} {texts[id(value)]} {facts} {marked}"
 
 
 def _show(value: Any) -> object:

@@ -200,6 +200,9 @@ def _notes(plan: Decisions) -> list[Block]:
     blocks: list[Block] = []
     if plan.recompute:
         blocks.append(f"Recomputed in the backward, to save memory: {recomputed(plan)}.")
+    if plan.checkpointed:
+        layers = ", ".join(path for path, _ in fold((layer, "") for layer in plan.checkpointed))
+        blocks.append(f"Of these, the model itself calls torch.utils.checkpoint in {layers}.")
     if plan.microbatches > 1:
         blocks.append(f"A training call runs in {plan.microbatches} microbatches, and reduces gradients once.")
     if plan.offload_optimizer:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from autoparallel.decisions.decisions import FULL
 from autoparallel.decisions.frontier import Frontier, Tried, frontier_of
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.decisions.pipeline import Pipeline
@@ -22,7 +23,7 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.adapt_captured import pad
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.cut_stages import staged_nodes
-from autoparallel.passes.recompute_layers import find_layers
+from autoparallel.passes.recompute_layers import checkpointed_layers, find_layers
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.fits import differing, returns_loss_alone
@@ -69,6 +70,15 @@ class Evaluator:
     def layers(self) -> tuple[str, ...]:
         """The layers that can run again in the backward."""
         return tuple(find_layers(self.captured.graph))
+
+    @cached_property
+    def checkpointed(self) -> tuple[str, ...]:
+        """The layers that run again in any case, because the model itself asks for it."""
+        return tuple(checkpointed_layers(self.captured.graph))
+
+    def recomputes(self, plan: Plan) -> bool:
+        """Whether layers run again in a plan's backward that need not."""
+        return not plan.recompute.keys() <= {*self.checkpointed}
 
     @cached_property
     def pipeline(self) -> Pipeline:
@@ -174,7 +184,8 @@ class Evaluator:
         """What a candidate is about; presets have the same."""
         key = replace(candidate, preset="", limit=None, room=0.0, sparing=False)
         if key not in self._subjects:
-            graph, may_recompute = self._graph(candidate), self.layers if candidate.may_recompute else ()
+            graph = self._graph(candidate)
+            may_recompute = self.layers if candidate.may_recompute else self.checkpointed
             chunks = self._loss_chunks(candidate, graph.graph)
             self._subjects[key] = Subject(
                 graph, self.request, may_recompute, candidate.microbatches, chunks, candidate.offloads
@@ -208,6 +219,7 @@ class Evaluator:
             loss_chunks=self._loss_chunks(candidate, space.captured.graph),
             linear_chunks=request.linear_chunks or plan.linear_chunks,
             offload_optimizer=candidate.offloads,
+            checkpointed=self.checkpointed,
             notes=why_whole(space.captured.graph, axes, space.size.shape),
         )
         plan = of_a_step(plan, count)
@@ -248,7 +260,7 @@ class Evaluator:
         else:
             pipeline = planner.settled(self.pipeline)
             again = {layer: much for layer, much in settled.recompute.items() if layer in self.layers}
-        plan = replace(plan, pipeline=pipeline, recompute=again)
+        plan = replace(plan, pipeline=pipeline, recompute={**again, **dict.fromkeys(self.checkpointed, FULL)})
         return Outcome(candidate, plan, seconds=pipeline.seconds + max(parameter_seconds(graph, plan)))
 
     # -- forecasts --------------------------------------------------------------------------------------------------

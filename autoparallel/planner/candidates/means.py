@@ -28,7 +28,7 @@ def with_means(candidate: Candidate, evaluator: Evaluator, search: Search) -> Pr
     if evaluator.request.memory_limit is None:
         return best
     for sparing in _means(candidate, evaluator):
-        if best.plan is not None and not best.plan.recompute:
+        if best.plan is not None and not evaluator.recomputes(best.plan):
             break
         try:
             outcome = yield from search(sparing)
@@ -38,7 +38,7 @@ def with_means(candidate: Candidate, evaluator: Evaluator, search: Search) -> Pr
             break
         if best.plan is None or _seconds(outcome, evaluator) < _seconds(best, evaluator):
             best = outcome
-        if outcome.plan is not None and not outcome.plan.recompute:  # what saves more is slower
+        if outcome.plan is not None and not evaluator.recomputes(outcome.plan):  # what saves more is slower
             break
     return best
 

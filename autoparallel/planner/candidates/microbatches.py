@@ -69,7 +69,7 @@ def pipelines(evaluator: Evaluator, presets: Sequence[str], offloads: bool) -> P
         if fastest is None:
             continue
         assert fastest.plan is not None and fastest.plan.pipeline is not None
-        waits = fastest.plan.pipeline.bubble >= THRESHOLDS.bubble or fastest.plan.recompute
+        waits = fastest.plan.pipeline.bubble >= THRESHOLDS.bubble or evaluator.recomputes(fastest.plan)
         if fastest is before or not waits:
             break
     if fastest is None:

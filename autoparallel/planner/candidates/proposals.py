@@ -57,7 +57,7 @@ def _may_offload(outcome: Outcome, evaluator: Evaluator) -> Generator[Candidate,
     """Whether states in host memory may be faster than a plan: than what its layouts take where memory is no matter,
     and the states' way."""
     if outcome.plan is None or evaluator.request.stages:
-        return outcome.plan is None or bool(outcome.plan.recompute)
+        return outcome.plan is None or evaluator.recomputes(outcome.plan)
     candidate = Candidate(outcome.candidate.preset, microbatches=microbatches_in_call(evaluator))
     free = yield from paddings(candidate, evaluator)
     return free.plan is None or (_seconds(free, evaluator) + evaluator.host_seconds < _seconds(outcome, evaluator))

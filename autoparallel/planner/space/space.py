@@ -23,7 +23,7 @@ import numpy as np
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.decisions.decisions import RECOMPUTED
+from autoparallel.decisions.decisions import FULL, RECOMPUTED
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.graph.layers import layers_of
 from autoparallel.placements import Layout, parse_layout
@@ -123,7 +123,10 @@ class SearchSpace:
         for node in operators:
             if (layer := self.open.get(node)) is not None and layer not in problem.again:
                 path = tuple([outer for outer in layers_of(node) if len(outer) <= len(layer)])
-                problem.again[layer] = problem.add(1 + len(RECOMPUTED), path)
+                problem.again[layer] = variable = problem.add(1 + len(RECOMPUTED), path)
+                if layer in self.subject.checkpointed:
+                    answers = np.array([0.0 if much == FULL else np.inf for much in (None, *RECOMPUTED)])
+                    problem.factors.add((variable,), answers)
             for operand in self.size.operands(node):
                 if operand.op == "placeholder" and operand not in problem.variables:
                     self._add(problem, operand, readers, leaving, layers_of(node))

@@ -10,7 +10,7 @@ from torch import fx
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of
 from autoparallel.passes.raise_row_views import find_heads
-from autoparallel.passes.recompute_layers import kept_in_layers
+from autoparallel.passes.recompute_layers import checkpointed_layers, kept_in_layers
 from autoparallel.placements import Invariant, Layout
 from autoparallel.planner.calls.saved_tensors import Kept, kept_parts
 from autoparallel.planner.calls.signatures import Signatures
@@ -29,6 +29,7 @@ class Subject:
     Attributes:
         size: reads the graph's sizes, and tells which calls are alike.
         searched: the nodes that have a choice.
+        checkpointed: the layers that run again in any case, because the model itself asks for it.
         open: the nodes of the layers for which it is open whether they run again, with their layers.
         products: what is not repeated where all else of these layers runs again, and whether that reads it.
         repeated: all else.
@@ -53,6 +54,7 @@ class Subject:
         self.size = Signatures(captured.actual)
         self.searched = self._descendants()
         layers = ((node, layer_of(node)) for node in captured.graph.nodes if may_recompute)
+        self.checkpointed = frozenset(checkpointed_layers(captured.graph)).intersection(may_recompute)
         self.open = {node: layer for node, layer in layers if layer is not None and layer in may_recompute}
         self.products = kept_in_layers(captured.graph, may_recompute)
         self.repeated = self.open.keys() - self.products.keys()
