@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoparallel.capture.trace import CURRENT
+from autoparallel.capture.tracing.trace import CURRENT
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import Kinds, compare, draw_of, with_draw
 
