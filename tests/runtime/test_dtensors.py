@@ -67,6 +67,24 @@ def _by_hand(axis: str, plan: str) -> dict[str, Any]:
     return found
 
 
+def _load_from_another_mesh() -> float:
+    first, second = (
+        autoparallel.compile(
+            Net().double(),
+            init_device_mesh("cpu", (2,), mesh_dim_names=(axis,)),
+            plan=plan,
+            example_inputs=batch(0)[:1],
+        )
+        for axis, plan in (("tp", "tensor_parallel"), ("dp", "fsdp"))
+    )
+    second.load_state_dict(first.state_dict())
+    return max(float((p - q).abs().max()) for p, q in zip(*(_whole(m).values() for m in (first, second)), strict=True))
+
+
+def test_a_state_is_loaded_from_another_mesh() -> None:
+    assert run_on_ranks(_load_from_another_mesh, world_size=2) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(("axis", "plan"), [("dp", "fsdp"), ("pp", "auto")])
 def test_draws_averages_and_lists(axis: str, plan: str) -> None:
     for found in run_on_ranks(_by_hand, axis, plan, world_size=2):

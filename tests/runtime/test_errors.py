@@ -516,7 +516,7 @@ TRAIN = {
     "plan before the first call": ("RuntimeError", "no plan yet", "example_inputs"),
     "to another dtype": ("RuntimeError", r"up\.weight would become torch\.float32", "then compile it"),
     "to another device": ("RuntimeError", r"up\.weight would become .* on meta", "then compile it"),
-    "a parameter replaced": ("ValueError", "added, removed or replaced after compile", "then compile it"),
+    "a parameter replaced": ("ValueError", "weight was added, removed or replaced after compile", "then compile it"),
     "a parameter added": ("ValueError", "added, removed or replaced after compile", "then compile it"),
     "assign": ("ValueError", "assign=False"),
 }

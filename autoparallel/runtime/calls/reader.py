@@ -59,7 +59,7 @@ class CallReader:
         if is_whole:
             problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
         elif parameters.keys() != self._parameter_ids:
-            problem = _why_replaced(modules)
+            problem = _why_replaced(self.plain, modules, self.kinds.store.parameters)
         problem = problem or self.kinds.store.assigned()
         autocast = torch.get_autocast_dtype(mesh.device_type) if torch.is_autocast_enabled(mesh.device_type) else None
         if autocast is not None and mesh.device_type != "cpu":
@@ -109,15 +109,17 @@ class CallReader:
         return f"the argument {name}{pytree.keystr(tuple(rest))}"
 
 
-def _why_replaced(modules: tuple[nn.Module, ...]) -> str:
+def _why_replaced(plain: nn.Module, modules: tuple[nn.Module, ...], parameters: Mapping[str, nn.Parameter]) -> str:
     """What has become of parameters that are not the ones that were compiled."""
     if any(map(_torch.nn.is_fully_sharded, modules)):
         return (
             "fully_shard() was applied to the compiled model, which shards its parameters itself\n"
             "What to change: use the compiled model as it is (plan='fsdp' shards as fully_shard does)."
         )
+    now = dict(plain.named_parameters())
+    name = next(n for n in (*now, *parameters) if now.get(n) is not parameters.get(n))
     return (
-        "a parameter was added, removed or replaced after compile(), so that it would not be trained\n"
+        f"{name} was added, removed or replaced after compile(), so that it would not be trained\n"
         "What to change: change the plain model, then compile it, and make its optimizer."
     )
 

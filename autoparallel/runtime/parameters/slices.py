@@ -35,10 +35,12 @@ def as_parameter(local: torch.Tensor, parameter: torch.Tensor) -> DTensor:
 
 def lay_like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     """A value to load that lies as a parameter does: a plain, whole tensor without communication, a ``DTensor`` by
-    redistributing it; one of another shape as it is."""
+    redistributing it, or gathering it from another mesh; one of another shape as it is."""
     mesh, placements = parameter.device_mesh, tuple(parameter.placements)
     if isinstance(value, DTensor):
-        return value if value.placements == placements else value.redistribute(mesh, placements)
+        if value.device_mesh == mesh:
+            return value if value.placements == placements else value.redistribute(mesh, placements)
+        value = value.full_tensor()
     if value.shape != parameter.shape:
         return value
     local = local_slice(value.to(parameter.device, parameter.dtype), from_dtensor_placements(placements), mesh)
