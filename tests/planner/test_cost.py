@@ -92,6 +92,29 @@ def test_groups_on_two_ranks_are_half_of_it_each(name: str) -> None:
     assert (forward, backward) == pytest.approx((count / 2 / ARITHMETIC.flops[torch.float32], 2 * forward))
 
 
+def test_fused_attention_reaches_a_part_of_the_peak_and_makes_its_scores_again() -> None:
+    """As the prediction of a program prices the kernels (see ``predict.meter``)."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x * self.scale, x, x, is_causal=True)
+
+    batch, heads, length, width = 2, 4, 64, 16
+    call = call_of((torch.empty(batch, heads, length, width),))
+    captured = Planner(Attention(), Request((("x", 2),), H100)).capture(call)
+    (node,) = (n for n in captured.graph.nodes if "attention" in str(n.target))
+    rule = rule_for(node)
+    assert rule is not None and H100.attention < 1
+    forward, backward = operator_seconds(ARITHMETIC, rule, [parse_mode("I")], (2,), captured.size, 1.0, torch.float32)
+    product = 2 * batch * heads * length * length * width / 2  # half of the scores are masked
+    assert forward == pytest.approx(2 * product / ARITHMETIC.flops[torch.float32] / H100.attention)
+    assert backward == pytest.approx(forward * 5 / 2)
+
+
 def test_the_hand_count_is_that_of_the_loop_that_computes() -> None:
     """A convolution written out as its products, which are counted as they are made."""
     layer = nn.Conv1d(4, 6, 3, groups=2, dilation=2, bias=False)
