@@ -23,9 +23,10 @@ from autoparallel.capture.describe import describe
 from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
-from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss
+from autoparallel.capture.python.globals_read import GlobalsRead, explain_draw, owners_of, packages_of, read_of_loss
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
 from autoparallel.capture.refusals.refusals import explain_failure, place_of, require_own_memory, require_same_memory
+from autoparallel.capture.tracing.drawn_numbers import require_dropped
 from autoparallel.capture.tracing.trace import Trace
 from autoparallel.capture.tracing.tracing import everything_seen
 from autoparallel.capture.training import Training
@@ -200,9 +201,14 @@ def attempt_capture(
             run_passes(filling_passes(stacks, captured), captured.module)
         return captured
 
+    rehearsals: list[Trace] = []
+
     def run(wrapper: nn.Module) -> Any:
-        with everything_seen(_calls_of(wrapper, as_compiled=False)):
-            return wrapper(args, kwargs)
+        rehearsals.append(_calls_of(wrapper, as_compiled=False))
+        with everything_seen(rehearsals[-1]):
+            results = wrapper(args, kwargs)
+        require_dropped(rehearsals[-1].drawn)
+        return results
 
     require_full_hooks(model)
     packages = packages_of(model, loss_fn)
@@ -221,6 +227,9 @@ def attempt_capture(
                     stacks, failed = _rehearse(whole, make, run, reads)
                 except StateChangedError as error:
                     raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn), packages), run) from None
+            drawn = rehearsals[0].drawn
+            if failed and drawn:  # perhaps because of what was drawn
+                raise CaptureError(explain_draw("Python's random", drawn[0][0])) from None
             with reads if failed else nullcontext():
                 try:
                     captured = trace(stacks)
@@ -240,6 +249,7 @@ def attempt_capture(
         reads.forget_cached()
         for recorder in recorders:
             recorder.close()
+    captured.python_draws = len(drawn)
     captured.runs = find_runs(captured.graph)
     layers = {*checkpointed_layers(captured.graph)}
     rest = [n for n in captured.graph.nodes if is_checkpointed(n) and n.meta["backward"] and layer_of(n) not in layers]

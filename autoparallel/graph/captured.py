@@ -74,6 +74,7 @@ class Captured:
         attributes: for each attribute of the model that a call sets, by its path: how its value nests, and its leaves.
         state: the values of Python's that the trace has read.
         draws: how many times a call draws random numbers.
+        python_draws: how many times it draws from Python's ``random`` what decides nothing.
         runs: the layers that are alike; passes that rewrite the graph before it is planned leave their nodes' names.
         left_out: the indices of outputs that the graph does not make any more; it has the loss in their place.
     """
@@ -96,6 +97,7 @@ class Captured:
     attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = field(default_factory=dict)
     state: PythonState = field(default_factory=PythonState)
     draws: int = 0
+    python_draws: int = 0
     runs: tuple[Run, ...] = ()
     lengths: frozenset[sympy.Symbol] = frozenset()
     guards: tuple[SizeGuard, ...] = ()

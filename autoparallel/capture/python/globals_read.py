@@ -161,11 +161,7 @@ class GlobalsRead:
         if kind is None or issubclass(kind, Exception) and not issubclass(kind, CaptureError):
             if drawn:
                 raise StateChangedError(
-                    lambda line: (
-                        f"the model draws from {' and '.join(drawn)} at {line}: a trace would hold one draw for ever\n"
-                        "What to change: draw with torch (torch.rand, torch.bernoulli, nn.Dropout) and use "
-                        "torch.where, or draw outside of the model and pass the number in as a tensor."
-                    ),
+                    lambda line: explain_draw(" and ".join(drawn), line),
                     lambda _, reads: bool(reads.drawn()),
                 )
             if changed:
@@ -311,6 +307,15 @@ class GlobalsRead:
             )
             return
         self._roots[key] = _Root(key, label, read, write, table)
+
+
+def explain_draw(generators: str, line: str) -> str:
+    """Why a draw cannot be traced, and what to change."""
+    return (
+        f"the model draws from {generators} at {line}: a trace would hold one draw for ever\n"
+        "What to change: draw with torch (torch.rand, torch.bernoulli, nn.Dropout) and use torch.where, or draw "
+        "outside of the model and pass the number in as a tensor."
+    )
 
 
 def read_of_loss(function: Any) -> PythonState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -34,6 +35,7 @@ class Trace:
         calls: what stands behind the names in ``autoparallel::call``.
         hooks: the tensor hooks behind the names in ``autoparallel::hook``.
         fixed: the lines at which the model fixed a size that was open, by the size.
+        drawn: the numbers that it has drawn from Python's ``random``, with the lines, as long as they live.
         listening: whether the model's own Python runs.
         counting: tensors that count up by one along their last dim, by id, with their version.
         left_out: the lines of checks of values that the trace leaves out.
@@ -57,6 +59,7 @@ class Trace:
         self.calls: dict[str, OpaqueCall] = {}
         self.hooks: dict[str, HookTemplate] = {}
         self.fixed: dict[int, str] = {}
+        self.drawn: list[tuple[str, weakref.ref[Any]]] = []
         self.left_out: set[str] = set()
         self.listening = True
 

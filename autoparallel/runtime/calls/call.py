@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -44,6 +45,8 @@ def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) ->
             if store.window is not None and torch.is_grad_enabled():
                 _require_weight(kind, store.window)
             draws = kind.runner.captured.draws
+            for _ in range(kind.runner.captured.python_draws):
+                random.random()
             results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
             settle(store.prefix)
             kinds.calls += call.is_training
