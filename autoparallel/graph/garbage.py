@@ -7,23 +7,44 @@ many objects of which few are garbage.  What it calls then is no part of a model
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 FEW, MANY = 20_000, 500_000  # new objects: where tensors of the user's may be among them, and where there are none
+
+
+class _Asked:
+    """What all threads have asked for, which share one collector."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.objects: list[int] = []
+        self.before = gc.get_threshold()
+
+    def change(self, change: Callable[[int], None], objects: int) -> None:
+        with self.lock:
+            if not self.objects:
+                self.before = gc.get_threshold()
+            change(objects)
+            youngest, *older = self.before
+            if youngest and self.objects:
+                youngest = max(youngest, *self.objects) if all(self.objects) else 0
+            gc.set_threshold(youngest, *older)
+
+
+_ASKED = _Asked()
 
 
 @contextmanager
 def collected_rarely(objects: int) -> Iterator[None]:
     """Has Python look for garbage only after so many new objects, or never for 0; where the user has it look less
     often, or looks himself, nothing changes."""
-    youngest, *older = gc.get_threshold()
-    if youngest:
-        gc.set_threshold(max(youngest, objects) if objects else 0, *older)
+    _ASKED.change(_ASKED.objects.append, objects)
     try:
         yield
     finally:
-        gc.set_threshold(youngest, *older)
+        _ASKED.change(_ASKED.objects.remove, objects)
 
 
 def count_as_old() -> None:

@@ -29,6 +29,17 @@ def test_garbage_is_looked_for_rarely_inside_and_as_before_after_it(youngest: in
     assert gc.get_threshold() == (youngest, 10, 10)
 
 
+def test_who_is_done_first_takes_nothing_from_another_thread() -> None:
+    gc.set_threshold(700, 10, 10)
+    one, other = collected_rarely(0), collected_rarely(20_000)
+    with one:
+        other.__enter__()
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold()[0] == 20_000
+    other.__exit__(None, None, None)
+    assert gc.get_threshold()[0] == 700
+
+
 class _Node:
     def __init__(self) -> None:
         self.itself = self

@@ -38,24 +38,24 @@ class DrawnNumber:
     def __init__(self, ends: tuple[float, float], line: str) -> None:
         self._ends, self._line = ends, line
 
-    def _compared(self, other: Any, compare: Callable[[Any, Any], bool]) -> bool:
+    def _compare(self, other: Any, comparison: Callable[[Any, Any], bool]) -> bool:
         if isinstance(other, int | float):
-            answers = {compare(end, other) for end in self._ends}
+            answers = {comparison(end, other) for end in self._ends}
             if len(answers) == 1:
                 return answers.pop()
         self._refuse()
 
     def __lt__(self, other: Any) -> bool:
-        return self._compared(other, operator.lt)
+        return self._compare(other, operator.lt)
 
     def __le__(self, other: Any) -> bool:
-        return self._compared(other, operator.le)
+        return self._compare(other, operator.le)
 
     def __gt__(self, other: Any) -> bool:
-        return self._compared(other, operator.gt)
+        return self._compare(other, operator.gt)
 
     def __ge__(self, other: Any) -> bool:
-        return self._compared(other, operator.ge)
+        return self._compare(other, operator.ge)
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise CaptureError(explain_draw("Python's random", self._line))
