@@ -34,8 +34,14 @@ from autoparallel.rules.ways import call_modes
 
 aten = torch.ops.aten
 
-_ACROSS = (aten.renorm.default, aten.masked_scatter.default)
-"""Operators without a rule that read across rows: norms over all dims but one, and a source read from its start."""
+_ACROSS: dict[Any, int | None] = {
+    aten.renorm.default: None, aten.masked_scatter.default: None, aten.put.default: None,
+    aten.take.default: 0, aten.isin.Tensor_Tensor: 1,
+}  # fmt: skip
+"""Operators without a rule that read across rows, and of which operand (None: any): norms over all dims but one, places
+counted from the start, values among which others are looked for."""
+_DIMS = ("dim", "dims", "dim1", "dim2")
+_OF_MATRICES = ("linalg_", "cholesky", "lu_", "triangular_solve", "ormqr", "geqrf")
 _ALIKE = (aten.expand.default, aten.full.default, aten.zeros.default, aten.ones.default)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _VIEWS = (aten.unsqueeze.default, aten.expand.default, aten.reshape.default, aten._to_copy.default)
@@ -184,7 +190,8 @@ class _Walk:
         call: Any = node.args[0] if node.target is operator.getitem else node
         if rule_for(call) is not None and not has_own_backward(call.target) or self._numbers(call):
             return None
-        if call.target in _ACROSS or any(self.placements[x] == Partial for x in tensor_operands(call)):
+        placements = [self.placements[x] for x in tensor_operands(call)]
+        if Partial in placements or _reads_across(call, placements):
             return None
         cut = [(x, p) for x in tensor_operands(call) if (p := self.placements[x]).kind == "S"]
         for x, placement in cut:
@@ -268,6 +275,26 @@ def _along_dim(node: fx.Node, operands: list[Placement]) -> Placement | None:
     cut = [x for x, p in zip(tensor_operands(node), operands, strict=True) if p.kind == "S"]
     alike = all(shape_of(x)[dim] == shape_of(node)[dim] for x in cut)
     return Shard(dim) if alike and values["dim"] % len(shape_of(node)) != dim else None
+
+
+def _reads_across(call: fx.Node, placements: list[Placement]) -> bool:
+    """Whether a call without a rule makes something of rows that lie beside one another: it is told their dim, or they
+    are a dim of its matrices."""
+    if not isinstance(call.target, torch._ops.OpOverload):
+        return False
+    values = [arguments(call).get(name) for name in _DIMS]
+    along = [dim for x in values for dim in (x if isinstance(x, list | tuple) else [x]) if isinstance(dim, int)]
+    matrices = call.target._schema.name.rpartition("::")[2].lstrip("_").startswith(_OF_MATRICES)
+    for position, (x, placement) in enumerate(zip(tensor_operands(call), placements, strict=True)):
+        if placement.kind == "S":
+            dims = len(shape_of(x))
+            sequence = call.target is aten.searchsorted.Tensor and position == 0
+            last = 2 if matrices else int(sequence)
+            if _ACROSS.get(call.target, -1) in (None, position) or placement.dim >= dims - last:
+                return True
+            if any(dim % dims == placement.dim for dim in along):
+                return True
+    return False
 
 
 def _key(node: fx.Node) -> str:

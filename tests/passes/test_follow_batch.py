@@ -30,6 +30,7 @@ def _weight(loss: Callable[[Tensor, Tensor], Tensor]) -> LossWeight:
     return weight
 
 
+ROWS = torch.tensor([0, 1])
 ALIKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean over valid targets": lambda h, y: F.cross_entropy(h, y, ignore_index=2),
     "mean of squares": lambda h, y: F.mse_loss(h, torch.ones_like(h)),
@@ -71,6 +72,14 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "over a count and a bit": (lambda h, y: h.sum() / ((y > 0).sum() + 1e-6), "add"),
     "clamped to more than one": (lambda h, y: h.sum() / (y > 0).sum().clamp(min=2), "clamp"),
     "norms over rows": (lambda h, y: torch.renorm(h, 2, 1, 1.0).sum(), "renorm"),
+    "rows turned around": (lambda h, y: (h * torch.rot90(h, 2, (0, 1))).sum(), "rot90"),
+    "a diagonal of rows": (lambda h, y: torch.diagonal_scatter(h, h.new_zeros(3), 1).sum(), "diagonal_scatter"),
+    "some rows reduced": (lambda h, y: h.index_reduce(0, ROWS, h.new_ones(2, 4), "amax").sum(), "index_reduce"),
+    "places in the batch": (lambda h, y: h.put(torch.tensor([0, 9]), h.new_ones(2)).sum(), "put"),
+    "values at places": (lambda h, y: (h.sum(1) * h.take(y)).sum(), "take"),
+    "values of other rows": (lambda h, y: h[torch.arange(h.shape[0]), 0].where(torch.isin(y, y - 1), 0).sum(), "isin"),
+    "places among rows": (lambda h, y: (h.sum(1) * torch.searchsorted(y, y + 1)).sum(), "searchsorted"),
+    "a matrix of rows": (lambda h, y: torch.linalg.householder_product(h, h.new_ones(4)).sum(), "householder"),
     "the first row": (lambda h, y: h[0].sum(), "select"),
     "rows beside rows": (lambda h, y: (h * h.flip(0)).mean(), "flip"),
     "over the detached loss": (lambda h, y: h.square().mean() / h.square().mean().detach(), "quotient"),

@@ -46,6 +46,16 @@ def test_a_result_is_what_the_operator_makes(func: Any, args: Any, kwargs: Any) 
         assert torch.utils._pytree.tree_map(_seen, made) == torch.utils._pytree.tree_map(_seen, wanted)
 
 
+def test_a_backward_that_torch_has_no_shapes_of_gives_what_is_like_its_input() -> None:
+    x, target = _meta(4, 3), _meta(4, dtype=torch.int64)
+    backward = aten.multi_margin_loss_backward.default
+    with pytest.raises(NotImplementedError):
+        backward(_meta(), x, target, 1, 1)
+    assert _seen(_call(backward, (_meta(), x, target, 1, 1), {})) == _seen(x)
+    with pytest.raises(NotImplementedError):
+        _call(aten.masked_select.default, (x, x > 0), {})
+
+
 def test_a_result_is_that_of_the_default_dtype() -> None:
     """Also of what is made of integers, and of numbers."""
     for dtype in (torch.float64, torch.float32):
