@@ -14,6 +14,7 @@ from autoparallel.passes.hoist_parameter_chains import (
     GradientError,
     ParameterChain,
     hoist_parameter_chains,
+    join_layouts,
     require_complete,
 )
 from autoparallel.passes.specification import PlacementError
@@ -154,3 +155,11 @@ class TestAnIncompleteChain:
         chains = hoist_parameter_chains(module, graph.parameters, redistributor(2), Sizes(graph.actual)).chains
         with pytest.raises(PlacementError, match=r"w\.weight lies as S0 at rest, not as S1, where its way begins"):
             verify_placements(module, specification, chains)
+
+
+def test_shards_within_other_shards_are_not_added_to_shards_of_the_whole() -> None:
+    """On ranks of the first axis, (S0, S0) has other rows than (P, S0) along the second."""
+    cut, halves = parse_layout("S0,S0"), parse_layout("P,S0")
+    assert join_layouts([cut, halves]) == parse_layout("P,P")
+    assert join_layouts([parse_layout("S1,S0"), halves]) == halves
+    assert join_layouts([cut, cut]) == cut
