@@ -26,7 +26,7 @@ from torch import fx
 from autoparallel.comm.collectives import redistribute
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.insert_collectives import Redistribution
-from autoparallel.placements import Layout, Partial, Placement, action, dual_layout, format_layout, shards_of
+from autoparallel.placements import Layout, Partial, Placement, action, cut_along, dual_layout, format_layout
 from autoparallel.placements.redistribution import Redistributor, Step
 
 
@@ -260,17 +260,10 @@ def _ways(
 
 
 def join_layouts(layouts: list[Layout]) -> Layout:
-    """The layout in which gradients of different uses can be added: theirs, or a summand where they differ.
-
-    Shards of a dim also differ where axes before theirs shard it in some of the layouts only: they are of other rows.
-    """
-
-    def cut(layout: Layout, axis: int) -> tuple[Placement, tuple[int, ...]]:
-        placement = layout[axis]
-        return placement, shards_of(layout[:axis], placement.dim) if placement.kind == "S" else ()
+    """The layout in which gradients of different uses can be added: theirs, or a summand where they differ."""
 
     def one(axis: int) -> Placement:
-        return layouts[0][axis] if len({cut(layout, axis) for layout in layouts}) == 1 else Partial
+        return layouts[0][axis] if len({cut_along(layout, axis) for layout in layouts}) == 1 else Partial
 
     return tuple(one(axis) for axis in range(len(layouts[0])))
 

@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
 from autoparallel.passes.bucket_collectives import Bucket
-from autoparallel.passes.hoist_parameter_chains import ParameterChain, join_layouts
+from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.insert_collectives import Redistribution
 from autoparallel.passes.restore_program import restore_program
 from autoparallel.passes.specification import ExpectedCall, Operand, PlacementError, Specification, name_of
-from autoparallel.placements import ACTIONS, Layout, dual_layout, format_layout, parse_placement, shards_of
-from autoparallel.placements.redistribution import Step
+from autoparallel.placements import ACTIONS, Layout, format_layout, parse_placement, shards_of
+from autoparallel.placements.redistribution import Step, steps_by_axis
 from autoparallel.rules.calls import is_tensor
 
 
@@ -87,12 +87,14 @@ class _Verifier:
             )
         if chain.trainable != origin.meta["differentiable"]:
             raise PlacementError(f"{chain.name} is{'' if origin.meta['differentiable'] else ' not'} trained")
-        layout = join_layouts([dual_layout(use) for use in chain.uses])
-        if chain.gradient_layout != layout:
-            raise PlacementError(
-                f"the gradient of {chain.name} is made as {_text(layout)}, and reduced as were it "
-                f"{_text(chain.gradient_layout)}"
-            )
+        for layout in chain.comes_back:
+            if len(chain.uses) == 1 and chain.gradient_layout != layout:
+                raise PlacementError(
+                    f"the gradient of {chain.name} is made as {_text(layout)}, and reduced as were it "
+                    f"{_text(chain.gradient_layout)}"
+                )
+            added = steps_by_axis(layout, chain.gradient_layout)
+            self._require_way(f"the gradient of a use of {chain.name}", layout, added, chain.gradient_layout)
         for placeholder, use, path in zip(chain.placeholders, chain.uses, chain.paths, strict=True):
             self._require_way(chain.name, chain.at_rest, path, use)
             self.uses[placeholder] = origin, use

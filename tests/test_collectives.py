@@ -28,8 +28,9 @@ from autoparallel.placements import (
     format_layout,
     parse_layout,
     sent_bytes,
+    shards_of,
 )
-from autoparallel.placements.redistribution import Redistributor, Step
+from autoparallel.placements.redistribution import Redistributor, Step, steps_by_axis
 from tests.rules.proof import combine, cut, divides
 
 NAMES = ("dp", "tp")
@@ -126,6 +127,20 @@ def test_paths_do_not_depend_on_prices(
     redistributor = Redistributor((2, 3), lambda kind, axes, size: 1e-6 * (ratio if 1 in axes else 1.0) + 1e-9 * size)
     steps = redistributor.path(tuple(src), tuple(dst), shape, 8, True, True)
     _check(tuple(src), tuple(dst), steps, (2, 3), shape)
+
+
+def test_a_way_by_axis_changes_innermost_shards_only() -> None:
+    """Also from (S0, S0) to (P, S0), where the second axis has other rows than before though its placement is alike."""
+    layouts = [*itertools.product([Invariant, Partial, Shard(0), Shard(1)], repeat=3)]
+    for src, dst in itertools.product(layouts, repeat=2):
+        here = src
+        for step in steps_by_axis(src, dst):
+            assert all(here[axis] == step.src for axis in step.axes)
+            after = step.apply(here)
+            for layout, placement in ((here, step.src), (after, step.dst)):
+                assert placement.kind != "S" or step.axes == shards_of(layout, placement.dim)[-1:], (src, dst)
+            here = after
+        assert here == dst
 
 
 def test_a_layout_that_does_not_divide_is_refused() -> None:

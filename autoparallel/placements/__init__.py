@@ -19,6 +19,7 @@ from autoparallel.placements.placement import (
     action,
     chunk,
     count_pieces,
+    cut_along,
     divides,
     dual,
     dual_layout,
@@ -36,7 +37,7 @@ from autoparallel.placements.placement import (
 
 __all__ = [
     "ACTIONS", "COLLECTIVES", "Invariant", "Layout", "Partial", "Placement", "Replicate", "Shard", "action", "chunk",
-    "count_pieces", "divides", "dual", "dual_layout", "fills_up", "format_layout", "from_dtensor_placements",
-    "largest_piece", "parse_layout", "parse_placement", "reaches_all", "sent_bytes", "shards_of",
-    "to_dtensor_placements",
+    "count_pieces", "cut_along", "divides", "dual", "dual_layout", "fills_up", "format_layout",
+    "from_dtensor_placements", "largest_piece", "parse_layout", "parse_placement", "reaches_all", "sent_bytes",
+    "shards_of", "to_dtensor_placements",
 ]  # fmt: skip

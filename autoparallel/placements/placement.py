@@ -148,6 +148,13 @@ def shards_of(layout: Layout, dim: int) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(layout) if p.kind == "S" and p.dim == dim)
 
 
+def cut_along(layout: Layout, axis: int) -> tuple[Placement, tuple[int, ...]]:
+    """What ranks along one axis have: its placement, and for shards the axes before it that cut the same dim, within
+    whose shards they lie.  Where two layouts differ in this, ranks have other rows (see [Note: order of axes])."""
+    placement = layout[axis]
+    return placement, shards_of(layout[:axis], placement.dim)
+
+
 def count_pieces(layout: Layout, dim: int, axis_sizes: Sequence[int]) -> int:
     """Into how many pieces the mesh cuts ``dim``."""
     return math.prod(axis_sizes[axis] for axis in shards_of(layout, dim))

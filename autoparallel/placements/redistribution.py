@@ -7,6 +7,7 @@ several steps; which ones is a shortest path, priced forward and backward.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from autoparallel.placements.placement import (
     Placement,
     Replicate,
     Shard,
+    cut_along,
     divides,
     dual,
     dual_layout,
@@ -361,6 +363,19 @@ def _all_steps(rank: int, axis_sizes: tuple[int, ...]) -> _Steps:
         groups,
         axis_sizes,
     )
+
+
+def steps_by_axis(src: Layout, dst: Layout) -> list[Step]:
+    """A way that needs no prices: steps that each change one axis, for tensors of a rank's own.
+
+    Shards are left from the last axis on and entered from the first, since only the innermost may change.  So what is
+    sharded alike in both, but within other shards, is left as summands, too, and entered again.
+    """
+    changed = [axis for axis in range(len(src)) if cut_along(src, axis) != cut_along(dst, axis)]
+    leaves = [axis for axis in reversed(changed) if src[axis].kind == "S"]
+    steps = [Step((axis,), src[axis], Partial if dst[axis].kind == "S" else dst[axis]) for axis in leaves]
+    between = functools.reduce(lambda layout, step: step.apply(layout), steps, src)
+    return steps + [Step((a,), between[a], dst[a]) for a in changed if between[a] != dst[a]]
 
 
 def step_between(before: Layout, after: Layout) -> Step:

@@ -30,7 +30,7 @@ from autoparallel.comm.groups import group_name
 from autoparallel.comm.waiting import note_raised
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.placements import COLLECTIVES, Layout, action, to_dtensor_placements
-from autoparallel.placements.redistribution import Step
+from autoparallel.placements.redistribution import Step, steps_by_axis
 from autoparallel.runtime.gradients.backwards import (
     BackwardPass,
     BackwardPasses,
@@ -309,23 +309,17 @@ class GradientStore:
         layout = pending.accumulator if pending is not None else chain.at_rest
         if layout == chain.accumulator and local.dtype == chain.accumulator_dtype:
             return local
-        if pending is None:  # a whole gradient: it becomes a summand again, without communication
+        if pending is None:  # a whole gradient: it becomes a summand again, mostly without communication
             local = local.to(chain.accumulator_dtype, copy=True)
         self.parameters[chain.name].grad = None
         return self.along(local, chain.shape, layout, chain.accumulator)
 
     def along(self, value: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
         """A parameter's value or gradient of a global shape, taken from one layout to another."""
-        if src == dst:
-            return value
-        # Of the axes that shard a dim the innermost, which is the last, is left first and entered last.
-        order = sorted(range(len(src)), key=lambda i: (src[i].kind != "S", -i if src[i].kind == "S" else i))
         layout = src
-        for axis in order:
-            if src[axis] != dst[axis]:
-                step = Step((axis,), src[axis], dst[axis]).on(shape, layout, tuple(self.mesh.shape))
-                value = self._start_step([step], False, [value])()[0]
-                layout = step.apply(layout)
+        for step in steps_by_axis(src, dst):
+            value = self._start_step([step.on(shape, layout, tuple(self.mesh.shape))], False, [value])()[0]
+            layout = step.apply(layout)
         return value
 
     def _with_pending(self, chain: ParameterChain, grad: torch.Tensor) -> torch.Tensor:
