@@ -63,7 +63,12 @@ class Gauge:
 
 
 def fastest(
-    candidates: Sequence[Candidate], limit: float | None, evaluator: Evaluator, *, exactly: bool = True
+    candidates: Sequence[Candidate],
+    limit: float | None,
+    evaluator: Evaluator,
+    *,
+    exactly: bool = True,
+    incumbent: Outcome | None = None,
 ) -> Proposals:
     """The plan that is predicted to be fastest of those that fit into a limit, if there is one; of plans that are as
     good, the one that the search expects most of.
@@ -71,20 +76,23 @@ def fastest(
     Args:
         candidates: what is compared; the first leaves open all that others do, so that its bound is one for all.
         exactly: whether the whole program must be predicted to fit; else short ones tell.
+        incumbent: a plan that fits, of another candidate, which must be beaten.
     """
     if limit is None and len(candidates) == 1:
         return _worth_chunks((yield from paddings(candidates[0], evaluator)), Gauge(evaluator), limit)
-    outcome = yield from _fastest(candidates, limit, Gauge(evaluator))
-    if limit is None or not exactly or outcome.plan is None:
+    outcome = yield from _fastest(candidates, limit, Gauge(evaluator), incumbent)
+    if limit is None or not exactly or outcome.plan is None or outcome is incumbent:
         return outcome
     if evaluator.forecast(outcome.plan, exactly=True).memory <= limit:
         return outcome
-    return (yield from _fastest(candidates, limit, Gauge(evaluator, exactly=True)))
+    return (yield from _fastest(candidates, limit, Gauge(evaluator, exactly=True), incumbent))
 
 
-def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge) -> Proposals:
+def _fastest(
+    candidates: Sequence[Candidate], limit: float | None, gauge: Gauge, incumbent: Outcome | None
+) -> Proposals:
     """The plan that is predicted to be fastest of those that a gauge says to fit."""
-    best: Outcome | None = None
+    best = incumbent
     room: float | None = None
     problems: list[Outcome] = []
     sparing: list[Plan] = []  # that take the least memory, and too much
@@ -118,6 +126,8 @@ def _fastest(candidates: Sequence[Candidate], limit: float | None, gauge: Gauge)
             return Outcome(candidates[0], plan=replace(least, lower_bound=min(unlimited, least.cost or 0.0)))
         closed = gauge.evaluator.closed_means(least)
         return Outcome(candidates[0], error=nothing_fits(least, limit, forecast, closed))
+    if best is incumbent:
+        return best
     best = _worth_chunks(best, gauge, limit)
     assert best.plan is not None
     cost = best.plan.cost or 0.0
@@ -144,7 +154,7 @@ def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
     if plan is None or other is None:
         return False
     same = (plan.operators, plan.parameters) == (other.operators, other.parameters)
-    return same or _costs_more(outcome, best, gauge)
+    return same and plan.offload_optimizer == other.offload_optimizer or _costs_more(outcome, best, gauge)
 
 
 def _costs_more(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:

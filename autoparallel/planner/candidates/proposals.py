@@ -23,7 +23,7 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
 
     [Note: states in host memory cost a step's transfer] Nothing hides it, so the states of the optimizer go there only
     where nothing fits otherwise, or where all other means together cost more: then the preset that was the fastest is
-    searched again with all of them.
+    searched once more with them there, and without microbatches that nobody asked for.
 
     Args:
         thorough: whether "auto" looks at the presets, too; else this is a first look.
@@ -31,10 +31,7 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
     choice, presets = evaluator.offloads, evaluator.presets(thorough)
     outcome = yield from _best(evaluator, presets, choice or False, thorough)
     if choice is None and thorough and (yield from _may_offload(outcome, evaluator)):
-        left = presets if outcome.plan is None else [outcome.candidate.preset]
-        other = yield from _best(evaluator, left, True, thorough)
-        if outcome.plan is None or other.plan is not None and _seconds(other, evaluator) < _seconds(outcome, evaluator):
-            outcome = other
+        outcome = yield from _offloaded(evaluator, presets, outcome)
     origin = evaluator.request.origin
     return outcome if outcome.plan is None else replace(outcome, plan=replace(outcome.plan, origin=origin))
 
@@ -53,6 +50,19 @@ def _best(evaluator: Evaluator, presets: Sequence[str], offloads: bool, thorough
     return (yield from with_means(candidate, evaluator, search) if thorough else search(candidate))
 
 
+def _offloaded(evaluator: Evaluator, presets: Sequence[str], best: Outcome) -> Proposals:
+    """The fastest plan with the optimizer's states in host memory, or the best one without, where that is faster."""
+    if best.plan is None:
+        return (yield from _best(evaluator, presets, True, thorough=True))
+    preset = best.candidate.preset
+    if evaluator.request.stages:
+        other = yield from _best(evaluator, [preset], True, thorough=True)
+        return other if other.plan is not None and other.seconds < best.seconds else best
+    count, loss_chunks = microbatches_in_call(evaluator), best.candidate.loss_chunks
+    candidate = Candidate(preset, microbatches=count, loss_chunks=loss_chunks, offloads=True)
+    return (yield from fastest([candidate], evaluator.request.memory_limit, evaluator, incumbent=best))
+
+
 def _may_offload(outcome: Outcome, evaluator: Evaluator) -> Generator[Candidate, Outcome, bool]:
     """Whether states in host memory may be faster than a plan: than what its layouts take where memory is no matter,
     and the states' way."""
@@ -60,8 +70,7 @@ def _may_offload(outcome: Outcome, evaluator: Evaluator) -> Generator[Candidate,
         return outcome.plan is None or evaluator.recomputes(outcome.plan)
     candidate = Candidate(outcome.candidate.preset, microbatches=microbatches_in_call(evaluator))
     free = yield from paddings(candidate, evaluator)
-    return free.plan is None or (_seconds(free, evaluator) + evaluator.host_seconds < _seconds(outcome, evaluator))
-
-
-def _seconds(outcome: Outcome, evaluator: Evaluator) -> float:
-    return outcome.seconds if evaluator.request.stages else evaluator.forecast(outcome.require()).seconds
+    if free.plan is None:
+        return True
+    seconds = evaluator.forecast(free.plan).seconds + evaluator.host_seconds
+    return seconds < evaluator.forecast(outcome.plan).seconds
