@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
+from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
 from autoparallel.runtime.parameters.hooks import move_hooks, require_own_hooks
@@ -47,6 +48,7 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
         require_own_hooks(name, tensor)
 
 
+@collected_rarely(FEW)  # the first of them imports Dynamo, of which nothing is garbage
 def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     """Replaces every parameter by a ``DTensor`` that is whole on every rank; returns the parameters replaced."""
     layout = to_dtensor_placements((Invariant,) * mesh.ndim)
