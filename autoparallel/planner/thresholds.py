@@ -21,6 +21,7 @@ class Thresholds:
         hopeless: How many times the limit a search without one may add up, for its layouts to be cut where a pipeline
             is known.
         too_much: How many times a limit the search may add up, for what takes least to be predicted.
+        steep: How many times the average the last bytes that are saved within a limit may cost.
         loss_chunks: Into how many chunks of rows a loss is cut where memory is short.
         linear_chunks: Into how many chunks of rows linear layers are cut, where that is faster.
         cut_places: Places for a cut between stages that are looked at; of longer models, those where least crosses.
@@ -38,6 +39,7 @@ class Thresholds:
     far: float = 1.25
     hopeless: float = 2.0
     too_much: float = 1.5
+    steep: float = 4.0
     loss_chunks: int = 8
     linear_chunks: tuple[int, ...] = (2, 4)
     cut_places: int = 400

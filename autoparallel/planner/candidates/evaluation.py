@@ -99,15 +99,14 @@ class Evaluator:
         return choice if choice is not None or may else False
 
     @cached_property
-    def host_seconds(self) -> float:
-        """In which the optimizer's states come to the device and go back, at least: each rank has its share of them."""
-        captured, profile = self.captured, self.request.profile
-        size, total = Sizes(captured.actual), 0.0
+    def states(self) -> float:
+        """Bytes of a rank's share of the optimizer's states."""
+        captured, size, total = self.captured, Sizes(self.captured.actual), 0.0
         for node in captured.graph.nodes:
             if node.op == "placeholder" and node.name in captured.parameters and node.meta["differentiable"]:
                 dtype = captured.rest_dtypes.get(captured.parameters[node.name], node.meta["val"].dtype)
-                total += math.prod(size.shape(node)) * dtype.itemsize * profile.optimizer.states
-        return 2 * total / math.prod(self.request.sizes) / (profile.host_bandwidth or profile.memory_bandwidth)
+                total += math.prod(size.shape(node)) * dtype.itemsize
+        return total * self.request.profile.optimizer.states / math.prod(self.request.sizes)
 
     def closed_means(self, plan: Plan) -> list[str]:
         """The options that would save memory beside what a plan does, were outputs beside the loss given up."""

@@ -11,6 +11,7 @@ from autoparallel.planner.candidates.means import with_means
 from autoparallel.planner.candidates.memory import fastest
 from autoparallel.planner.candidates.microbatches import microbatches_in_call, pipelines
 from autoparallel.planner.candidates.paddings import paddings
+from autoparallel.planner.thresholds import THRESHOLDS
 
 
 def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
@@ -64,13 +65,20 @@ def _offloaded(evaluator: Evaluator, presets: Sequence[str], best: Outcome) -> P
 
 
 def _may_offload(outcome: Outcome, evaluator: Evaluator) -> Generator[Candidate, Outcome, bool]:
-    """Whether states in host memory may be faster than a plan: than what its layouts take where memory is no matter,
-    and the states' way."""
-    if outcome.plan is None or evaluator.request.stages:
+    """Whether states in host memory may be faster than a plan.
+
+    Not where their way takes longer than all that saves memory now, nor where what they leave is too little to do
+    without much of that: what is saved last costs more than on average, but not by far.
+    """
+    request = evaluator.request
+    if outcome.plan is None or request.stages:
         return outcome.plan is None or evaluator.recomputes(outcome.plan)
     candidate = Candidate(outcome.candidate.preset, microbatches=microbatches_in_call(evaluator))
     free = yield from paddings(candidate, evaluator)
-    if free.plan is None:
+    if free.plan is None or request.memory_limit is None:
         return True
-    seconds = evaluator.forecast(free.plan).seconds + evaluator.host_seconds
-    return seconds < evaluator.forecast(outcome.plan).seconds
+    without, profile = evaluator.forecast(free.plan), request.profile
+    saving = evaluator.forecast(outcome.plan).seconds - without.seconds
+    over = max(without.memory - request.memory_limit, 1.0)
+    seconds = 2 * evaluator.states / (profile.host_bandwidth or profile.memory_bandwidth)
+    return seconds < saving * min(1.0, THRESHOLDS.steep * evaluator.states / over)
