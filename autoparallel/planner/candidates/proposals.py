@@ -32,7 +32,7 @@ def proposals(evaluator: Evaluator, *, thorough: bool = True) -> Proposals:
     choice, presets = evaluator.offloads, evaluator.presets(thorough)
     outcome = yield from _best(evaluator, presets, choice or False, thorough)
     if choice is None and thorough and (yield from _may_offload(outcome, evaluator)):
-        outcome = yield from _offloaded(evaluator, presets, outcome)
+        outcome = yield from _move_states(evaluator, presets, outcome)
     origin = evaluator.request.origin
     return outcome if outcome.plan is None else replace(outcome, plan=replace(outcome.plan, origin=origin))
 
@@ -51,7 +51,7 @@ def _best(evaluator: Evaluator, presets: Sequence[str], offloads: bool, thorough
     return (yield from with_means(candidate, evaluator, search) if thorough else search(candidate))
 
 
-def _offloaded(evaluator: Evaluator, presets: Sequence[str], best: Outcome) -> Proposals:
+def _move_states(evaluator: Evaluator, presets: Sequence[str], best: Outcome) -> Proposals:
     """The fastest plan with the optimizer's states in host memory, or the best one without, where that is faster."""
     if best.plan is None:
         return (yield from _best(evaluator, presets, True, thorough=True))
