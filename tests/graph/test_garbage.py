@@ -14,6 +14,7 @@ from autoparallel.graph.garbage import collected_rarely, count_as_old
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     before = gc.get_threshold()
+    gc.unfreeze()
     yield
     gc.set_threshold(*before)
 
