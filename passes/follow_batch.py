@@ -278,12 +278,16 @@ def _along_dim(node: fx.Node, operands: list[Placement]) -> Placement | None:
 
 
 def _reads_across(call: fx.Node, placements: list[Placement]) -> bool:
-    """Whether a call without a rule makes something of rows that lie beside one another: it is told their dim, or they
-    are a dim of its matrices."""
+    """Whether a call without a rule makes something of rows that lie beside one another: it is told their dim, they are
+    a dim of its matrices, or times of a recurrent layer."""
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
-    values = [arguments(call).get(name) for name in _DIMS]
-    along = [dim for x in values for dim in (x if isinstance(x, list | tuple) else [x]) if isinstance(dim, int)]
+    values = arguments(call)
+    told = [values.get(name) for name in _DIMS]
+    along = [dim for x in told for dim in (x if isinstance(x, list | tuple) else [x]) if isinstance(dim, int)]
+    recurrent = (
+        "batch_first" in values or "batch_sizes" in values
+    )  # the latter with rows of all times one after another
     matrices = call.target._schema.name.rpartition("::")[2].lstrip("_").startswith(_OF_MATRICES)
     for position, (x, placement) in enumerate(zip(tensor_operands(call), placements, strict=True)):
         if placement.kind == "S":
@@ -294,6 +298,8 @@ def _reads_across(call: fx.Node, placements: list[Placement]) -> bool:
                 return True
             if any(dim % dims == placement.dim for dim in along):
                 return True
+            if recurrent and position == 0 and placement.dim == int(values.get("batch_first", False)):
+                return True
     return False
 
 
@@ -302,4 +308,5 @@ def _key(node: fx.Node) -> str:
 
 
 def _explain_mixing(node: fx.Node) -> str:
-    return f"{_key(node)} is of the whole batch, not of its rows one by one"
+    call: Any = node.args[0] if node.target is operator.getitem else node
+    return f"{_key(call)} is of the whole batch, not of its rows one by one"

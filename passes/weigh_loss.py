@@ -21,6 +21,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.graph.captured import LossWeight
+from autoparallel.graph.lines import line_of
 from autoparallel.rules.calls import ancestors, arguments, casts_of, is_tensor, shape_of
 from autoparallel.rules.table import LOSSES
 
@@ -62,8 +63,8 @@ def weigh_loss(module: fx.GraphModule, loss: int, counted: bool) -> LossWeight:
         return LossWeight("mean", size=size) if arguments(node)["reduction"] == 1 else LossWeight("sum")
     if node.target in _SUMS:
         return LossWeight("sum")
-    where = node.meta.get("key") or node.name
-    return LossWeight("unknown", reason=f"it is neither a mean nor a sum, but the result of {where}")
+    what = f"it is neither a mean nor a sum, but the result of {node.target} at {line_of(node)}"
+    return LossWeight("unknown", reason=what)
 
 
 def chain_of(loss: fx.Node) -> list[fx.Node]:

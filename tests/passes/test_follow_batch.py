@@ -31,6 +31,7 @@ def _weight(loss: Callable[[Tensor, Tensor], Tensor]) -> LossWeight:
 
 
 ROWS = torch.tensor([0, 1])
+OVER_ROWS, OVER_TIMES = nn.GRU(4, 3), nn.GRU(4, 3, batch_first=True)
 ALIKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean over valid targets": lambda h, y: F.cross_entropy(h, y, ignore_index=2),
     "mean of squares": lambda h, y: F.mse_loss(h, torch.ones_like(h)),
@@ -45,6 +46,7 @@ ALIKE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sums that are added to a tensor": lambda h, y: (torch.zeros(()) + h.square().sum()) / (y > 0).sum(),
     "sums over named dims": lambda h, y: h.square().mean(1).sum(0),
     "distances": lambda h, y: F.l1_loss(h, torch.ones_like(h)),
+    "a recurrent layer over times": lambda h, y: OVER_TIMES(h[:, None])[0].mean(),
     "along another dim": lambda h, y: torch.diff(h, dim=-1).cumsum(-1).mean(),
 }
 DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
@@ -76,6 +78,7 @@ DIFFERENT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "a diagonal of rows": (lambda h, y: torch.diagonal_scatter(h, h.new_zeros(3), 1).sum(), "diagonal_scatter"),
     "some rows reduced": (lambda h, y: h.index_reduce(0, ROWS, h.new_ones(2, 4), "amax").sum(), "index_reduce"),
     "places in the batch": (lambda h, y: h.put(torch.tensor([0, 9]), h.new_ones(2)).sum(), "put"),
+    "a recurrent layer over rows": (lambda h, y: OVER_ROWS(h[:, None])[0].mean(), "gru"),
     "values at places": (lambda h, y: (h.sum(1) * h.take(y)).sum(), "take"),
     "values of other rows": (lambda h, y: h[torch.arange(h.shape[0]), 0].where(torch.isin(y, y - 1), 0).sum(), "isin"),
     "places among rows": (lambda h, y: (h.sum(1) * torch.searchsorted(y, y + 1)).sum(), "searchsorted"),
