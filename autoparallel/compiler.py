@@ -290,8 +290,8 @@ class Compiler:
         layouts = {name: parse_layout(plan.at_rest) for name, plan in at_rest.items()}
         homes = dict.fromkeys(store.parameters, store.mesh)
         if self.owners:
-            handle_lists()
             slices = other_slices(self.mesh, PIPELINE_AXIS, store.mesh)
+            handle_lists(slices)
             homes = {name: slices[self.owners[name]] for name in store.parameters}
         if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *model.buffers()]):
             materialize(model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -89,12 +90,16 @@ def handle_operators(operators: Iterable[Any], handler: Callable[..., Any]) -> N
         handlers.setdefault(operator, handler)
 
 
+_LOCK = threading.RLock()
+
+
 @contextmanager
 def leave_to_torch(operator: Any) -> Iterator[None]:
     """Inside, torch computes what an operator makes of ``DTensor``s, whatever handles it otherwise."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(operator)
-    try:
-        yield
-    finally:
-        handlers[operator] = handler
+    with _LOCK:  # another thread may be here, too
+        handler = handlers.pop(operator)
+        try:
+            yield
+        finally:
+            handlers[operator] = handler

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoparallel
-from tests.runtime.support import Net, batch, run_on_ranks
+from tests.runtime.support import Net, batch, raised, run_on_ranks
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
@@ -59,11 +61,16 @@ def _by_hand(axis: str, plan: str) -> dict[str, Any]:
     compare("lists")
     compare("averages", *(average.module for average in averages))
     model(x, y).backward()
-    try:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        found["clip"] = ""
-    except RuntimeError as error:
-        found["clip"] = str(error)
+    for foreach in (None, False):
+        found[f"clip {foreach}"] = raised(
+            lambda f=foreach: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=f)  # type: ignore[misc]
+        )
+    elsewhere = next((p.norm() for p in model.parameters() if p.device_mesh.get_coordinate() is None), None)  # type: ignore[attr-defined]
+    for read in (Tensor.item, float, bool) if elsewhere is not None else ():
+        found[f"{read} elsewhere"] = raised(lambda r=read: r(elsewhere.detach()))  # type: ignore[misc]
+    alone = DTensor.from_local(torch.ones(4), DeviceMesh("cpu", [dist.get_rank()], mesh_dim_names=("other",)))
+    alone.grad = 2 * alone
+    found["of another mesh"] = abs(float(torch.nn.utils.clip_grad_norm_([alone], 1.0)) - 4)
     return found
 
 
@@ -88,5 +95,8 @@ def test_a_state_is_loaded_from_another_mesh() -> None:
 @pytest.mark.parametrize(("axis", "plan"), [("dp", "fsdp"), ("pp", "auto")])
 def test_draws_averages_and_lists(axis: str, plan: str) -> None:
     for found in run_on_ranks(_by_hand, axis, plan, world_size=2):
-        assert ("model.clip_grad_norm_" in found.pop("clip")) == (axis == "pp")
+        for what in [name for name in found if "clip" in name]:
+            assert ("model.clip_grad_norm_" in (found.pop(what) or "")) == (axis == "pp")
+        for what in [name for name in found if "elsewhere" in name]:
+            assert axis == "pp" and "model.full_parameters()" in found.pop(what)
         assert found == dict.fromkeys(found, 0.0)

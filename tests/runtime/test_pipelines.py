@@ -160,6 +160,45 @@ def test_parameters_are_handed_to_a_stage_once_and_every_microbatch_adds_to_thei
         assert seen["4 microbatches"] - seen["2 microbatches"] < 2 * 20
 
 
+def _chosen(axis: str) -> dict[str, Any]:
+    """Backwards for some parameters only, of a model two of whose layers, on both stages, are one."""
+    import autoparallel
+
+    torch.manual_seed(0)
+    plain = Layers(5).double()
+    plain.layers[4] = plain.layers[0]
+    x, y = (t.double() for t in data())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    cut: dict[str, Any] = {"microbatches": 2, "plan": "fsdp"}
+    if axis == "pp":
+        cut = {"pipeline": autoparallel.Pipeline("1f1b", 2, 1, ("layers.2/aten.linear#0",))}
+    model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, **cut)
+    ways = {
+        "first stage": lambda m, loss: loss.backward(inputs=[m.layers[1].weight]),
+        "second stage": lambda m, loss: loss.backward(inputs=[m.layers[3].bias]),
+        "both": lambda m, loss: loss.backward(inputs=[m.layers[0].weight, m.layers[2].weight]),
+        "frozen since": lambda m, loss: (m.layers[3].requires_grad_(False), loss.backward()),
+    }
+    found: dict[str, Any] = {}
+    for what, way in ways.items():
+        for m, loss in ((model, model(x, y)), (plain, F.mse_loss(plain(x), y))):
+            m.zero_grad()
+            way(m, loss)
+        pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+        here = [(p.grad, q.grad) for p, q in pairs if p.device_mesh.get_coordinate() is not None]
+        found[what] = max(float((p is None) != (q is None)) if p is None or q is None else off(p, q) for p, q in here)
+    loss = model(x, y)
+    found["refused"] = raised(lambda: torch.autograd.grad(loss, list(model.parameters())[:1]))
+    return found
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp"])
+def test_backward_of_chosen_parameters_gives_gradients_to_these_alone(axis: str) -> None:
+    for found in run_on_ranks(_chosen, axis, world_size=2):
+        assert "call backward()" in found.pop("refused")
+        assert all(value < 1e-12 for value in found.values()), found
+
+
 # ----------------------------------------------------------------------------------------------------------- autocast
 
 

@@ -9,9 +9,11 @@ already, and what they bring is forgotten.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import compress
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +21,7 @@ from autoparallel import _torch
 from autoparallel.comm import ranges
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 
+T = TypeVar("T")
 Tensors = list[torch.Tensor]
 
 Grads = Sequence[Sequence[torch.Tensor | None]]
@@ -198,14 +201,17 @@ def reached(chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequenc
     Raises:
         RuntimeError: where ``.grad`` of none is added to.
     """
-    if accumulated is not None and not any(accumulated):
+    rows = list(zip(chains, grads, strict=True))
+    if accumulated is not None:
+        rows = require_accumulated(rows, accumulated)
+    return [(chain, row) for chain, row in rows if row[0] is not None or any(grad is not None for grad in row)]
+
+
+def require_accumulated(items: Iterable[T], accumulated: Sequence[bool]) -> list[T]:
+    """What belongs to parameters whose ``.grad`` is added to. Raises RuntimeError where that of none is."""
+    if not any(accumulated):
         raise RuntimeError(
             "torch.autograd.grad() with respect to parameters is not supported on a model compiled by "
             "autoparallel\nWhat to change: call backward() and read .grad."
         )
-    rows = zip(chains, grads, accumulated or [True] * len(chains), strict=True)
-    return [
-        (chain, row)
-        for chain, row, wanted in rows
-        if wanted and (row[0] is not None or any(grad is not None for grad in row))
-    ]
+    return list(compress(items, accumulated))

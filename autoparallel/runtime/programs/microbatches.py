@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.cut_stages import StageGraph
+from autoparallel.runtime.gradients.backwards import require_accumulated
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.stages import Stage
 from autoparallel.runtime.programs.tied import TiedParameters
@@ -77,8 +79,8 @@ class Gradients:
         self._sums: Mapping[int, dict[str, torch.Tensor]] | None = sums
         self._totals = totals
 
-    def hand_out(self, grad: torch.Tensor) -> None:
-        """Gives the gradients, times that of the loss, to the store.
+    def hand_out(self, grad: torch.Tensor, names: Collection[str]) -> None:
+        """Gives the gradients of some parameters, times that of the loss, to the store, and forgets the others.
 
         Raises:
             RuntimeError: when it has been done before.
@@ -88,9 +90,11 @@ class Gradients:
                 "backward() a second time through the loss of a call that ran in microbatches: its gradients were "
                 "handed out the first time"
             )
-        sums, self._sums = self._sums, None
+        sums = {stage: {n: grads[n] for n in grads if n in names} for stage, grads in self._sums.items()}
+        totals = {n: total for n, total in self._totals.items() if n in names}
+        self._sums, self._totals = None, {}
         factor = grad.double() / self._divisor
-        values = [*(v for grads in sums.values() for v in grads.values()), *self._totals.values()]
+        values = [*(v for grads in sums.values() for v in grads.values()), *totals.values()]
         if self._scaled and self._store.synchronise:
             factor = factor.masked_fill(self._overflows(values), torch.nan)
         _scale(values, factor)
@@ -100,7 +104,7 @@ class Gradients:
                 if chains:
                     added = [stage.gradients.added(chain) for chain in chains]
                     self._store.receive_sums(added, [sums[index][chain.name] for chain in chains], owned=True)
-        for name, total in self._totals.items():
+        for name, total in totals.items():
             self._store.receive_sums([self._tied.chain(name)], [total], owned=True)
 
     def _overflows(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -122,14 +126,18 @@ def _scale(values: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 class HandOut(torch.autograd.Function):
-    """The loss of a pipeline, whose backward hands out gradients that are there already."""
+    """The loss of a pipeline, whose backward hands out gradients that are there already: of all parameters, also those
+    of other stages, because what backward() is asked for decides what all ranks hand out alike."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, gradients: Gradients) -> torch.Tensor:
-        ctx.gradients = gradients
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradients: Gradients, parameters: dict[str, nn.Parameter], *_: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.gradients, ctx.parameters = gradients, parameters
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.gradients.hand_out(grads[0])
-        return None, None, None
+        names = require_accumulated(ctx.parameters, _torch.autograd.accumulated(ctx, len(ctx.parameters)))
+        ctx.gradients.hand_out(grads[0], {n for n in names if ctx.parameters[n].requires_grad})
+        return None, None, None, *(None for _ in ctx.parameters)

@@ -412,7 +412,8 @@ class PipelineRunner:
             divisor = self._divisor(run, combined)
             scaled = self.scaler is not None and self.store.everyone is not None  # else the scaler agrees on it itself
             call = Gradients(self.stages, self.store, self.tied, sums, totals, divisor, scaled)
-            outputs[self.loss] = HandOut.apply(anchor, outputs[self.loss], call)
+            parameters = {name: self.store.parameters[name] for name in self.used}
+            outputs[self.loss] = HandOut.apply(outputs[self.loss], call, parameters, *parameters.values())
         if torch.is_grad_enabled():
             for i in (*self.captured.flowing, *self.captured.detached):
                 if isinstance(outputs[i], torch.Tensor) and not (run.differentiate and i == self.loss):

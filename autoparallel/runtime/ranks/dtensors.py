@@ -12,15 +12,16 @@ would wait for the others until the process group gives up.  So the ranks show e
 
 [Note: lists of DTensors] Torch runs an operator on lists, such as ``torch._foreach_lerp_``, on the mesh of their first
 tensor.  The stages of a pipeline are several meshes: on the ranks of all others nothing would happen, without a word.
+What is made of one stage's tensors to be the model's, as ``torch.nn.utils.clip_grad_norm_`` makes a norm, is refused;
+so is a number of a tensor that lies on another stage, where torch says 0.  Other ``DTensor``s meet what torch does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -39,9 +40,15 @@ def handle_operators(device: str) -> None:
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
 
 
-def handle_lists() -> None:
-    """Has operators on lists of ``DTensor``s work where these lie on several meshes."""
+_STAGES: set[DeviceMesh] = set()
+"""The meshes of the stages of pipelines."""
+
+
+def handle_lists(stages: Iterable[DeviceMesh]) -> None:
+    """Has operators on lists of ``DTensor``s work where these lie on several meshes, those of a pipeline's stages."""
+    _STAGES.update(stages)
     _torch.dtensor.handle_operators(_torch.dtensor.list_operators(), on_lists)
+    _torch.dtensor.handle_operators([torch.ops.aten.stack.default], on_stack)
 
 
 def draw_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -69,8 +76,15 @@ def whole_number(operator: Any, args: Sequence[Any], _: Mapping[str, Any]) -> An
 
     Raises:
         RankMismatchError: on every rank, where some do something else.
+        RuntimeError: where the number lies on other ranks.
     """
     (value,) = args
+    if value.device_mesh.get_coordinate() is None:
+        raise RuntimeError(
+            "a number of a tensor that lies on other ranks, such as p.norm().item() of another stage's parameter\n"
+            "What to change: read it where p.device_mesh.get_coordinate() is not None, or on all ranks from "
+            "model.full_parameters() and model.grad_norm(groups='parameter')."
+        )
     if all(p.is_replicate() for p in value.placements):
         return operator(value.to_local())
     agree_on(
@@ -92,15 +106,30 @@ def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     for i, tensor in enumerate(args[lists[0]]):
         indices.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(i)
     if operator.overloadpacket is torch.ops.aten._foreach_norm:
-        for mesh in indices:
-            if mesh is not None and mesh.size() < dist.get_world_size():
-                raise RuntimeError(
-                    "norms of the gradients that lie on one stage of a pipeline are not the model's\n"
-                    "What to change: model.clip_grad_norm_(max_norm) and model.grad_norm(), which know all stages."
-                )
+        _require_no_stage(indices)
     results: dict[int, Any] = {}
     with _torch.dtensor.leave_to_torch(operator):
         for some in indices.values():
             picked = [[arg[i] for i in some] if at in lists else arg for at, arg in enumerate(args)]
             results |= zip(some, operator(*picked, **kwargs) or (), strict=False)
     return [results[i] for i in sorted(results)] or None
+
+
+def on_stack(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A stack of ``DTensor``s.
+
+    Raises:
+        RuntimeError: for one of numbers of one stage's tensors, as of norms.
+    """
+    _require_no_stage(x.device_mesh for x in args[0] if isinstance(x, DTensor) and not x.ndim)
+    with _torch.dtensor.leave_to_torch(operator):
+        return operator(*args, **kwargs)
+
+
+def _require_no_stage(meshes: Iterable[DeviceMesh | None]) -> None:
+    """Raises RuntimeError where numbers that lie on a stage's mesh are to become one."""
+    if not _STAGES.isdisjoint(meshes):
+        raise RuntimeError(
+            "norms of the gradients that lie on one stage of a pipeline are not the model's\n"
+            "What to change: model.clip_grad_norm_(max_norm) and model.grad_norm(), which know all stages."
+        )
