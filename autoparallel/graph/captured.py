@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import sympy
@@ -151,7 +151,7 @@ class Captured:
 
     def is_batch(self, size: Any) -> bool:
         """Whether a traced size is the batch's, or a multiple of it."""
-        return not isinstance(size, int) and not size.node.expr.free_symbols.isdisjoint(self.batches)
+        return not isinstance(size, int) and any(_is_multiple(size.node.expr, s) for s in self.batches)
 
     def size(self, value: Any) -> int:
         """A traced size as it is in the actual call."""
@@ -190,6 +190,11 @@ class Captured:
             buffers={node: name for node, name in self.buffers.items() if node in names},
             constants={node: value for node, value in self.constants.items() if node in names},
         )
+
+
+@cache
+def _is_multiple(size: sympy.Expr, batch: sympy.Symbol) -> bool:
+    return batch in size.free_symbols and size.subs(batch, 0) == 0
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

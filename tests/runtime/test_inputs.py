@@ -173,3 +173,35 @@ def test_the_first_batch_need_not_divide() -> None:
         layouts = {plan: results.pop(f"{plan}, at rest") for plan in ("fsdp", "data_parallel")}
         assert all(difference < 1e-9 for difference in results.values()), results
         assert "Shard" in layouts["fsdp"] and "Shard" not in layouts["data_parallel"], layouts
+
+
+class Neighbours(nn.Module):
+    """Compares each row of the batch with the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(torch.tanh(hidden[1:]) - torch.tanh(hidden[:-1]))
+
+
+def _neighbours(plan: str) -> dict[str, Any]:
+    import autoparallel
+
+    plain = make(Neighbours)
+    model = autoparallel.compile(copy.deepcopy(plain), mesh_of(2), plan=plan)
+    x, _ = batch()
+    result, expected = model(x), plain(x)
+    result.square().sum().backward(), expected.square().sum().backward()
+    gradients = [off(model.get_parameter(n).grad, p.grad) for n, p in plain.named_parameters()]
+    modes = {key.partition("/")[0]: ways for key, ways in model.plan.operators.items() if "linear" in key}
+    return {"off": max(off(result, expected), *gradients), "modes": modes}
+
+
+@pytest.mark.parametrize("plan", ["data_parallel", "fsdp"])
+def test_what_has_fewer_rows_than_the_batch_need_not_be_cut(plan: str) -> None:
+    for results in run_on_ranks(_neighbours, plan, world_size=2):
+        assert results["off"] < 1e-9
+        assert results["modes"] == {"up": ("shard:...0",), "down": ("R",)}
