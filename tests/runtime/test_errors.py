@@ -469,6 +469,7 @@ def _train_badly() -> Results:
         "to another dtype": lambda: model.float(),
         "to another device": lambda: model.to("meta"),
         "a parameter replaced": lambda: _with(model.up, "weight", nn.Parameter(plain.up.weight.detach()), model, x, y),
+        "parameters exchanged": lambda: _exchange(model, x, y),
         "a parameter added": lambda: _with(model.up, "extra", nn.Parameter(torch.zeros(3)), model, x, y),
         "assign": lambda: model.load_state_dict(model.state_dict(), assign=True),
     }
@@ -479,6 +480,16 @@ def _train_badly() -> Results:
         changed = parameters_off(model, plain)
         results[name] = (message, max(changed, correct_call(model, plain)))
     return results
+
+
+def _exchange(model: Any, x: Tensor, y: Tensor) -> None:
+    """Calls the model while two parameters stand in each other's place."""
+    up, norm = model.up._parameters, model.norm._parameters
+    up["bias"], norm["bias"] = norm["bias"], up["bias"]
+    try:
+        model(x, y)
+    finally:
+        up["bias"], norm["bias"] = norm["bias"], up["bias"]
 
 
 def _with(owner: Any, name: str, parameter: nn.Parameter, model: Any, x: Tensor, y: Tensor) -> None:
@@ -517,6 +528,7 @@ TRAIN = {
     "to another dtype": ("RuntimeError", r"up\.weight would become torch\.float32", "then compile it"),
     "to another device": ("RuntimeError", r"up\.weight would become .* on meta", "then compile it"),
     "a parameter replaced": ("ValueError", "weight was added, removed or replaced after compile", "then compile it"),
+    "parameters exchanged": ("ValueError", r"up\.bias was added, removed or replaced", "then compile it"),
     "a parameter added": ("ValueError", "added, removed or replaced after compile", "then compile it"),
     "assign": ("ValueError", "assign=False"),
 }

@@ -20,6 +20,7 @@ from autoparallel.graph.hooks import hooks_of
 from autoparallel.graph.nesting import flatten
 from autoparallel.placements import Layout, from_dtensor_placements
 from autoparallel.runtime.calls.kinds import Kinds, submodules
+from autoparallel.runtime.parameters.state import slots
 
 
 class CallReader:
@@ -34,7 +35,8 @@ class CallReader:
     def __init__(self, plain: nn.Module, kinds: Kinds, has_loss_fn: bool) -> None:
         self.plain, self.kinds, self.has_loss_fn = plain, kinds, has_loss_fn
         self._signature = inspect.signature(plain.forward)
-        self._parameter_ids = {id(p) for p in plain.parameters()}
+        self._names = dict(plain.named_parameters(remove_duplicate=False))
+        self._listed = [id(p) for _, _, p in slots(plain)]
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], is_whole: bool) -> tuple[Call, str | None]:
         """A call, and why this rank cannot make it, if it cannot.
@@ -54,12 +56,12 @@ class CallReader:
         leaves, in_spec = flatten((args, kwargs))
         mesh = self.kinds.maker.mesh
         modules = submodules(self.plain)
-        parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+        listed = [p for m in modules for p in m._parameters.values() if p is not None]
         problem: str | None = None
         if is_whole:
             problem = "the model is called inside of whole(): call the plain model that it gives, or leave it first"
-        elif parameters.keys() != self._parameter_ids:
-            problem = _why_replaced(self.plain, modules, self.kinds.store.parameters)
+        elif list(map(id, listed)) != self._listed:
+            problem = _why_replaced(modules, dict(self.plain.named_parameters(remove_duplicate=False)), self._names)
         problem = problem or self.kinds.store.assigned()
         autocast = torch.get_autocast_dtype(mesh.device_type) if torch.is_autocast_enabled(mesh.device_type) else None
         if autocast is not None and mesh.device_type != "cpu":
@@ -83,7 +85,7 @@ class CallReader:
         if batch == 0 and any(isinstance(s, InputSpec) and s.shape[:1] == (0,) for s in specs):
             problem = "the batch is empty: its first tensor has 0 rows\nWhat to change: leave such batches out."
         training = tuple([m.training for m in modules])
-        trainable = tuple([p.requires_grad for p in parameters.values()])
+        trainable = tuple([p.requires_grad for p in {id(p): p for p in listed}.values()])
         call = Call(
             tuple(local), tuple(specs), tuple(layouts), in_spec, batch, with_target, training, trainable,
             torch.is_grad_enabled(), hooks_of(modules), self.kinds.structure_of(modules), autocast,
@@ -109,16 +111,17 @@ class CallReader:
         return f"the argument {name}{pytree.keystr(tuple(rest))}"
 
 
-def _why_replaced(plain: nn.Module, modules: tuple[nn.Module, ...], parameters: Mapping[str, nn.Parameter]) -> str:
-    """What has become of parameters that are not the ones that were compiled."""
+def _why_replaced(
+    modules: tuple[nn.Module, ...], now: Mapping[str, nn.Parameter], before: Mapping[str, nn.Parameter]
+) -> str | None:
+    """What has become of parameters that are not the ones that were compiled; None where they are only listed so."""
     if any(map(_torch.nn.is_fully_sharded, modules)):
         return (
             "fully_shard() was applied to the compiled model, which shards its parameters itself\n"
             "What to change: use the compiled model as it is (plan='fsdp' shards as fully_shard does)."
         )
-    now = dict(plain.named_parameters())
-    name = next(n for n in (*now, *parameters) if now.get(n) is not parameters.get(n))
-    return (
+    name = next((n for n in (*now, *before) if now.get(n) is not before.get(n)), None)
+    return name and (
         f"{name} was added, removed or replaced after compile(), so that it would not be trained\n"
         "What to change: change the plain model, then compile it, and make its optimizer."
     )
