@@ -25,7 +25,7 @@ from autoparallel import operators
 from autoparallel.graph.captured import Captured, InputSpec, LossWeight
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
-from autoparallel.passes.weigh_loss import NUMBERS, SCALED, chain_of, clamps_of
+from autoparallel.passes.weigh_loss import ADDITIONS, NUMBERS, SCALED, clamps_of, terms_of
 from autoparallel.placements import Invariant, Partial, Placement, Replicate, Shard
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import ancestors, arguments, is_tensor, shape_of, tensor_operands
@@ -65,24 +65,29 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     names = zip(captured.inputs, specs, strict=True)
     batched = {name: spec for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch}
     needed = ancestors(captured.graph, {loss} if count is None else {loss, count})
-    walk = _Walk(captured.batches, batched, loss, count)
+    walk = _Walk(captured.batches, batched, loss, terms_of(loss, {x for x in captured.inputs if x}), count)
     walk.through(needed)
-    reason = walk.problem or _problem(walk, weight, count)
+    reason = walk.problem or next(filter(None, (_problem(walk, weight, count, term) for term in walk.terms)), "")
     open_sizes = all(captured.is_batch(shape_of(x)[0]) for x in captured.graph.nodes if x.name in batched)
     rows = {spec.shape[0] // spec.batch for spec in batched.values()}
-    if not open_sizes and (reason or any(_is_scaled(node, rows, node in walk.chain[:-1]) for node in needed)):
+    if not open_sizes and (reason or any(_is_scaled(node, rows, node in walk.between) for node in needed)):
         reason = f"{reason or 'a number scales it, which may be made of the batch size'}; the batch is fixed: "
         reason += captured.why_fixed
     if reason:
         return replace(weight, kind="unknown", reason=reason)
     kind = weight.kind if weight.output is not None or captured.is_batch(weight.size) or not open_sizes else "sum"
+    if walk.constant is not None and (kind == "sum" or walk.clamps):
+        reason = (
+            f"{_key(walk.constant)} adds what is the same however many rows there are, and to a sum, or a mean of none"
+        )
+        return replace(weight, kind="unknown", reason=reason)
     from_call = count is not None and walk.placements[count] == Invariant
     return replace(weight, kind=kind, from_call=from_call, mixes=walk.mixes)
 
 
-def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None) -> str:
-    """Why a loss, whose calls all leave rows apart, does not weigh what ``weigh_loss`` found; empty where it does."""
-    reduction = walk.chain[-1]
+def _problem(walk: _Walk, weight: LossWeight, count: fx.Node | None, reduction: fx.Node) -> str:
+    """Why a term of a loss, whose calls all leave rows apart, does not weigh what ``weigh_loss`` found; empty where it
+    does."""
     operands = tensor_operands(reduction)
     cut = any(walk.placements[x].kind == "S" for x in operands)
     if count is not None:
@@ -111,7 +116,9 @@ class _Walk:
         batches: the symbols that are sizes of the batch.
         batched: the placeholders whose first dim is the batch.
         placements: of each value, the dim of its rows, whether it is a summand of each microbatch, or the same for all.
-        chain: from the loss to the sum, mean or quotient that it is.
+        terms: the sums, means or quotients that the loss adds up.
+        between: the calls between them and the loss.
+        constant: the first of these calls that adds what is the same for all rows.
         clamps: what keeps zero from the divisor of that quotient.
         means: those of the summands that are means over the rows of a microbatch.
         numbers: the values that count rows: microbatches may look up their rows with them, and nothing else.
@@ -120,10 +127,17 @@ class _Walk:
     """
 
     def __init__(
-        self, batches: Collection[sympy.Symbol], batched: Collection[str], loss: fx.Node, count: fx.Node | None
+        self,
+        batches: Collection[sympy.Symbol],
+        batched: Collection[str],
+        loss: fx.Node,
+        terms: tuple[set[fx.Node], list[fx.Node]],
+        count: fx.Node | None,
     ) -> None:
-        self.batches, self.batched, self.chain = batches, batched, chain_of(loss)
-        self.clamps = [] if count is None else clamps_of(self.chain[-1], count)
+        self.batches, self.batched, self.loss = batches, batched, loss
+        self.between, self.terms = terms
+        self.constant: fx.Node | None = None
+        self.clamps = [] if count is None else clamps_of(self.terms[0], count)
         self.placements: dict[fx.Node, Placement] = {}
         self.means: set[fx.Node] = set()
         self.numbers: set[fx.Node] = set()
@@ -139,7 +153,7 @@ class _Walk:
                 if placement is None:
                     self.mixes = self.mixes or _explain_mixing(node)
                     placement = self._take_for_granted(node)
-                whole = node is self.chain[0] and placement != Partial
+                whole = node is self.loss and placement != Partial
                 if placement is None or whole or is_tensor(node) and {*self._open_dims(node)} - {placement.dim}:
                     self.problem = _explain_mixing(node)
                     return
@@ -161,13 +175,15 @@ class _Walk:
             if isinstance(term, fx.Node) and is_tensor(term) and shape_of(term) == shape_of(node):
                 self.means |= {node} if term in self.means else set()
                 return self.placements[term]
-        if node in self.chain[:-1] or node in self.clamps or _is_cast_of_count(node):
+        if node in self.between or node in self.clamps or _is_cast_of_count(node):
             self.means |= {node} & {node for x in tensor_operands(node) if x in self.means}
-            return operands[0]
-        if node is self.chain[-1] and node.target in LOSSES and Shard(0) in operands and rule_for(node) is None:
+            if {*operands} == {Partial, Invariant} or len(node.args) > len(operands) and node.target in ADDITIONS:
+                self.constant = self.constant or node
+            return Partial if Partial in operands and {*operands} <= {Partial, Invariant} else operands[0]
+        if node in self.terms and node.target in LOSSES and Shard(0) in operands and rule_for(node) is None:
             self.means |= {node} if arguments(node)["reduction"] == 1 else set()
             return Partial if {*operands} <= {Shard(0), Invariant} else None
-        if node.target is operators.weighted_mean or node in self.chain and node.target is aten.div.Tensor:
+        if node.target is operators.weighted_mean or node in self.terms and node.target is aten.div.Tensor:
             total, divisor = [*operands, Invariant][:2]
             if total == Partial and divisor in (Partial, Invariant):
                 return Partial

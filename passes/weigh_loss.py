@@ -1,7 +1,8 @@
 """Finds what the loss is a mean over, so that microbatches can be weighted by it.
 
 A loss that is a sum divided by what depends on the data (the number of valid tokens) gets its divisor as one more
-output of the graph, and a division whose gradient stays finite where there is nothing to count.
+output of the graph, and a division whose gradient stays finite where there is nothing to count.  Means over as many are
+such a mean, too, when they are added up, also with terms that read no input, as weight decay.
 
 Before:
     div = aten.div(cross_entropy_sum, cross_entropy_weight)
@@ -14,6 +15,7 @@ After:
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.graph.captured import LossWeight
 from autoparallel.graph.lines import line_of
+from autoparallel.operators.opaque import has_own_backward
 from autoparallel.rules.calls import ancestors, arguments, casts_of, is_tensor, shape_of
 from autoparallel.rules.table import LOSSES
 
@@ -32,6 +35,7 @@ _SAME = (
     aten.alias.default, aten.squeeze.default, aten.neg.default, aten.squeeze.dims,
 )  # fmt: skip
 SCALED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+ADDITIONS = (aten.add.Tensor, aten.sub.Tensor)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default)
 NUMBERS = (aten.full.default, aten.scalar_tensor.default)
 """What makes tensors of numbers."""
@@ -39,21 +43,33 @@ _QUOTIENTS = (aten.div.Tensor, operators.weighted_mean)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, operators.cross_entropy_sum)
 
 
-def weigh_loss(module: fx.GraphModule, loss: int, counted: bool) -> LossWeight:
+def weigh_loss(module: fx.GraphModule, loss: int, counted: bool, inputs: Collection[str]) -> LossWeight:
     """Rewrites the graph of ``module`` in place; the loss is its output number ``loss``.
 
     Whether what a mean is over are rows of the batch, ``follow_batch`` tells.
 
     Args:
         counted: the loss function returned its sum and its count, so that the divisor is the weight whatever it is.
+        inputs: the placeholders that are inputs.
     """
-    output = module.graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
-    node = chain_of(results[loss])[-1]
+    results: Any = module.graph.output_node().args[0]
+    _, terms = terms_of(results[loss], inputs)
+    quotients = [term.target in _QUOTIENTS for term in terms]
+    if all(quotients):
+        divisors = [term.args[1] for term in terms]
+        if all(_is_same(divisors[0], divisor, {}) for divisor in divisors[1:]):
+            return _of_quotients(module.graph, terms, counted)
+    elif not any(quotients):
+        first, *others = map(_of_term, terms)
+        if all((x.kind, _expression(x.size)) == (first.kind, _expression(first.size)) for x in others):
+            return first
+    where = line_of(max(terms, key=list(module.graph.nodes).index))
+    return LossWeight("unknown", reason=f"it adds up what are not all sums, or means over the same number, at {where}")
+
+
+def _of_term(node: fx.Node) -> LossWeight:
     if node.op != "call_function":
         return LossWeight("unknown", reason="it is not computed by the model")
-    if node.target in _QUOTIENTS:
-        return _of_quotient(module.graph, node, results, counted)
     if node.target in (aten.mean.default, aten.mean.dim):
         return LossWeight("mean", size=math.prod(shape_of(node.all_input_nodes[0])))
     # What canonicalize_operators leaves of cross-entropies has probabilities as targets: a mean over rows.
@@ -81,6 +97,27 @@ def chain_of(loss: fx.Node) -> list[fx.Node]:
     return chain
 
 
+def terms_of(loss: fx.Node, inputs: Collection[str]) -> tuple[set[fx.Node], list[fx.Node]]:
+    """The means, sums and quotients that a loss adds up and for which inputs are read, and the calls between."""
+    reads: set[fx.Node] = set()
+    for node in loss.graph.nodes:
+        if node.name in inputs or not reads.isdisjoint(node.all_input_nodes):
+            reads.add(node)
+    between: set[fx.Node] = set()
+    ends: dict[fx.Node, None] = {}
+    left = [loss]
+    while left:
+        *path, end = chain_of(left.pop())
+        terms = []
+        if end.target in ADDITIONS and not end.kwargs and not shape_of(end) and end not in between:
+            terms = [x for x in end.args if isinstance(x, fx.Node) and x in reads]
+        if not terms and end not in between:
+            ends[end] = None
+        between.update(path, [end] if terms else [])
+        left += terms
+    return between, list(ends)
+
+
 def clamps_of(quotient: fx.Node, count: fx.Node) -> list[fx.Node]:
     """What stands between the divisor of a loss and what it counts."""
     chain: list[Any] = [quotient.args[1]]
@@ -89,28 +126,52 @@ def clamps_of(quotient: fx.Node, count: fx.Node) -> list[fx.Node]:
     return chain[:-1]
 
 
-def _of_quotient(graph: fx.Graph, node: fx.Node, results: list[fx.Node], counted: bool) -> LossWeight:
-    total, divisor = node.args
-    if not isinstance(total, fx.Node) or not isinstance(divisor, fx.Node) or divisor.meta.get("differentiable"):
+def _of_quotients(graph: fx.Graph, nodes: list[fx.Node], counted: bool) -> LossWeight:
+    """What quotients weigh that are divided by the same."""
+    divisor: Any = next((x for x in graph.nodes if any(x is node.args[1] for node in nodes)), None)
+    totals = [node.args[0] for node in nodes]
+    if divisor is None or not all(isinstance(x, fx.Node) for x in totals) or divisor.meta.get("differentiable"):
         return LossWeight("unknown", reason="it is divided by what is trained")
     value = divisor.meta["val"]
     if not isinstance(value, torch.Tensor):
         return LossWeight("mean", size=value)
-    if value.ndim or total.meta["val"].ndim:
+    if value.ndim or any(x.meta["val"].ndim for x in totals):  # type: ignore[union-attr]
         return LossWeight("unknown", reason="it is divided by a tensor that is not a scalar")
     if _is_from_call(divisor) and not counted:
         return LossWeight("sum")  # an input divides the sum: the caller's own count, the same for all microbatches
+    count = _strip_clamp(divisor)  # zero is all of it that a clamp keeps from a division
+    for node in nodes:
+        node.update_arg(1, divisor)
+        if count is None:
+            with graph.inserting_before(node):
+                mean = graph.call_function(operators.weighted_mean, node.args)
+            mean.meta = dict(node.meta)
+            node.replace_all_uses_with(mean)
+            graph.erase_node(node)
+    if len(nodes) > 1:
+        graph.eliminate_dead_code()  # the divisors of the others
     output = graph.output_node()
-    if (count := _strip_clamp(divisor)) is not None:  # zero is all of it that a clamp keeps from a division
-        output.args = ((*results, count),)
-        return LossWeight("mean", output=len(results))
-    with graph.inserting_before(node):
-        mean = graph.call_function(operators.weighted_mean, (total, divisor))
-    mean.meta = dict(node.meta)
-    node.replace_all_uses_with(mean)
-    graph.erase_node(node)
-    output.args = ((*(mean if r is node else r for r in results), divisor),)
+    results: Any = output.args[0]
+    output.args = ((*results, divisor if count is None else count),)
     return LossWeight("mean", output=len(results))
+
+
+def _is_same(a: Any, b: Any, answers: dict[tuple[Any, Any], bool]) -> bool:
+    """Whether two arguments are computed alike of the same."""
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return type(a) is type(b) and (
+            len(a) == len(b) and all(_is_same(x, y, answers) for x, y in zip(a, b, strict=True))
+            if isinstance(a, list | tuple)
+            else bool(a == b)
+        )
+    if a is not b and (a, b) not in answers:
+        calls = a.op == b.op == "call_function" and a.target == b.target and not has_own_backward(a.target)
+        answers[a, b] = calls and a.kwargs == b.kwargs and _is_same(a.args, b.args, answers)
+    return a is b or answers[a, b]
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _is_from_call(divisor: fx.Node) -> bool:

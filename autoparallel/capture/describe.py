@@ -138,6 +138,7 @@ def describe(
             of_loss_fn=has_loss_fn,
             detach_beside_loss=detach_beside_loss,
             counted=trace_findings.counted,
+            inputs={name for name in inputs if name is not None},
         ),
     )
     findings = run_passes(passes, module)

@@ -26,11 +26,11 @@ class Linear(nn.Module):
         return self.w(x)
 
 
-def captured(loss_fn: Callable[..., Any], target: Any) -> Captured:
+def captured(loss_fn: Callable[..., Any], target: Any, model: nn.Module | None = None) -> Captured:
     leaves, spec = pytree.tree_flatten(((torch.rand(8, 4), target), {}))
     specs, batch = describe_inputs(leaves)
     assert all(isinstance(s, InputSpec) for s in specs)
-    return capture(Linear(), specs, spec, loss_fn=loss_fn, least_batch=4, batch=batch)
+    return capture(model or Linear(), specs, spec, loss_fn=loss_fn, least_batch=4, batch=batch)
 
 
 LABELS = torch.zeros(8, dtype=torch.int64)
@@ -83,6 +83,13 @@ WITH_COUNT = {"labels": LABELS, "count": torch.tensor(5)}
         (lambda o, y: F.nll_loss(F.log_softmax(o, 1), y), LABELS, "mean", "output"),
         (lambda o, y: F.cross_entropy(o, y) + o.square().mean(), LABELS, "unknown", None),
         (lambda o, y: F.cross_entropy(o, y) / o.exp().sum(), LABELS, "unknown", None),
+        (lambda o, y: F.mse_loss(o, y) - 0.1 * o.abs().mean() + 1.0, VALUES, "mean", 24),
+        (lambda o, y: F.mse_loss(o, y) + o.sum(1).abs().mean(), VALUES, "unknown", None),
+        (lambda o, y: (o * y).sum() + o.exp().sum() / 3, VALUES, "sum", None),
+        (lambda o, y: (o * y).sum() + 1.0, VALUES, "unknown", None),
+        (lambda o, y: (o * y).mean() + o.exp().sum(), VALUES, "unknown", None),
+        (lambda o, y: F.cross_entropy(o, y) + 0.3 * F.cross_entropy(o.exp(), y), LABELS, "mean", "output"),
+        (lambda o, y: F.cross_entropy(o, y) + F.cross_entropy(o, y, ignore_index=1), LABELS, "unknown", None),
     ],
 )
 def test_what_a_loss_weighs(loss_fn: Callable[..., Any], target: Any, kind: str, size: Any) -> None:
@@ -93,6 +100,27 @@ def test_what_a_loss_weighs(loss_fn: Callable[..., Any], target: Any, kind: str,
     if isinstance(size, int):
         found = graph.weight.size
         assert (found if isinstance(found, int) else found.node.expr.subs(graph.actual)) == size
+
+
+class Decayed(Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.w(x), self.w.weight.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "kind"),
+    [
+        (lambda o, y: F.cross_entropy(o[0], y) + 0.1 * o[1], "mean"),
+        (lambda o, y: 0.1 * o[1] - o[0].mean(), "mean"),
+        (lambda o, y: o[0].sum() + o[1], "unknown"),
+        (lambda o, y: (o[0].sum(1) * (y > 0)).sum() / (y > 0).sum().clamp(min=1) + o[1], "unknown"),
+        (lambda o, y: o[0].mean() + o[0].shape[0] * o[1], "unknown"),
+        (lambda o, y: o[0].mean() + o[0].mean() * o[1], "unknown"),
+    ],
+)
+def test_what_reads_no_input_may_be_added_to_a_mean(loss_fn: Callable[..., Any], kind: str) -> None:
+    graph = captured(loss_fn, LABELS, Decayed())
+    assert graph.weight is not None and graph.weight.kind == kind, graph.weight
 
 
 def test_no_loss_weighs_nothing() -> None:

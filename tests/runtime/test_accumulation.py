@@ -50,7 +50,8 @@ def sum_and_count(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def squared(out: Tensor, target: Tensor) -> Tensor:
-    return 0.5 * F.mse_loss(out, F.one_hot(target.clamp(min=0), 32).to(out.dtype))
+    """Two means over as many, and what is the same for all rows."""
+    return 0.5 * F.mse_loss(out, F.one_hot(target.clamp(min=0), 32).to(out.dtype)) + 0.1 * out.square().mean() - 1.0
 
 
 def summed(out: Tensor, target: Tensor) -> Tensor:
@@ -63,9 +64,13 @@ def regularised(out: Tensor, target: Tensor) -> Tensor:
 
 def clamped(out: Tensor, target: Tensor) -> Tensor:
     """As loops write it by hand, for batches in which no target is valid."""
-    losses = F.cross_entropy(out.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="none")
-    valid = (target.flatten() != -1).to(losses.dtype)
-    return (losses * valid).sum() / valid.sum().clamp(min=1)
+
+    def mean(logits: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction="none")
+        valid = (target.flatten() != -1).to(losses.dtype)
+        return (losses * valid).sum() / valid.sum().clamp(min=1)
+
+    return mean(out) + 0.3 * mean(out.tanh())
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -362,7 +367,7 @@ def _misuse(case: str) -> None:
         ("clip", "clip_grad_norm_() inside no_sync()"),
         ("step", "optimizer.step() inside no_sync()"),
         ("zero_grad", "was cleared in the middle of a window of accumulate()"),
-        ("unknown loss", "cannot tell what the loss is a mean over: it is neither a mean nor a sum"),
+        ("unknown loss", "cannot tell what the loss is a mean over: it adds up what are not all sums"),
     ],
 )
 def test_misuse_is_an_error_on_every_rank(case: str, message: str) -> None:

@@ -45,6 +45,7 @@ def find_objective(
     of_loss_fn: bool,
     detach_beside_loss: bool,
     counted: bool,
+    inputs: Collection[str],
 ) -> Objective:
     """Finds the loss, and makes what it weighs an output of ``module`` where that depends on the data.
 
@@ -54,12 +55,13 @@ def find_objective(
         of_loss_fn: whether ``loss_fn`` computed the outputs.
         detach_beside_loss: whether only a known loss is to be differentiated.
         counted: whether the loss function returned its sum and its count.
+        inputs: the placeholders that are inputs.
     """
     results: Any = module.graph.output_node().args[0]
     flowing = differentiable_outputs(results, buffers)
     loss = find_loss(outputs, spec, [i for i in flowing if is_loss(results[i])], of_loss_fn)
     alone = loss if detach_beside_loss else None
-    weight = weigh_outputs(module, flowing if alone is None else [alone], loss, counted)
+    weight = weigh_outputs(module, flowing if alone is None else [alone], loss, counted, inputs)
     return Objective(tuple(flowing), loss, alone, weight)
 
 
@@ -85,7 +87,9 @@ def set_apart(graph: fx.Graph, parameter: fx.Node) -> fx.Node:
     return result
 
 
-def weigh_outputs(module: fx.GraphModule, flowing: Sequence[int], loss: int | None, counted: bool) -> LossWeight | None:
+def weigh_outputs(
+    module: fx.GraphModule, flowing: Sequence[int], loss: int | None, counted: bool, inputs: Collection[str]
+) -> LossWeight | None:
     """What the loss weighs, where a scalar output can be differentiated."""
     results: Any = module.graph.output_node().args[0]
     scalars = [i for i in flowing if is_loss(results[i])]
@@ -93,7 +97,7 @@ def weigh_outputs(module: fx.GraphModule, flowing: Sequence[int], loss: int | No
         return LossWeight("unknown", reason=f"the model returns {len(scalars)} scalars that can be differentiated")
     if loss is None and len(flowing) > 1:
         return LossWeight("unknown", reason=explain_ambiguity(len(flowing))) if scalars else None
-    return weigh_loss(module, scalars[0], counted) if scalars else None
+    return weigh_loss(module, scalars[0], counted, inputs) if scalars else None
 
 
 def _loss_index(output: Any) -> int | None:
