@@ -178,7 +178,8 @@ def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _checkpoint(trace, *args)
     if cls is _torch.autograd.NoopSaveInputs:
-        return torch.empty(0)  # without a gradient torch.utils.checkpoint just runs the function
+        with trace.silent(), _torch.export.without_modes(), torch._C.DisableTorchFunction():
+            return torch.empty(0, requires_grad=True).view(0)  # where nothing is differentiated, there is no region
     if cls.__module__.startswith("torch._"):
         return _apply(cls)(*args, **kwargs)
     return _apply_function(trace, cls, args, kwargs)
