@@ -72,14 +72,15 @@ def test_loss_and_gradients_are_those_of_one_process(schedule: str, preset: str)
 
     def rank(number: int) -> tuple[float, dict[str, torch.Tensor]]:
         stage, _ = places[number]
-        mesh = _torch.dtensor.mesh_without_groups("cpu", torch.arange(4).view(SHAPE)[stage], ("dp",), number)
-        parameters = {}
+        meshes = [
+            _torch.dtensor.mesh_without_groups("cpu", ranks, ("dp",), number) for ranks in torch.arange(4).view(SHAPE)
+        ]
+        mesh, parameters = meshes[stage], {}
         for name, whole in model.named_parameters():
-            if owners[name] == stage:
-                local = local_slice(whole.detach(), plan.at_rest(name), mesh).clone()
-                placements = to_dtensor_placements(plan.at_rest(name))
-                spec = _torch.dtensor.make_spec(mesh, placements, whole.shape, whole.dtype)
-                parameters[name] = nn.Parameter(_torch.dtensor.wrap_local(local, spec))
+            home = meshes[owners[name]]
+            local = local_slice(whole.detach(), plan.at_rest(name), home).clone()
+            spec = _torch.dtensor.make_spec(home, to_dtensor_placements(plan.at_rest(name)), whole.shape, whole.dtype)
+            parameters[name] = nn.Parameter(_torch.dtensor.wrap_local(local, spec))
         store = GradientStore(mesh, "mesh0", parameters)
         runner = attach_stages(programs[number], store, model, "mesh0", owners, redistributor, plain_body)
         given = Call((rows, targets), call.specs, call.layouts, call.in_spec, call.batch, True, (), ())
