@@ -133,6 +133,10 @@ class Profile:
         rate = self.flops.get(dtype, self.default_flops)
         return max(flops / rate, moved_bytes / self.memory_bandwidth) + self.launch
 
+    def host_seconds(self, size: float) -> float:
+        """Seconds in which so many bytes come from host memory to the device, and go back."""
+        return 2 * size / (self.host_bandwidth or self.memory_bandwidth)
+
     @property
     def usable(self) -> float | None:
         """Bytes of a device's memory that a plan may take; None where they are not known."""

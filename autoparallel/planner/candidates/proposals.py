@@ -77,8 +77,8 @@ def _may_offload(outcome: Outcome, evaluator: Evaluator) -> Generator[Candidate,
     free = yield from paddings(candidate, evaluator)
     if free.plan is None or request.memory_limit is None:
         return True
-    without, profile = evaluator.forecast(free.plan), request.profile
+    without = evaluator.forecast(free.plan)
     saving = evaluator.forecast(outcome.plan).seconds - without.seconds
     over = max(without.memory - request.memory_limit, 1.0)
-    seconds = 2 * evaluator.states / (profile.host_bandwidth or profile.memory_bandwidth)
-    return seconds < saving * min(1.0, THRESHOLDS.steep * evaluator.states / over)
+    part = min(1.0, THRESHOLDS.steep * evaluator.states / over)
+    return request.profile.host_seconds(evaluator.states) < part * saving
