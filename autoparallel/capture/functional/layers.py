@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):
             else:
                 results.append((type(value).__name__, str(value)))
         trace = CURRENT.value
-        mode = torch.is_grad_enabled(), trace is not None and trace.regions > 0
+        mode = torch.is_grad_enabled(), trace is not None and trace.in_region
         self.lines.append(((func, str(spec), tuple(constants), tuple(results), mode), reads))
         return out
 

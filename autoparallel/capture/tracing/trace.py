@@ -39,7 +39,6 @@ class Trace:
         listening: whether the model's own Python runs.
         counting: tensors that count up by one along their last dim, by id, with their version.
         left_out: the lines of checks of values that the trace leaves out.
-        regions: how many regions of ``torch.utils.checkpoint`` the model is in.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
     """
 
@@ -53,8 +52,7 @@ class Trace:
         self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
         self.asked_at: str | None = None
         self.has_leaves = False
-        self.regions = 0
-        self._graphs: list[tuple[fx.Graph | None, int]] = []
+        self._regions: list[tuple[fx.Graph | None, int]] = []  # that the model is in
         self.counting: dict[int, tuple[Tensor, int]] = {}
         self.calls: dict[str, OpaqueCall] = {}
         self.hooks: dict[str, HookTemplate] = {}
@@ -76,16 +74,19 @@ class Trace:
         entry = self.counting.get(id(x))
         return entry is not None and entry[1] == x._version
 
+    @property
+    def in_region(self) -> bool:
+        """Whether the model is in a region of ``torch.utils.checkpoint``."""
+        return bool(self._regions)
+
     def begin_region(self) -> None:
         """A region of ``torch.utils.checkpoint`` begins."""
         graph = _torch.export.graph_of_trace()
-        self.regions += 1
-        self._graphs.append((graph, 0 if graph is None else len(graph.nodes)))
+        self._regions.append((graph, 0 if graph is None else len(graph.nodes)))
 
     def end_region(self) -> None:
         """The region that has begun last ends; its calls are marked."""
-        self.regions -= 1
-        graph, before = self._graphs.pop()
+        graph, before = self._regions.pop()
         for node in islice(reversed(graph.nodes), len(graph.nodes) - before) if graph is not None else ():
             mark_checkpointed(node)
 
