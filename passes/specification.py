@@ -69,7 +69,8 @@ class Specification:
         whole: a copy of the global graph that the program is made of.
         modes: node key to how the operator runs on each mesh axis.
         placeholders: placeholder name to its layout; others are Invariant.
-        parameters: placeholder name to parameter name.
+        parameters: placeholder name to parameter name, of those whose gathers ``hoist_parameter_chains`` will take out
+            of the body.
         outputs: the layout each output must have; None leaves it as it is made, with sums completed.
         axes: the mesh axes by name and size.
         prefix: the name under which the mesh is bound.

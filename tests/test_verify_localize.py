@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autoparallel.comm import collectives
 from autoparallel.operators import RandomState
@@ -40,6 +40,31 @@ def deviation(plan: str, mesh: tuple[int, ...]) -> Deviation | None:
 @pytest.mark.parametrize("plan", ["tensor_parallel", "fsdp"])
 def test_right_programs_have_no_deviation(plan: str) -> None:
     assert deviation(plan, (2, 2)) is None
+
+
+class Scale(nn.Module):
+    """A product with a parameter of three rows in its last dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_a_parameter_that_is_gathered_in_place_has_even_shards_on_the_way() -> None:
+    """From S0,S0 to S1,S0 the cheapest way leads through an uneven S2, which nothing in the body can make."""
+    x, target = torch.randn(8, 4, 3), torch.randn(8, 4, 3)
+    task = make_task(Scale(), (2, 2), (x, target), torch.nn.functional.mse_loss, dtype=torch.float64)
+    planner, call, batch = planner_of(task, "auto"), call_of_task(task, task.batch(1)), task.batch(1)
+    captured = planner.capture(call)
+    plan = planner.search(captured, call)
+    operators = {**plan.operators, "/aten.mul.Tensor#0": ("shard:...1", "shard:...0")}
+    plan = replace(
+        plan, operators=operators, parameters={"weight": replace(plan.parameters["weight"], at_rest="S0,S0")}
+    )
+    assert program_deviation(task, captured, plan, batch, RandomState(0, 0), 1e-9) is None
 
 
 @pytest.fixture

@@ -18,10 +18,12 @@ from autoparallel.program.passes import placing_passes, program_passes
 from autoparallel.program.program import LocalProgram, Target
 
 
-def lay_out(captured: Captured, plan: Plan, target: Target, parameters: Mapping[str, Layout]) -> Specification:
+def lay_out(
+    captured: Captured, plan: Plan, target: Target, parameters: Mapping[str, Layout], *, hoisted: bool = True
+) -> Specification:
     """Makes a captured graph a rank's, in place, in which parameters are gathered where they are used, and inputs are
     whole; gives what it was to become. The arguments are those of :func:`placing_passes`."""
-    passes = placing_passes(captured, plan, target, parameters, {})
+    passes = placing_passes(captured, plan, target, parameters, {}, hoisted=hoisted)
     return run_passes(PassList(passes, CAPTURED, {Fact.PLACED}), captured.module)[Specification]
 
 

@@ -37,12 +37,15 @@ def placing_passes(
     parameters: Mapping[str, Layout],
     inputs: Mapping[str, Layout],
     outputs: Sequence[Layout | None] | None = None,
+    hoisted: bool = True,
 ) -> list[Pass]:
     """What makes of a graph on whole tensors one rank's, in which parameters are gathered where they are used.
 
     Args:
         parameters, inputs: placeholder name to its layout.
         outputs: the layouts in which outputs leave; unless told, those that the target wants.
+        hoisted: whether the gathers of parameters will be taken out of the body, which may go through shards that
+            differ in size; those that stay do not.
     """
     if outputs is None:
         outputs = wanted_outputs(captured, target.outputs, len(plan.mesh))
@@ -64,7 +67,7 @@ def placing_passes(
                 axes=plan.mesh,
                 prefix=target.prefix,
                 sizes=Sizes(captured.actual),
-                parameters=captured.parameters,
+                parameters=captured.parameters if hoisted else {},
             ),
             requires={Fact.CANONICAL, Fact.NAMED, Fact.GLOBAL, Fact.SETTLED},
             provides={Fact.SPECIFIED},

@@ -117,7 +117,7 @@ def program_deviation(
         for node, name in captured.parameters.items()
         if name in plan.parameters and divides(arguments[node].shape, plan.at_rest(name), sizes)
     }
-    lay_out(captured, plan, request.target(PREFIX), layouts)
+    lay_out(captured, plan, request.target(PREFIX), layouts, hoisted=False)
 
     expected = _Whole(whole, captured.graph)
     run_recorded(expected.recorder, whole, arguments, task, random)
