@@ -145,3 +145,17 @@ def index_put(node: fx.Node) -> Rule | None:
     operands = [names, *indices, part[len(part) - rank :]]
     blocked = [factor for dims in indices for factor in dims]
     return dimwise(node, operands, names, linear=[(0, len(operands) - 1)], blocked=blocked)
+
+
+def search(node: fx.Node) -> Rule:
+    """The rule of the places of values in a sorted vector, or of rows of values in sorted rows."""
+    rows, *others = operand_shapes(node)
+    row, values = (["...", "x"], ["...", "y"]) if len(rows) > 1 else (["x"], ["..."])
+    return make_rule(node, ([row, values, *(row for _ in others[1:])], values), blocked=["x"])
+
+
+def membership(node: fx.Node) -> Rule:
+    """The rule of whether elements are among those of another tensor, which stays whole."""
+    elements, among = map(len, operand_shapes(node))
+    names = dim_names(elements)
+    return dimwise(node, [names, dim_names(among, range(among))], names)

@@ -6,6 +6,7 @@ from torch import fx
 
 from autoparallel.rules.calls import arguments, operand_shapes, shape_of
 from autoparallel.rules.core import Rule, dim_names, dimwise
+from autoparallel.rules.localize import divide_sizes
 
 
 def recurrent(node: fx.Node) -> Rule:
@@ -29,6 +30,12 @@ def grid_sample(node: fx.Node) -> Rule:
     spatial = len(shape_of(node)) - 2
     inside, places = [f"xi{k}" for k in range(spatial)], [f"p{k}" for k in range(spatial)]
     return dimwise(node, [["n", "c", *inside], ["n", *places, "xc"]], ["n", "c", *places], linear=[(0,)])
+
+
+def affine_grid(node: fx.Node) -> Rule:
+    """The rule of grids of places, ``[n, ..., coordinates]``, from a matrix for each sample."""
+    places = [f"xo{k}" for k in range(len(shape_of(node)) - 1)]
+    return dimwise(node, [["n", "xr", "xc"]], ["n", *places], linear=[(0,)], localize=divide_sizes("size"))
 
 
 def weight_norm(node: fx.Node) -> Rule | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from autoparallel.rules.calls import arguments, dims_of, operand_shapes, shape_of
-from autoparallel.rules.core import Rule, dim_names, dimwise
+from autoparallel.rules.core import Rule, dim_names, dimwise, make_rule
 from autoparallel.rules.localize import divide_counts
 from autoparallel.rules.pointwise import keeps_sums
 
@@ -51,6 +51,12 @@ def pooled_indices(node: fx.Node) -> Rule:
     """The rule of the places of the largest in windows of the last dims."""
     rank = len(shape_of(node))
     return along(node, range(rank - int(arguments(node)["pool"].split("pool")[1][0]), rank))
+
+
+def distance(node: fx.Node) -> Rule:
+    """The rule of the distances between vectors along the last dim."""
+    notation = f"... m, ... m -> ...{' 1' if arguments(node)['keepdim'] else ''}"
+    return make_rule(node, notation, blocked=["m"])
 
 
 def cross(node: fx.Node) -> Rule:

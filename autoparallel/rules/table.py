@@ -30,6 +30,7 @@ PRODUCTS: dict[Any, str] = {
     aten.vdot.default: "k, k -> ",
     aten.bmm.default: "b m k, b k n -> b m n",
     aten.outer.default: "m, n -> m n",
+    aten.addr.default: "+, m, n -> m n",
     aten.linear.default: "... k, n k, + -> ... n",
     aten.addmm.default: "+, m k, k n -> m n",
     aten.baddbmm.default: "+, b m k, b k n -> b m n",
@@ -92,6 +93,8 @@ PLACES: dict[Any, str] = {
     aten._upsample_bicubic2d_aa.vec: "... x y -> ... u v",
     aten.channel_shuffle.default: "... c x y -> ... d x y",
     aten.view_as_real.default: "... -> ... c",
+    aten.max_unpool2d.default: "... x y, ... x y -> ... u v",
+    aten.max_unpool3d.default: "... x y z, ... x y z -> ... u v w",
 }
 """Linear operators that change the last dims, which stay whole."""
 
@@ -103,6 +106,9 @@ LARGEST_PLACES: dict[Any, str] = {
     aten.linalg_inv.default: "... x y -> ... x y",
     aten.linalg_det.default: "... x y -> ...",
     aten.linalg_cholesky.default: "... x y -> ... x y",
+    aten.linalg_svdvals.default: "... x y -> ... s",
+    aten.linalg_solve_triangular.default: "... x y, ... u v -> ... u v",
+    aten.cholesky_solve.default: "... u v, ... x y -> ... u v",
     aten.matrix_exp.default: "... x y -> ... x y",
 }
 """Others that are not linear."""
@@ -122,8 +128,8 @@ ALONG = [
 """Operators that work along dims, which stay whole."""
 
 LINEAR_ALONG = [
-    aten.slice.Tensor, aten.narrow.default, aten.flip.default, aten.roll.default, aten.cumsum.default,
-    operators.interleave,
+    aten.slice.Tensor, aten.narrow.default, aten.flip.default, aten.roll.default, aten.rot90.default,
+    aten.cumsum.default, operators.interleave,
 ]  # fmt: skip
 """Those of them that are linear."""
 
@@ -168,8 +174,11 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten._weight_norm.default: layers.weight_norm,
     aten.stft.default: layers.stft,
     aten.cdist.default: partial(make_rule, notation="... p m, ... r m -> ... p r", blocked=["m"]),
-    aten.pairwise_distance.default: partial(make_rule, notation="... m, ... m -> ...", blocked=["m"]),
+    aten.pairwise_distance.default: reductions.distance,
     aten.bucketize.Tensor: partial(make_rule, notation="..., x -> ...", blocked=["x"]),
+    aten.searchsorted.Tensor: indexing.search,
+    aten.isin.Tensor_Tensor: indexing.membership,
+    aten.affine_grid_generator.default: layers.affine_grid,
     aten.linalg_cross.default: reductions.cross,
     operators.pool_indices: reductions.pooled_indices,
     aten.sum.default: partial(reductions.reduction, kind="sum"),
@@ -177,6 +186,7 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten.nansum.default: partial(reductions.reduction, kind="sum", linear=False),
     aten.mean.default: partial(reductions.reduction, kind="mean"),
     aten.mean.dim: partial(reductions.reduction, kind="mean"),
+    aten.count_nonzero.default: partial(reductions.reduction, kind="sum", linear=False),
     aten.histc.default: reductions.histogram,
     aten.layer_norm.default: reductions.layer_norm,
     aten.rms_norm.default: reductions.layer_norm,
