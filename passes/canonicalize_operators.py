@@ -267,7 +267,7 @@ def _repeat(emit: Emitter, node: fx.Node) -> fx.Node:
     """A tensor with its dims repeated as a whole, as a view."""
     x, repeats = cast(tuple[fx.Node, Sequence[Any]], node.args)
     shape = (1,) * (len(repeats) - len(shape_of(x))) + shape_of(x)
-    sizes: list[Any] = [emit.size(x, d) for d in range(len(shape_of(x)))]
+    sizes = emit.sizes(x)
     sizes = [1] * (len(shape) - len(sizes)) + sizes
     split, wide, result = [], [], []
     for size, length, count in zip(sizes, shape, repeats, strict=True):

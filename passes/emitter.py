@@ -36,6 +36,15 @@ class Emitter:
         size = shape_of(x)[dim]
         return size if isinstance(size, int) else self(torch.ops.aten.sym_size.int, x, dim)
 
+    def sizes(self, x: fx.Node) -> list[Any]:
+        """All global sizes of a tensor (see :meth:`size`)."""
+        return [self.size(x, dim) for dim in range(len(shape_of(x)))]
+
+    def value(self, x: fx.Node) -> torch.Tensor:
+        """The fake value of a tensor."""
+        value: torch.Tensor = x.meta["val"]
+        return value
+
 
 Rewrite = Callable[[Emitter, fx.Node], Any]
 """What makes that which takes the place of a call: a node, or of a call with several results a function from a result's

@@ -15,7 +15,7 @@ After:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
@@ -100,22 +100,21 @@ class _Numbering:
                 f"plan, at {line_of(node)}\nWhat to change: draw with one of the operators that docs/randomness.md "
                 "lists, or draw the numbers outside of the model and pass them in."
             )
-        emit = _GraphEmit(node)
+        emit = Emitter(node)
         value = node.meta.get("val")
-        like = value if isinstance(value, torch.Tensor) else None
-        result = make(Draw(emit, target, values, self.take, like))
+        draw = Draw(emit, target, values, self.take, value if isinstance(value, torch.Tensor) else None)
+        result = make(draw)
         if isinstance(result, tuple):
             for user in list(node.users):
-                _become(user, result[cast(int, user.args[1])], emit)
+                _become(user, result[cast(int, user.args[1])])
             node.graph.erase_node(node)
             return
         if target._schema.name.endswith("_"):  # type: ignore[union-attr]
             filled = node.args[0]
             assert isinstance(filled, fx.Node)
-            draw = Draw(emit, target, values, self.take, like)
             result = draw.constant(result, filled) if _may_flow(filled) else result
             result = emit(aten.copy_.default, filled, result)
-        _become(node, result, emit)
+        _become(node, result)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -139,30 +138,10 @@ def _may_flow(filled: fx.Node) -> bool:
     return filled.op != "call_function" or not any(word in operator_name(filled.target) for word in _FRESH)
 
 
-def _become(node: fx.Node, value: fx.Node, emit: _GraphEmit) -> None:
+def _become(node: fx.Node, value: fx.Node) -> None:
     """Makes ``node``, whose name the trace's signature may speak of, the call that gives ``value``."""
-    if value in emit.emitted and not value.users:
+    if not value.users:  # it was made for this one
         node.target, node.args, node.kwargs = value.target, value.args, value.kwargs
-        emit.emitted.discard(value)
         value.graph.erase_node(value)
     else:
         node.target, node.args, node.kwargs = aten.clone.default, (value,), {}
-
-
-class _GraphEmit(Emitter):
-    """Inserts calls before a random one."""
-
-    def __init__(self, node: fx.Node) -> None:
-        super().__init__(node)
-        self.emitted: set[fx.Node] = set()
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = super().__call__(target, *args, **kwargs)
-        self.emitted.add(new)
-        return new
-
-    def sizes(self, x: fx.Node) -> list[Any]:
-        return [self.size(x, dim) for dim in range(len(x.meta["val"].shape))]
-
-    def value(self, x: fx.Node) -> torch.Tensor:
-        return cast(torch.Tensor, x.meta["val"])

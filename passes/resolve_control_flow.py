@@ -56,12 +56,8 @@ def resolve_control_flow(module: fx.GraphModule) -> None:
                 resolve_control_flow(inner)
                 canonicalize_operators(inner)
                 inner.recompile()
-        target, rest = control_operator(name, arguments)
-        with graph.inserting_before(node):
-            new = graph.call_function(target, tuple(rest))
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        node.target, rest = control_operator(name, arguments)
+        node.args, node.kwargs = tuple(rest), {}
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)

@@ -46,7 +46,7 @@ def _copy(emit: Emitter, node: fx.Node) -> Any:
     if source.meta["val"].dtype != value.dtype:
         source = emit(aten._to_copy.default, source, dtype=value.dtype)
     if tuple(map(_size, shape_of(source))) != tuple(map(_size, shape_of(x))):
-        source = emit(aten.expand.default, source, [emit.size(x, d) for d in range(len(shape_of(x)))])
+        source = emit(aten.expand.default, source, emit.sizes(x))
     if not may_have_gradient(value) or not _may_be_trained(x):
         return source
     return emit(aten.add.Tensor, emit(aten.fill.Scalar, x, 0), source)
@@ -77,7 +77,7 @@ def _make_strided(emit: Emitter, node: fx.Node) -> Any:
         return emit(aten.reshape.default, emit(aten.index_select.default, flat, 0, index), v["size"])
     source = emit(aten.reshape.default, v["src"], [-1])
     written = emit(aten.scatter.src, flat, 0, index, source)
-    return emit(aten.reshape.default, written, [emit.size(x, d) for d in range(len(shape_of(x)))])
+    return emit(aten.reshape.default, written, emit.sizes(x))
 
 
 def _positions(emit: Emitter, sizes: Sequence[Any], strides: Sequence[Any], start: int) -> fx.Node:

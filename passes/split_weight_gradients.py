@@ -9,7 +9,7 @@ of its parameters with them.
 Before:
     linear = aten.linear(x, w)
 After:
-    deferring_linear = Deferring(aten.linear, [1])(x, w)   backward: the gradient of x; that of w by ``Deferred.run``
+    linear = Deferring(aten.linear, [1])(x, w)   backward: the gradient of x; that of w by ``Deferred.run``
 """
 
 from __future__ import annotations
@@ -167,11 +167,7 @@ def split_weight_gradients(module: fx.GraphModule, parameters: Sequence[str]) ->
         if has_own_backward(node.target):  # the user's backward runs once, for all of its operands
             continue
         weights = [i for i, x in enumerate(tensor_operands(node)) if x in alone]
-        with graph.inserting_before(node):
-            new = graph.call_function(Deferring(node.target, weights), node.args, node.kwargs)
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        node.target = Deferring(node.target, weights)
 
 
 def _read_by_regions(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:

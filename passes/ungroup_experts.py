@@ -197,7 +197,7 @@ class _Unsort:
         """The sums of every ``copies`` rows."""
         if shape_of(like)[0] * copies != self.rows:
             return None
-        sizes = [emit.size(like, d) for d in range(len(shape_of(like)))]
+        sizes = emit.sizes(like)
         return emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, [sizes[0], copies, *sizes[1:]]), [1])
 
     def _looked_up(self, node: fx.Node, emit: Emitter) -> _Unsorted | None:
@@ -221,7 +221,7 @@ class _Unsort:
             return None
         if where.copies == 1:
             return cast(fx.Node, x)
-        sizes = [emit.size(x, d) for d in range(len(shape_of(x)))]
+        sizes = emit.sizes(x)
         copied = emit(aten.expand.default, emit(aten.unsqueeze.default, x, 1), [sizes[0], where.copies, *sizes[1:]])
         return emit(aten.reshape.default, copied, [emit.size(self.experts, 0), *sizes[1:]])
 
