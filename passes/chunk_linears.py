@@ -32,8 +32,9 @@ from autoparallel.comm.collectives import redistribute
 from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.operators.chunked import dims_of_rows, linear_then_redistribute, redistribute_then_linear
+from autoparallel.passes.insert_collectives import actions_of
 from autoparallel.passes.raise_row_views import find_heads
-from autoparallel.placements import COLLECTIVES, action, largest_piece
+from autoparallel.placements import COLLECTIVES, largest_piece
 
 LINEAR = torch.ops.aten.linear.default
 
@@ -69,7 +70,7 @@ def chunk_linears(
         if node.target is not redistribute:
             continue
         x, src, dst, _ = node.args
-        forward, backward = _actions(node)
+        forward, backward = actions_of(node)
         dims = dims_of_rows(x.meta["val"].ndim, src, dst)
         rows = math.prod(largest_piece(sizes.shape(x), x.meta["placements"], axis_sizes)[:dims])
         # Chunks stay apart; what all ranks exchange with all has its rows elsewhere afterwards.
@@ -83,14 +84,6 @@ def chunk_linears(
             _merge_into_end(node, chunks)
         elif reads and (cut or backward in COLLECTIVES and any(map(_is_trained, readers))):
             _merge_into_begin(node, readers, before[place[readers[0]] : place[readers[-1]]], chunks if cut else 1)
-
-
-def _actions(node: fx.Node) -> tuple[str, str]:
-    """What a redistribution does forward, and backward."""
-    step = node.meta["redistribution"].step
-    returned = step.transposed()
-    returns = node.meta["differentiable"] and node.meta["backward"]
-    return action(step.src, step.dst), action(returned.src, returned.dst) if returns else "nothing"
 
 
 def _is_trained(linear: fx.Node) -> bool:

@@ -167,29 +167,28 @@ class _Cutter:
     ) -> None:
         self.captured, self.stages, self.count, self.price = captured, stages, count, price
         self.order = {node: i for i, node in enumerate(captured.graph.nodes)}
-        self.results: list[fx.Node] = list(captured.graph.output_node().args[0])  # type: ignore[arg-type]
+        self.results = captured.results
         self._require_buffers_together()
         buffers = len(captured.mutated_buffers)
         last = count - 1
         loss = captured.objective
         home = last if loss is None else stages.get(self.results[loss], last)
-        weight = captured.weight.output if captured.weight is not None else None
         self.produced: dict[int, list[int]] = {}  # stage to the numbers of the results that it makes
         for i, node in enumerate(self.results):
             if i < buffers or i in outputs:
-                stage = stages.get(node, home if i == weight else last)
+                stage = stages.get(node, home if i == captured.weight_output else last)
                 self.produced.setdefault(stage, []).append(i)
         self.needs = [self._needs(stage) for stage in range(count)]
         self.crossings = self._crossings()
 
     def _require_buffers_together(self) -> None:
-        for node in self.captured.graph.nodes:
-            if node.op == "placeholder" and self.captured.buffers.get(node.name) in self.captured.mutated_buffers:
+        for name, node in self.captured.placeholders.items():
+            if self.captured.buffers.get(name) in self.captured.mutated_buffers:
                 users = {self.stages[user]: user for user in node.users if user in self.stages}
                 if len(users) > 1:
                     where = ", ".join(user.meta["key"] for user in users.values())
                     raise CutError(
-                        f"the buffer {self.captured.buffers[node.name]} changes in every call, but the stages would "
+                        f"the buffer {self.captured.buffers[name]} changes in every call, but the stages would "
                         f"part those who use it ({where}): cut elsewhere"
                     )
 
@@ -216,12 +215,9 @@ class _Cutter:
 
     def _holder(self, size: fx.Node) -> fx.Node | None:
         """An input that has a size in some dim."""
-        inputs = {name for name in self.captured.inputs if name is not None}
         value = expression(size.meta["val"])
-        for node in self.captured.graph.nodes:
-            if node.op == "placeholder" and node.name in inputs and any(expression(s) == value for s in shape_of(node)):
-                return node
-        return None
+        inputs = (node for name, node in self.captured.placeholders.items() if name in self.captured.inputs)
+        return next((node for node in inputs if any(expression(s) == value for s in shape_of(node))), None)
 
     def _crossings(self) -> list[Crossing]:
         targets: dict[fx.Node, list[int]] = {}

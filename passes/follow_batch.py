@@ -60,8 +60,8 @@ def weight_of_rows(captured: Captured, specs: Sequence[Any]) -> LossWeight | Non
     if weight is None or weight.kind == "unknown":
         return weight
     assert captured.objective is not None
-    results: Any = captured.graph.output_node().args[0]
-    loss, count = results[captured.objective], None if weight.output is None else results[weight.output]
+    loss = captured.results[captured.objective]
+    count = None if weight.output is None else captured.results[weight.output]
     names = zip(captured.inputs, specs, strict=True)
     batched = {name: spec for name, spec in names if name is not None and isinstance(spec, InputSpec) and spec.batch}
     needed = ancestors(captured.graph, {loss} if count is None else {loss, count})

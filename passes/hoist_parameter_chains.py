@@ -26,12 +26,18 @@ from torch import fx
 from autoparallel.comm.collectives import redistribute
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.insert_collectives import Redistribution
-from autoparallel.placements import Layout, Partial, Placement, action, cut_along, dual_layout, format_layout
+from autoparallel.passes.specification import PlacementError
+from autoparallel.placements import (
+    ACTIONS,
+    Layout,
+    Partial,
+    Placement,
+    cut_along,
+    dual_layout,
+    format_layout,
+    shards_of,
+)
 from autoparallel.placements.redistribution import Redistributor, Step
-
-
-class GradientError(AssertionError):
-    """A trainable parameter whose gradient would not be completed exactly once."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class ParameterChain:
     @functools.cached_property
     def ends_in_slice(self) -> bool:
         """Whether its reduced gradient is a slice of a whole one, which it would keep alive."""
-        return any(action(step.src, step.dst) == "slice" for step in (*self.each, *self.sync)[-1:])
+        return any(step.action == "slice" for step in (*self.each, *self.sync)[-1:])
 
     def with_gradient_layout(self, gradient_layout: Layout, redistributor: Redistributor) -> ParameterChain:
         """The same chain for gradients that are added up in another layout than its own uses make them in."""
@@ -111,8 +117,7 @@ class ParameterChain:
             return self
         ways = _ways(gradient_layout, None, self.at_rest, self.shape, self.dtype, self.reduce_dtype, redistributor)
         chain = replace(self, gradient_layout=gradient_layout, ways=ways, when="per_step")
-        for when in chain.ways:
-            require_complete(replace(chain, when=when))
+        require_complete(chain)
         return chain
 
     def __str__(self) -> str:
@@ -135,7 +140,7 @@ class Chains:
 
 def makes_tensor(path: Sequence[Step]) -> bool:
     """Whether a parameter's way to a use ends in memory of its own, not in the parameter or a view of it."""
-    return any(action(step.src, step.dst) not in ("nothing", "slice") for step in path)
+    return any(step.action not in ("nothing", "slice") for step in path)
 
 
 def hoist_parameter_chains(
@@ -212,7 +217,7 @@ def _hoist(
         paths.append(path)
     for link in reversed(links):
         if link.users:
-            raise GradientError(f"{name} reaches a use on two ways")
+            raise PlacementError(f"{name} reaches a use on two ways")
         graph.erase_node(link)
     trainable = bool(node.meta["differentiable"])
     gradient_layout = join_layouts([dual_layout(u) for u in uses])
@@ -270,26 +275,42 @@ def join_layouts(layouts: list[Layout]) -> Layout:
 
 def require_complete(chain: ParameterChain) -> None:
     """Following the steps, a parameter must reach each use as it is used there, and its gradient, made as the uses make
-    it, must end as the parameter lies at rest: whole where that is Invariant.  One that is not trained has none."""
+    it, must end as the parameter lies at rest, whole where that is Invariant, whenever it is reduced.  One that is not
+    trained has none.
+
+    Raises:
+        PlacementError: where one does not.
+    """
     for use, path in zip(chain.uses, chain.paths, strict=True):
-        layout = _follow_steps(chain.at_rest, path, f"{chain.name} lies as")
-        if layout != use:
-            raise GradientError(
-                f"{chain.name} reaches a use as {format_layout(layout)}, and is used as {format_layout(use)}"
-            )
-    if not chain.trainable:
-        return
-    layout = _follow_steps(chain.gradient_layout, (*chain.each, *chain.sync), f"the gradient of {chain.name} is")
-    if layout != chain.at_rest or any(p.kind not in ("I", "S") for p in chain.at_rest):
-        raise GradientError(
-            f"the gradient of {chain.name} ends as {format_layout(layout)}, the parameter lies as "
-            f"{format_layout(chain.at_rest)}: it would not be completed exactly once"
+        require_way(chain.name, chain.at_rest, path, use)
+    ways = {(*each, *sync) for each, sync in chain.ways.values()} if chain.trainable else ()
+    for way in ways:
+        require_way(f"the gradient of {chain.name}", chain.gradient_layout, way, chain.at_rest)
+    if ways and any(p.kind not in ("I", "S") for p in chain.at_rest):
+        raise PlacementError(
+            f"{chain.name} lies as {format_layout(chain.at_rest)}: its gradient would not be completed exactly once"
         )
 
 
-def _follow_steps(layout: Layout, steps: Sequence[Step], what: str) -> Layout:
+def require_way(name: str, layout: Layout, steps: Sequence[Step], end: Layout) -> None:
+    """Raises ``PlacementError`` where steps do not lead what a name says from one layout to another."""
+    begin = layout
     for step in steps:
-        if any(layout[axis] != step.src for axis in step.axes):
-            raise GradientError(f"{what} {format_layout(layout)} before {step}")
-        layout = step.apply(layout)
-    return layout
+        layout = after_step(name, layout, step)
+    if layout != end:
+        raise PlacementError(
+            f"{name}: the way from {format_layout(begin)} ends as {format_layout(layout)}, not as {format_layout(end)}"
+        )
+
+
+def after_step(name: str, before: Layout, step: Step) -> Layout:
+    """The layout after a step; raises ``PlacementError`` where there is no such step."""
+    after = step.apply(before)
+    ends = [(before, step.src), (after, step.dst)]
+    if (
+        (step.src.kind, step.dst.kind) not in ACTIONS
+        or any(before[axis] != step.src for axis in step.axes)
+        or any(p.kind == "S" and step.axes != shards_of(layout, p.dim)[-1:] for layout, p in ends)
+    ):
+        raise PlacementError(f"{name}: no step leads from {format_layout(before)} to {format_layout(after)}")
+    return after

@@ -41,6 +41,13 @@ class Redistribution:
     before: Layout
 
 
+def actions_of(node: fx.Node) -> tuple[str, str]:
+    """What a redistribution does forward, and to the gradient that comes back."""
+    step: Step = node.meta["redistribution"].step
+    returns = node.meta["differentiable"] and node.meta["backward"]
+    return step.action, step.transposed().action if returns else "nothing"
+
+
 def insert_collectives(
     module: fx.GraphModule,
     *,

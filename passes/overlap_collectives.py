@@ -29,9 +29,9 @@ from autoparallel.comm.in_flight import finish_redistribution, start_redistribut
 from autoparallel.graph.layers import layer_of
 from autoparallel.operators.chunked import redistribute_then_linear
 from autoparallel.passes.chunk_loss import ChunkedLoss
-from autoparallel.passes.insert_collectives import Redistribution
+from autoparallel.passes.insert_collectives import Redistribution, actions_of
 from autoparallel.passes.recompute_layers import regions_of
-from autoparallel.placements import COLLECTIVES, action
+from autoparallel.placements import COLLECTIVES
 from autoparallel.rules.calls import is_tensor
 
 
@@ -54,10 +54,7 @@ def _overlap_all(graph: fx.Graph) -> bool:
 def _overlap(graph: fx.Graph, node: fx.Node, place: Mapping[fx.Node, int]) -> bool:
     """Makes two halves of a redistribution, where that lets anything run beside a collective."""
     redistribution: Redistribution = node.meta["redistribution"]
-    step, returned = redistribution.step, redistribution.step.transposed()
-    returns = node.meta["differentiable"] and node.meta["backward"]
-    actions = {action(step.src, step.dst)} | ({action(returned.src, returned.dst)} if returns else set())
-    if not node.users or actions.isdisjoint(COLLECTIVES):
+    if not node.users or {*actions_of(node)}.isdisjoint(COLLECTIVES):
         return False
     first = min(node.users, key=place.__getitem__)
     point = _earliest(node, first)

@@ -33,7 +33,7 @@ from autoparallel.comm import ranges
 from autoparallel.graph.layers import is_checkpointed, layer_of, stretches_of_layers
 from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
 from autoparallel.operators.selective_checkpoint import Keeping, KeptResults
-from autoparallel.placements.placement import COLLECTIVES, action
+from autoparallel.placements.placement import COLLECTIVES
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor
 
@@ -130,8 +130,7 @@ def is_kept(node: fx.Node) -> bool:
     if node.op != "call_function" or not is_tensor(node):
         return False
     if "redistribution" in node.meta:
-        step = node.meta["redistribution"].step
-        kind = action(step.src, step.dst)
+        kind = node.meta["redistribution"].step.action
         return kind in COLLECTIVES and kind != "all_gather"
     if node.target in (grouped_linear_exchanged, grouped_linear_sharded):
         return True

@@ -30,6 +30,7 @@ from autoparallel.operators.opaque import (
     hooked_operator,
 )
 from autoparallel.passes.refusal import Refusal
+from autoparallel.rules.calls import ancestors, followers
 
 
 def resolve_opaque_calls(module: fx.GraphModule, calls: Mapping[str, Any], hooks: Mapping[str, Any]) -> None:
@@ -135,22 +136,11 @@ def _values_before(graph: fx.Graph, node: fx.Node, values: list[fx.Node]) -> tup
     Returns:
         the copies, and the last node that stands before the users.
     """
-    needed: set[fx.Node] = set()
-    pending = list(values)
-    while pending:
-        x = pending.pop()
-        if x not in needed:
-            needed.add(x)
-            pending += x.all_input_nodes
     copies: dict[fx.Node, fx.Node] = {}
-    follows, point, after = {node}, node, False
-    for x in list(graph.nodes):
-        after |= x is node
-        if not after or x is node:
-            continue
-        if not follows.isdisjoint(x.all_input_nodes):
-            follows.add(x)
-        if x not in needed:
+    follows, point = followers(graph, {node}), node
+    order = {x: i for i, x in enumerate(graph.nodes)}
+    for x in ancestors(graph, values):
+        if order[x] <= order[node]:
             continue
         if x not in follows:
             point.append(x)

@@ -23,7 +23,7 @@ from torch import fx
 
 from autoparallel.passes.emitter import Emitter, Rewrite
 from autoparallel.passes.mark_gradients import stops_gradient
-from autoparallel.rules.calls import arguments, is_tensor, may_have_gradient, shape_of
+from autoparallel.rules.calls import ancestors, arguments, is_tensor, may_have_gradient, shape_of
 
 aten = torch.ops.aten
 
@@ -54,16 +54,8 @@ def _copy(emit: Emitter, node: fx.Node) -> Any:
 
 def _may_be_trained(x: fx.Node) -> bool:
     """Whether a value depends on a tensor that was given, in a way that gradients flow through."""
-    pending, visited = [x], {x}
-    while pending:
-        node = pending.pop()
-        if not is_tensor(node) or stops_gradient(node):
-            continue
-        if node.op == "placeholder":
-            return True
-        pending += [n for n in node.all_input_nodes if n not in visited]
-        visited.update(node.all_input_nodes)
-    return False
+    read = ancestors(x.graph, {x}, through=lambda node: is_tensor(node) and not stops_gradient(node))
+    return any(node.op == "placeholder" and is_tensor(node) for node in read)
 
 
 def _make_strided(emit: Emitter, node: fx.Node) -> Any:

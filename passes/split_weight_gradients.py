@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from autoparallel.operators.current import Current
 from autoparallel.operators.opaque import has_own_backward
-from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.rules.calls import ancestors, is_tensor, tensor_operands
 
 
 class Deferred:
@@ -178,14 +178,8 @@ def _read_by_regions(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Nod
         computed = node.op == "call_function" and node.all_input_nodes and follows.issuperset(node.all_input_nodes)
         if gathered or computed or node.op == "placeholder" and node.name in parameters:
             follows.add(node)
-    readers: set[fx.Node] = set()
-    pending = [x for n in graph.nodes if "region" in n.meta for x in n.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        if node in follows and node not in readers:
-            readers.add(node)
-            pending += node.all_input_nodes
-    return readers
+    read = follows.intersection(x for node in graph.nodes if "region" in node.meta for x in node.all_input_nodes)
+    return set(ancestors(graph, read))
 
 
 def _reads_activation(node: fx.Node, alone: set[fx.Node]) -> bool:

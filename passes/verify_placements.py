@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
 from autoparallel.passes.bucket_collectives import Bucket
-from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.passes.hoist_parameter_chains import ParameterChain, after_step, require_complete, require_way
 from autoparallel.passes.insert_collectives import Redistribution
 from autoparallel.passes.restore_program import restore_program
 from autoparallel.passes.specification import ExpectedCall, Operand, PlacementError, Specification, name_of
-from autoparallel.placements import ACTIONS, Layout, format_layout, parse_placement, shards_of
+from autoparallel.placements import Layout, format_layout, parse_placement
 from autoparallel.placements.redistribution import Step, steps_by_axis
 from autoparallel.rules.calls import is_tensor
 
@@ -94,20 +94,11 @@ class _Verifier:
                     f"{_text(chain.gradient_layout)}"
                 )
             added = steps_by_axis(layout, chain.gradient_layout)
-            self._require_way(f"the gradient of a use of {chain.name}", layout, added, chain.gradient_layout)
-        for placeholder, use, path in zip(chain.placeholders, chain.uses, chain.paths, strict=True):
-            self._require_way(chain.name, chain.at_rest, path, use)
-            self.uses[placeholder] = origin, use
-        ways = {(*each, *sync) for each, sync in chain.ways.values()}
-        for way in ways if chain.trainable else ():
-            self._require_way(f"the gradient of {chain.name}", chain.gradient_layout, way, chain.at_rest)
-
-    def _require_way(self, name: str, layout: Layout, steps: Sequence[Step], end: Layout) -> None:
-        begin = layout
-        for step in steps:
-            layout = _require_step(name, layout, step)
-        if layout != end:
-            raise PlacementError(f"{name}: the way from {_text(begin)} ends as {_text(layout)}, not as {_text(end)}")
+            require_way(f"the gradient of a use of {chain.name}", layout, added, chain.gradient_layout)
+        require_complete(chain)
+        self.uses |= {
+            placeholder: (origin, use) for placeholder, use in zip(chain.placeholders, chain.uses, strict=True)
+        }
 
     def collect(self, chains: Sequence[ParameterChain] | None, buckets: Sequence[Bucket]) -> None:
         """Notes what comes out of which bucket; every hoisted parameter is in one bucket."""
@@ -277,7 +268,7 @@ def _check_redistribution(node: fx.Node, before: Layout, specification: Specific
     step = Step(_axes_of(node, str(group), specification), parse_placement(str(src)), parse_placement(str(dst)))
     if any(before[axis] != step.src for axis in step.axes):
         raise PlacementError(f"{name_of(node)}: redistributes from {step.src}, its operand lies as {_text(before)}")
-    after = _require_step(name_of(node), before, step)
+    after = after_step(name_of(node), before, step)
     assert isinstance(noted, Redistribution)
     if (noted.before, noted.step.axes, noted.step.src, noted.step.dst) != (before, step.axes, step.src, step.dst):
         raise PlacementError(
@@ -294,19 +285,6 @@ def _axes_of(node: fx.Node, group: str, specification: Specification) -> tuple[i
     if group_name(specification.prefix, names, axes) != group:
         raise PlacementError(f"{name_of(node)}: communicates over {group!r}, which is no group of the mesh")
     return axes
-
-
-def _require_step(name: str, before: Layout, step: Step) -> Layout:
-    """The layout after a step; raises where there is no such step."""
-    after = step.apply(before)
-    ends = [(before, step.src), (after, step.dst)]
-    if (
-        (step.src.kind, step.dst.kind) not in ACTIONS
-        or any(before[axis] != step.src for axis in step.axes)
-        or any(p.kind == "S" and step.axes != shards_of(layout, p.dim)[-1:] for layout, p in ends)
-    ):
-        raise PlacementError(f"{name}: no step leads from {_text(before)} to {_text(after)}")
-    return after
 
 
 def _position(call: ExpectedCall, operand: Operand) -> int:

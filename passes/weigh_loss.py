@@ -25,7 +25,7 @@ from autoparallel import operators
 from autoparallel.graph.captured import LossWeight
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.opaque import has_own_backward
-from autoparallel.rules.calls import ancestors, arguments, casts_of, is_tensor, shape_of
+from autoparallel.rules.calls import ancestors, arguments, casts_of, followers, is_tensor, shape_of
 from autoparallel.rules.table import LOSSES
 
 aten = torch.ops.aten
@@ -99,10 +99,7 @@ def chain_of(loss: fx.Node) -> list[fx.Node]:
 
 def terms_of(loss: fx.Node, inputs: Collection[str]) -> tuple[set[fx.Node], list[fx.Node]]:
     """The means, sums and quotients that a loss adds up and for which inputs are read, and the calls between."""
-    reads: set[fx.Node] = set()
-    for node in loss.graph.nodes:
-        if node.name in inputs or not reads.isdisjoint(node.all_input_nodes):
-            reads.add(node)
+    reads = followers(loss.graph, {node for node in loss.graph.nodes if node.name in inputs})
     between: set[fx.Node] = set()
     ends: dict[fx.Node, None] = {}
     left = [loss]

@@ -62,7 +62,7 @@ def fits(captured: Captured, specs: Sequence[Any]) -> bool:
     actual = {symbol: sympy.Integer(size) for symbol, size in sizes_of(captured, specs).items()}
     if any(actual[symbol] < 2 for symbol in captured.lengths):
         return False
-    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    nodes = captured.placeholders
     for name, spec in zip(captured.inputs, specs, strict=True):
         node = nodes.get(name) if name is not None else None
         if node is None or not isinstance(spec, InputSpec):
@@ -161,7 +161,7 @@ def require_divisible(
 
 def sizes_of(captured: Captured, specs: Sequence[Any]) -> dict[Any, int]:
     """The traced symbols' sizes in a call."""
-    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    nodes = captured.placeholders
     actual: dict[Any, int] = dict(captured.actual)
     for name, spec in zip(captured.inputs, specs, strict=True):
         if name in nodes and isinstance(spec, InputSpec):
@@ -201,5 +201,5 @@ def microbatch(call: Call, number: int, count: int) -> list[Any]:
 
 def batch_dim(captured: Captured, result: int) -> int:
     """The dim of a result that is the batch, or a multiple of it; -1 where there is none."""
-    shape = captured.graph.output_node().args[0][result].meta["val"].shape  # type: ignore[index, union-attr]
+    shape = captured.results[result].meta["val"].shape
     return next((dim for dim, size in enumerate(shape) if captured.is_batch(size)), -1)

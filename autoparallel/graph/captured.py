@@ -110,13 +110,27 @@ class Captured:
         return self.module.graph
 
     @property
+    def placeholders(self) -> dict[str, fx.Node]:
+        """The graph's placeholders, by name."""
+        return {node.name: node for node in self.graph.find_nodes(op="placeholder")}
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """The graph's outputs: first the new values of mutated buffers, then the model's outputs."""
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def weight_output(self) -> int | None:
+        """The index of the output that holds what the loss weighs, where that depends on the data."""
+        return None if self.weight is None else self.weight.output
+
+    @property
     def objective(self) -> int | None:
         """The index of what can only be the loss: the known one, or the one output that can be differentiated, where
         it is a scalar."""
         if self.loss is not None or len(self.flowing) != 1:
             return self.loss
-        node = self.graph.output_node().args[0][self.flowing[0]]  # type: ignore[index]
-        return self.flowing[0] if is_loss(node) else None
+        return self.flowing[0] if is_loss(self.results[self.flowing[0]]) else None
 
     @cached_property
     def own_outputs(self) -> frozenset[int]:
@@ -128,7 +142,7 @@ class Captured:
             makes = makes and not _torch.export.gives_view(target)
             read = [roots[n] for n in node.all_input_nodes if not isinstance(n.meta.get("val"), torch.SymInt)]
             roots[node] = {node} if makes or not read else set().union(*read)
-        memory = [roots[node] for node in self.graph.output_node().args[0]]  # type: ignore[union-attr,index]
+        memory = [roots[node] for node in self.results]
         users = Counter(node for nodes in memory for node in nodes)
         unshared = {node for node, count in users.items() if count == 1 and node.op != "placeholder"}
         return frozenset(i for i, nodes in enumerate(memory) if nodes <= unshared)
@@ -164,9 +178,9 @@ class Captured:
         """The buffers that a call changes although the backward may need what they were."""
         changed = set(self.mutated_buffers) - self.rebound
         return frozenset(
-            self.buffers[node.name]
-            for node in self.graph.nodes
-            if node.op == "placeholder" and self.buffers.get(node.name) in changed
+            self.buffers[name]
+            for name, node in self.placeholders.items()
+            if self.buffers.get(name) in changed
             if any(user.meta.get("backward") for user in node.users)
         )
 

@@ -25,6 +25,7 @@ from autoparallel.placements.placement import (
     Placement,
     Replicate,
     Shard,
+    action,
     cut_along,
     divides,
     dual,
@@ -66,6 +67,11 @@ class Step:
     src: Placement
     dst: Placement
     before: Uneven | None = None
+
+    @property
+    def action(self) -> str:
+        """What a rank does: a collective of ``COLLECTIVES``, or a local action."""
+        return action(self.src, self.dst)
 
     def apply(self, layout: Layout) -> Layout:
         """The layout after the step."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import batch_dim
 from autoparallel.graph.captured import Captured, explain_ambiguity, is_loss
@@ -29,16 +27,14 @@ def require_stageable(captured: Captured, outputs: str, microbatches: int, train
 def kept_outputs(captured: Captured, outputs: str) -> list[int]:
     """The model's outputs that a pipeline keeps, with what the loss weighs, by their number among the results."""
     first = len(captured.mutated_buffers)
-    results = captured.graph.output_node().args[0]
-    weight = captured.weight.output if captured.weight is not None else None
     every = captured.objective is None or outputs == "gather"
-    numbers = [i for i in range(first, len(results)) if i not in captured.left_out]  # type: ignore[arg-type]
-    return [i for i in numbers if every or i in (captured.objective, weight)]
+    numbers = [i for i in range(first, len(captured.results)) if i not in captured.left_out]
+    return [i for i in numbers if every or i in (captured.objective, captured.weight_output)]
 
 
 def _require_loss(captured: Captured) -> None:
     """Refuses a call in training that returns a scalar which may be the loss, or may not be all of it."""
-    results: Any = captured.graph.output_node().args[0]
+    results = captured.results
     if captured.objective is None and any(is_loss(results[i]) for i in captured.flowing):
         raise PlanError(
             f"{explain_ambiguity(len(captured.flowing))}, but a pipeline must know its loss, which is all that it "
@@ -54,10 +50,9 @@ def _require_combinable(captured: Captured, numbers: list[int]) -> None:
             f"the losses of microbatches cannot be put together: {weight.problem}. Pass a loss_fn that returns (sum, "
             "count) to compile(), or use one microbatch"
         )
-    results = captured.graph.output_node().args[0]
     for i in numbers:
-        if i != captured.objective and (weight is None or i != weight.output) and batch_dim(captured, i) < 0:
-            key = results[i].meta["key"]  # type: ignore[index, union-attr]
+        if i not in (captured.objective, captured.weight_output) and batch_dim(captured, i) < 0:
+            key = captured.results[i].meta["key"]
             raise PlanError(
                 f"an output of the model ({key}) has no batch dim, so that those of microbatches cannot be put "
                 "together: return it per row, or leave it out (outputs='auto' beside a loss)"

@@ -111,10 +111,25 @@ def casts_of(node: fx.Node) -> list[fx.Node]:
     return chain
 
 
-def ancestors(graph: fx.Graph, results: Collection[fx.Node]) -> list[fx.Node]:
-    """What some results are made of, and themselves, in the order of the graph."""
+def ancestors(
+    graph: fx.Graph, results: Collection[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
+) -> list[fx.Node]:
+    """What some results are made of, and themselves, in the order of the graph.
+
+    Args:
+        through: whether what a node is made of counts, too.
+    """
     needed = set(results)
     for node in reversed(graph.nodes):
-        if node in needed:
+        if node in needed and through(node):
             needed.update(node.all_input_nodes)
     return [node for node in graph.nodes if node in needed]
+
+
+def followers(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
+    """What is made of some nodes, and themselves."""
+    reached = set(sources)
+    for node in graph.nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return reached

@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.hoist_parameter_chains import (
-    GradientError,
     ParameterChain,
     hoist_parameter_chains,
     join_layouts,
@@ -127,23 +126,23 @@ class TestAnIncompleteChain:
     @pytest.mark.parametrize(
         ("sync", "at_rest", "accumulator", "message"),
         [
-            ([], "I", "P", "ends as P, the parameter lies as I: it would not be completed exactly once"),
-            ([("P", "I"), ("P", "I")], "I", "P", "is I before"),
-            ([("P", "S1")], "S0", "P", "ends as S1, the parameter lies as S0"),
-            ([("S0", "I")], "I", "P", "is P before"),
-            ([], "P", "P", "the parameter lies as P"),
+            ([], "I", "P", "the gradient of w: the way from P ends as P, not as I"),
+            ([("P", "I"), ("P", "I")], "I", "P", "no step leads from I to I"),
+            ([("P", "S1")], "S0", "P", "ends as S1, not as S0"),
+            ([("S0", "I")], "I", "P", "no step leads from P to I"),
+            ([], "P", "P", "w lies as P: its gradient would not be completed exactly once"),
         ],
     )
     def test_is_refused(self, sync: list[tuple[str, str]], at_rest: str, accumulator: str, message: str) -> None:
-        with pytest.raises(GradientError, match=message):
+        with pytest.raises(PlacementError, match=message):
             require_complete(chain_with(tuple(self.step(*s) for s in sync), at_rest, accumulator))
 
     def test_a_way_that_does_not_reach_its_use_is_refused(self) -> None:
         chain = chain_with((self.step("P", "S0"),), "S0", "P")
         require_complete(chain)
-        with pytest.raises(GradientError, match="reaches a use as I, and is used as R"):
+        with pytest.raises(PlacementError, match="w: the way from S0 ends as I, not as R"):
             require_complete(replace(chain, paths=((self.step("S0", "I"),),)))
-        with pytest.raises(GradientError, match="lies as S0 before"):
+        with pytest.raises(PlacementError, match="w: no step leads from S0 to R"):
             require_complete(replace(chain, paths=((self.step("S1", "R"),),)))
 
     def test_is_found_in_a_program(self) -> None:

@@ -100,7 +100,7 @@ class ResolvedPins:
         self._pins: dict[fx.Node, list[Pin]] = {}
         if pins.plan is not None and tuple(pins.plan.mesh) != tuple(axes):
             raise PlanError(f"the pinned plan is for the mesh {mesh_text(pins.plan.mesh)}, not for {mesh_text(axes)}")
-        nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+        nodes = captured.placeholders
         named = {name: nodes[placeholder] for placeholder, name in captured.parameters.items()}
         modules = results_of_modules(captured.graph) if pins.pins else {}
         for pin in pins.pins:

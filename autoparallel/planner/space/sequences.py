@@ -29,7 +29,7 @@ def sequence_factors(
     """
     if not constraints.sequence:
         return {}
-    nodes = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    nodes = captured.placeholders
     inputs = [nodes[name] for name in captured.inputs if name is not None]
     tokens = [n for n in inputs if n.meta["val"].ndim == 2 and not n.meta["val"].is_floating_point()]
     rows = tokens or [n for n in inputs if n.meta["val"].ndim == 3]

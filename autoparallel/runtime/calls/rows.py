@@ -60,7 +60,7 @@ def batch_axes(captured: Captured) -> tuple[int, ...]:
             if "redistribution" in user.meta:
                 follow(user)
 
-    nodes = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
+    nodes = captured.placeholders
     inputs = [nodes[name] for name in captured.inputs if name in nodes]
     first = next((x for x in inputs if isinstance(x.meta["val"], torch.Tensor) and x.meta["val"].ndim), None)
     if first is not None:

@@ -235,7 +235,7 @@ class _Search:
 
     def backward(self) -> Deviation | None:
         """The last call on the way from a parameter or an input whose gradient is off."""
-        placeholders = {n.name: n for n in self.captured.graph.nodes if n.op == "placeholder"}
+        placeholders = self.captured.placeholders
         names = {name: placeholders[at] for at, name in self.captured.parameters.items()}
         for leaf in self.watch.steps:
             if not leaf.name or not leaf.tensor.requires_grad:
