@@ -372,13 +372,6 @@ def settle(key: str) -> None:
     communicator_of(f"{key}/")[0].settle()
 
 
-def unbind_all() -> None:
-    """Forgets every mesh; for processes that destroy their process groups and make new ones."""
-    _BOUND.clear()
-    _EXPANDED.clear()
-    _GROUP_NAMES.clear()
-
-
 def axis_of_group(group_name: str) -> str | None:
     """The mesh axis that a process group stands for, if it is one of ours."""
     group, axis = _GROUP_NAMES.get(group_name, (None, None))

@@ -36,9 +36,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoparallel.comm import groups
-from autoparallel.runtime.ranks.agreement import forget_groups
-
 FileStore: Any = dist.FileStore  # type: ignore[attr-defined]
 GRACE = 5.0
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout")
@@ -458,7 +455,5 @@ def _leave_groups() -> list[Any]:
     if not dist.is_initialized():
         return []
     inherited = [dist.group.WORLD]
-    groups.unbind_all()
-    forget_groups()
     dist.destroy_process_group()
     return inherited

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,8 @@ class Agreement:
             RankMismatchError: naming the ranks, and what each has.
         """
         if not is_same(digests):
-            self.fail(what, describe())
+            self.mismatches += 1
+            raise _mismatch(what, self.ranks, self.gather(describe()))
 
     def require_same_text(self, what: str, text_here: str) -> None:
         """Raises on every rank when a text of several lines differs on any; the message shows the first such line."""
@@ -154,11 +155,6 @@ class Agreement:
             return
         rows = itertools.zip_longest(*(text.splitlines() for text in self.gather(text_here)), fillvalue="nothing more")
         raise _mismatch(what, self.ranks, next(row for row in rows if len(set(row)) > 1))
-
-    def fail(self, what: str, description: str) -> NoReturn:
-        """Raises ``RankMismatchError`` with every rank's description; all ranks must call it."""
-        self.mismatches += 1
-        raise _mismatch(what, self.ranks, self.gather(description))
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank gives, in the order of their numbers."""
@@ -242,9 +238,3 @@ def agree_on(mesh: DeviceMesh, what: str) -> None:
     if agreement is not None and agreement.is_open:
         table = agreement.ask(digest(what), what)()
         agreement.require_same(table[:, :32], "the ranks call the model differently:", lambda: what)
-
-
-def forget_groups() -> None:
-    """Forgets the groups; for processes that destroy their process groups and make new ones."""
-    _AGREEMENTS.clear()
-    waiting.forget()
