@@ -76,15 +76,20 @@ class ParameterChain:
     trainable: bool
     when: str = "per_step"
 
-    @property
+    @functools.cached_property
     def each(self) -> tuple[Step, ...]:
         """The steps that every microbatch's gradient takes from where it is made."""
         return self.ways[self.when][0]
 
-    @property
+    @functools.cached_property
     def sync(self) -> tuple[Step, ...]:
         """The steps from where microbatches are added up to the gradient at rest, once for all of them."""
         return self.ways[self.when][1]
+
+    @functools.cached_property
+    def way_back(self) -> tuple[Step, ...]:
+        """All steps from where a gradient is made to where it is at rest."""
+        return (*self.each, *self.sync)
 
     @functools.cached_property
     def accumulator(self) -> Layout:
@@ -109,7 +114,7 @@ class ParameterChain:
     @functools.cached_property
     def ends_in_slice(self) -> bool:
         """Whether its reduced gradient is a slice of a whole one, which it would keep alive."""
-        return any(step.action == "slice" for step in (*self.each, *self.sync)[-1:])
+        return any(step.action == "slice" for step in self.way_back[-1:])
 
     def with_gradient_layout(self, gradient_layout: Layout, redistributor: Redistributor) -> ParameterChain:
         """The same chain for gradients that are added up in another layout than its own uses make them in."""

@@ -57,15 +57,10 @@ def _layout(parameter: torch.Tensor) -> Layout:
     return from_dtensor_placements(tuple(parameter.placements))
 
 
-def _path(store: GradientStore, parameter: torch.Tensor) -> tuple[Step, ...]:
-    """The steps from rest to the whole, the innermost axis of every dim first."""
-    layout, steps = _layout(parameter), []
-    for axis in reversed(range(len(layout))):
-        if layout[axis].kind == "S":
-            step = Step((axis,), layout[axis], Replicate).on(parameter.shape, layout, tuple(store.mesh.shape))
-            layout = step.apply(layout)
-            steps.append(step)
-    return tuple(steps)
+def _path(store: GradientStore, parameter: torch.Tensor) -> list[Step]:
+    """The steps from rest to the whole."""
+    layout = _layout(parameter)
+    return store.path(tuple(parameter.shape), layout, tuple(Replicate if p.kind == "S" else p for p in layout))
 
 
 def _gather(store: GradientStore, names: Sequence[str]) -> list[torch.Tensor]:

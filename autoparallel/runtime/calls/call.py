@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,11 +16,11 @@ from torch.utils import _pytree as pytree
 from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.calls import Call, sizes_of
-from autoparallel.graph.captured import Captured, InputSpec, leaf_value
+from autoparallel.graph.captured import Captured, leaf_value
 from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds
-from autoparallel.runtime.gradients.accumulation import Weight
+from autoparallel.runtime.gradients.accumulation import Weight, expected_count
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.microbatches import NotKept
 from autoparallel.runtime.programs.runner import Delivery, Outputs, refuse_detached
@@ -111,9 +110,7 @@ def _weigh(captured: Captured, values: Sequence[Any], call: Call, window: Any) -
     if weight.kind == "sum":
         return Weight(None)
     if weight.output is not None:
-        counts = [s.shape for s in call.specs if isinstance(s, InputSpec) and s.is_integer]
-        expected = max(map(math.prod, counts), default=call.batch) or 1
-        return Weight(values[weight.output].detach().double(), float(expected))
+        return Weight(values[weight.output].detach().double(), expected_count(call.specs, call.batch))
     size = weight.size
     value = float(size if isinstance(size, int) else size.node.expr.subs(sizes_of(captured, call.specs)))
     return Weight(value, value or 1.0)

@@ -6,12 +6,14 @@ mean loss: the gradient of the mean over all of them, as one batch would give it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from autoparallel.graph.captured import InputSpec
 from autoparallel.runtime.gradients.store import GradientStore
 
 T = TypeVar("T")
@@ -33,6 +35,12 @@ class Weight:
     expected: float = 1.0
 
 
+def expected_count(specs: Sequence[Any], batch: int) -> float:
+    """About what the loss of a call of these inputs is a mean over, where that depends on their values."""
+    counts = [math.prod(s.shape) for s in specs if isinstance(s, InputSpec) and s.is_integer]
+    return float(max(counts, default=batch) or 1)
+
+
 class Window(Generic[T]):
     """The microbatches of one optimizer step; iterate over it once.
 
@@ -41,11 +49,12 @@ class Window(Generic[T]):
         done: how many it has given out.
         last: whether the one given out is the last.
         left: whether the loop over it has ended, at its end or before.
+        names: of the parameters that got a gradient in it.
     """
 
     def __init__(self, store: GradientStore, source: _Ahead[T], steps: int, weights: str) -> None:
         self.steps, self.done, self.last, self.left = steps, 0, False, False
-        self.weights = weights
+        self.weights, self.names = weights, dict[str, None]()
         self._store, self._source = store, source
         self._total: Any = None
         self._reference: float | None = None
@@ -54,21 +63,46 @@ class Window(Generic[T]):
         if self.done:
             raise RuntimeError("a window of accumulate() can be gone through only once")
         store = self._store
-        store.begin_window(self)
+        self._begin()
         try:
             while not self.last:
-                store.require_kept(self)
+                self._require_kept()
                 self.done += 1
                 batch = self._source.take()
                 self.last = self.done == self.steps or self._source.ended
                 store.synchronise = self.last
                 yield batch
-            store.require_kept(self)
+            self._require_kept()
         finally:
             self.left = True
             if store.window is self:
                 store.synchronise = True
         store.settle()
+
+    def _begin(self) -> None:
+        store = self._store
+        if not store.synchronise:
+            raise RuntimeError("accumulate() inside no_sync(): it decides by itself when gradients are reduced")
+        name = next((n for n, p in store.parameters.items() if p.grad is not None), None)
+        if name is not None:
+            raise RuntimeError(
+                f"accumulate() starts a window, but {name} has a gradient already: call optimizer.zero_grad() after "
+                "every optimizer.step()"
+            )
+        store.window = self
+
+    def _require_kept(self) -> None:
+        """Raises RuntimeError where a gradient of an earlier microbatch is gone."""
+        store = self._store
+        if store.window is None and self.last:  # clipping or the optimizer has settled it
+            return
+        lost = next((name for name in self.names if store.parameters[name].grad is None), None)
+        if lost is not None or store.window is not self:
+            raise RuntimeError(
+                f"the gradient of {lost or 'a parameter'} was cleared in the middle of a window of accumulate(), so "
+                "that earlier microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in "
+                "between"
+            )
 
     def factor(self, weight: Weight, again: bool = False) -> Any:
         """What the gradient of a microbatch's loss is multiplied by; called for every backward, ``again`` for another

@@ -47,6 +47,6 @@ class LentParameters(GradientStore):
             return [None] * len(chains)
         some = [chain for chain, _ in rows]
         sums = cast(self.sum_uses(rows), chains[0].reduce_dtype)
-        whole = cast(self.start(sums, [(*chain.each, *chain.sync) for chain in some])(), chains[0].rest_dtype)
+        whole = cast(self.start(sums, [chain.way_back for chain in some])(), chains[0].rest_dtype)
         complete = {chain.name: value for chain, value in zip(some, whole, strict=True)}
         return [complete.get(chain.name) for chain in chains]

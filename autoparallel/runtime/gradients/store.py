@@ -93,7 +93,6 @@ class GradientStore:
         self.before_backward: Callable[[], None] = lambda: None
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
-        self._held: dict[str, None] = {}  # parameters that got a gradient in the window
         for parameter in parameters.values():
             if parameter.requires_grad and parameter.dtype.itemsize < 4:
                 parameter.grad_dtype = None  # accumulators are float32
@@ -121,8 +120,8 @@ class GradientStore:
             return
         if window.left:
             self.settle()
-        elif any(self.parameters[name].grad is None for name in self._held):  # zero_grad() has ended it
-            self.window, self._held, self.synchronise = None, {}, True
+        elif any(self.parameters[name].grad is None for name in window.names):  # zero_grad() has ended it
+            self.window, self.synchronise = None, True
 
     def begin_backward(self) -> None:
         """Counts a backward through an output of the model, which begins, and ends those that have died."""
@@ -222,20 +221,20 @@ class GradientStore:
     def receive_sums(self, chains: Sequence[ParameterChain], values: Tensors, *, owned: bool = False) -> None:
         """Takes the gradients of some of a bucket's parameters in the layouts in which they are made; ``owned`` are
         those that nobody else has."""
-        each = [chain.each for chain in chains]
         if self.window is not None:
-            self._held |= dict.fromkeys(chain.name for chain in chains)
+            self.window.names.update(dict.fromkeys(chain.name for chain in chains))
         if not self.synchronise:
-            if not each[0]:
+            if not chains[0].each:
                 self._accumulate(chains, values)
                 return
-            reduced = self._reduce(chains, values, each)
+            reduced = self._reduce(chains, values, [chain.each for chain in chains])
             self.passes.running().expect(reduced, partial(self._accumulate, chains))
             return
-        paths = [(*chain.each, *chain.sync) for chain in chains]
+        paths = [chain.way_back for chain in chains]
         if self._pending:
-            if each[0] and any(chain.name in self._pending for chain in chains):
-                values, paths = self._reduce(chains, values, each)(), [chain.sync for chain in chains]
+            if chains[0].each and any(chain.name in self._pending for chain in chains):
+                values = self._reduce(chains, values, [chain.each for chain in chains])()
+                paths = [chain.sync for chain in chains]
             sums = [self._with_pending(chain, value) for chain, value in zip(chains, values, strict=True)]
             owned = owned or all(a is not b for a, b in zip(sums, values, strict=True))
             values = sums
@@ -316,11 +315,15 @@ class GradientStore:
 
     def along(self, value: torch.Tensor, shape: tuple[int, ...], src: Layout, dst: Layout) -> torch.Tensor:
         """A parameter's value or gradient of a global shape, taken from one layout to another."""
-        layout = src
+        return self.start([value], [self.path(shape, src, dst)])()[0]
+
+    def path(self, shape: tuple[int, ...], src: Layout, dst: Layout) -> list[Step]:
+        """A way between two layouts of a parameter that no plan has chosen."""
+        layout, steps = src, []
         for step in steps_by_axis(src, dst):
-            value = self._start_step([step.on(shape, layout, tuple(self.mesh.shape))], False, [value])()[0]
+            steps.append(step.on(shape, layout, tuple(self.mesh.shape)))
             layout = step.apply(layout)
-        return value
+        return steps
 
     def _with_pending(self, chain: ParameterChain, grad: torch.Tensor) -> torch.Tensor:
         if chain.name not in self._pending:
@@ -429,45 +432,16 @@ class GradientStore:
         """Reduces every summand and ends a window of ``accumulate()``: divides the gradients by its weight."""
         self.flush()
         window, self.window = self.window, None
-        held, self._held = self._held, {}
-        divisor = None if window is None else window.divisor()
-        if divisor is not None:
+        if window is None:
+            return
+        if (divisor := window.divisor()) is not None:
             by_dtype: dict[torch.dtype, Tensors] = {}
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
                     by_dtype.setdefault(parameter.dtype, []).append(_torch.dtensor.local_of(parameter.grad))
             for grads in by_dtype.values():
                 torch._foreach_div_(grads, divisor)
-        if held:
-            self._call_hooks_of_window(held)
-
-    def begin_window(self, window: Any) -> None:
-        """Starts a window of ``accumulate()``.
-
-        Raises:
-            RuntimeError: inside ``no_sync()``, or where a parameter has a gradient already.
-        """
-        if not self.synchronise:
-            raise RuntimeError("accumulate() inside no_sync(): it decides by itself when gradients are reduced")
-        name = next((n for n, p in self.parameters.items() if p.grad is not None), None)
-        if name is not None:
-            raise RuntimeError(
-                f"accumulate() starts a window, but {name} has a gradient already: call optimizer.zero_grad() after "
-                "every optimizer.step()"
-            )
-        self.window, self._held = window, {}
-
-    def require_kept(self, window: Any) -> None:
-        """Raises RuntimeError where a gradient of an earlier microbatch of the window is gone."""
-        if self.window is None and window.last:  # clipping or the optimizer has settled it
-            return
-        lost = next((name for name in self._held if self.parameters[name].grad is None), None)
-        if lost is not None or self.window is not window:
-            raise RuntimeError(
-                f"the gradient of {lost or 'a parameter'} was cleared in the middle of a window of accumulate(), so "
-                "that earlier microbatches would be missing: call optimizer.zero_grad() after optimizer.step(), not in "
-                "between"
-            )
+        self._call_hooks_of_window(window.names)
 
     def pending_layouts(self) -> dict[str, Layout]:
         """How the gradients lie that are still summands, by name."""

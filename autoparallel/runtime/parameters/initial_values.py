@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +25,11 @@ class Unit:
     """Modules that get their values together.
 
     Attributes:
-        modules: with their paths; the inner ones first, where a model has ``_init_weights``.
-        owners: for each of them, the module around it whose ``_init_weights`` sets it, if there is one.
+        modules: each with its path, and the module around it whose ``_init_weights`` sets it, if there is one; the
+            inner ones first, where a model has ``_init_weights``.
     """
 
-    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    owners: list[Any] = field(default_factory=list)
+    modules: list[tuple[str, nn.Module, Any]]
 
     def values(self, device: torch.device) -> tuple[dict[nn.Parameter, torch.Tensor], list[torch.Tensor]]:
         """Whole values for the parameters that have none, and the buffers that had none and are set now.
@@ -38,10 +37,10 @@ class Unit:
         Raises:
             RuntimeError: naming a module that leaves one of its tensors without a value.
         """
-        tables = [(module, dict(module._parameters), dict(module._buffers)) for _, module in self.modules]
+        tables = [(module, dict(module._parameters), dict(module._buffers)) for _, module, _ in self.modules]
         values: dict[nn.Parameter, torch.Tensor] = {}
         buffers: list[torch.Tensor] = []
-        missing = [_missing_names(module) for _, module in self.modules]
+        missing = [_missing_names(module) for _, module, _ in self.modules]
         for module, parameters, _ in tables:
             for name, p in parameters.items():
                 if p is not None:
@@ -50,7 +49,7 @@ class Unit:
                 if b is not None:
                     module._buffers[name] = _blank(b, device) if b.is_meta else b.clone()
         try:
-            for (path, module), owner, names in zip(self.modules, self.owners, missing, strict=True):
+            for (path, module, owner), names in zip(self.modules, missing, strict=True):
                 _initialise(module, owner, path, names)
             for (module, parameters, _), names in zip(tables, missing, strict=True):
                 for name in names:
@@ -94,10 +93,8 @@ def find_units(model: nn.Module) -> list[Unit]:
         module = modules[path]
         if (names := _missing_names(module)) and owners[path] is None and not hasattr(module, "reset_parameters"):
             raise RuntimeError(_explain(path, module, names, "no reset_parameters(): add one"))
-        unit = units.setdefault(group[path], Unit())
-        unit.modules.append((path, module))
-        unit.owners.append(owners[path])
-    return [unit for unit in units.values() if any(_missing_names(module) for _, module in unit.modules)]
+        units.setdefault(group[path], Unit([])).modules.append((path, module, owners[path]))
+    return [unit for unit in units.values() if any(_missing_names(module) for _, module, _ in unit.modules)]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from autoparallel import _torch
 from autoparallel.comm.groups import communicator_of
 from autoparallel.graph.captured import Captured
+from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.cut_stages import StageGraph
 from autoparallel.runtime.gradients.backwards import require_accumulated
 from autoparallel.runtime.gradients.store import GradientStore
@@ -45,12 +46,8 @@ def shared_forms(captured: Captured, graph: StageGraph, actual: Mapping[Any, int
     numbers = {path: i for i, path in enumerate(captured.mutated_buffers)}
     wanted = [*graph.results, *(numbers[path] for path in graph.captured.mutated_buffers)]
     nodes: Any = captured.graph.output_node().args[0]
-    forms = []
-    for i in wanted:
-        val = nodes[i].meta["val"]
-        shape = [s if isinstance(s, int) else int(s.node.expr.subs(actual)) for s in val.shape]
-        forms.append(Form(tuple(shape), val.dtype))
-    return wanted, forms
+    sizes = Sizes(actual)
+    return wanted, [Form(sizes.shape(nodes[i]), nodes[i].meta["val"].dtype) for i in wanted]
 
 
 class Gradients:

@@ -43,7 +43,7 @@ from autoparallel.placements import Layout, to_dtensor_placements
 from autoparallel.placements.redistribution import Redistributor
 from autoparallel.program.program import LocalProgram
 from autoparallel.program.stages import StagedProgram
-from autoparallel.rules.calls import may_have_gradient
+from autoparallel.runtime.gradients.accumulation import expected_count
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.microbatches import Gradients, HandOut, NotKept, shared_forms
 from autoparallel.runtime.programs.runner import Refuse
@@ -78,12 +78,14 @@ class _Run:
     """What one call of the pipeline has computed so far.
 
     Attributes:
+        scale: of the loss.
+        reference: about what the weights of all microbatches add up to.
         values: what has arrived for a stage: (kind, crossing, stage it comes to or came from, microbatch).
         arriving: the same, still under way.
         leaving: what is to be sent.
         sending: sends under way.
         buffers: buffers as the last microbatch has left them.
-        results: for each kept result and the loss, its value for each microbatch.
+        results: for each kept result and the loss, its value by microbatch.
     """
 
     leaves: list[list[Any]]
@@ -92,12 +94,13 @@ class _Run:
     differentiate: bool
     count: int
     scale: float
+    reference: float
     values: dict[tuple[str, int, int, int], torch.Tensor] = field(default_factory=dict)
     arriving: dict[tuple[str, int, int, int], tuple[Wait, Transfer]] = field(default_factory=dict)
     leaving: dict[tuple[str, int, int, int], torch.Tensor] = field(default_factory=dict)
     sending: list[tuple[Wait, Transfer]] = field(default_factory=list)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    results: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
+    results: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
 
 
 class PipelineRunner:
@@ -132,7 +135,9 @@ class PipelineRunner:
         self.specs = [(to_dtensor_placements(whole), whole)] * results
         used = {name: None for stage in range(staged.plan.count) for name in staged.chains(stage)}
         self.used = tuple(name for name in used if name in store.parameters)
-        self.loss = captured.objective
+        self.loss, weight = captured.objective, captured.weight
+        self._weight = None if weight is None else weight.output  # the number of that of the loss among the results
+        self._adds_up = weight is not None and weight.kind == "sum"  # the losses of microbatches
         self.scaler: torch.amp.GradScaler | None = None
         self._what = "a pipeline" if self.plan.axis else "a call that runs in microbatches"
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
@@ -185,7 +190,8 @@ class PipelineRunner:
         specs = micro_specs(call.specs, count)
         scale = self.scaler.get_scale() if self.scaler is not None and differentiate else 1.0
         leaves = [microbatch(call, m, count) for m in range(count)]
-        run = _Run(leaves, self._forms_of(specs), random, differentiate, count, scale)
+        reference = expected_count(specs, call.batch // count) * count
+        run = _Run(leaves, self._forms_of(specs), random, differentiate, count, scale, reference)
         try:
             lent = self._exchange(self.tied.lend)
             for stage in self.stages.values():
@@ -275,7 +281,7 @@ class PipelineRunner:
             outputs = stage.forward(m, run.leaves[m], received, run.buffers, run.differentiate)
         run.buffers.update(outputs.buffers)
         for i, value in outputs.results.items():
-            run.results.setdefault(i, [None] * run.count)[m] = value
+            run.results.setdefault(i, {})[m] = value
         for crossing in (*stage.graph.outgoing, *stage.graph.incoming):
             value = outputs.outgoing[crossing.number] if crossing.source == stage.index else received[crossing.number]
             for target in crossing.takers(stage.index):
@@ -301,52 +307,32 @@ class PipelineRunner:
 
     # -- the loss ---------------------------------------------------------------------------------------------------
 
-    def _weigh_rows(self) -> str:
-        weight = self.captured.weight
-        return "mean" if weight is None else weight.kind
-
     def _seed(self, run: _Run, stage: Stage, microbatch: int) -> Any:
         """What the loss of a microbatch is multiplied by (see [Note: the loss of microbatches])."""
-        if stage.loss is None or run.count == 1 or self._weigh_rows() == "sum":
+        if stage.loss is None or run.count == 1 or self._adds_up:
             return run.scale
-        weight = self.captured.weight
-        if weight is None or weight.output is None:
+        if self._weight is None:
             return run.scale / run.count
-        value = run.results[weight.output][microbatch]
-        assert value is not None
-        return value.double() * (run.scale / self._reference(run))
-
-    def _reference(self, run: _Run) -> float:
-        """About what the weights of all microbatches add up to."""
-        sizes = [x.numel() for x in run.leaves[0] if isinstance(x, torch.Tensor) and not may_have_gradient(x)]
-        return float(max(sizes, default=1) * run.count)
+        return run.results[self._weight][microbatch].double() * (run.scale / run.reference)
 
     def _combine(self, run: _Run) -> dict[int, torch.Tensor]:
         """The results of the whole batch that this rank's stages have made."""
         combined: dict[int, torch.Tensor] = {}
-        weight = self.captured.weight
-        output = weight.output if weight is not None else None
-        for i, values in run.results.items():
-            parts = [v for v in values if v is not None]
-            if i == self.loss:
-                continue
-            if i == output or run.count == 1:
-                combined[i] = sum(parts[1:], parts[0])
-            elif (dim := batch_dim(self.captured, i)) >= 0:
-                combined[i] = torch.cat(parts, dim)
-            else:
-                combined[i] = parts[-1]
-        if self.loss in run.results:
-            losses = torch.stack([v for v in run.results[self.loss] if v is not None])
+        parts = {i: [values[m] for m in range(run.count)] for i, values in run.results.items()}
+        for i, values in parts.items():
             if run.count == 1:
-                combined[self.loss] = losses[0]
-            elif self._weigh_rows() == "sum":
-                combined[self.loss] = losses.sum()
-            elif output is None:
-                combined[self.loss] = losses.mean()
+                combined[i] = values[0]
+            elif i == self.loss and self._weight is not None:
+                losses, weights = torch.stack(values), torch.stack(parts[self._weight]).to(values[0].dtype)
+                combined[i] = torch.where(weights == 0, 0, losses * weights).sum() / weights.sum()
+            elif i == self.loss and not self._adds_up:
+                combined[i] = torch.stack(values).mean()
+            elif i in (self.loss, self._weight):
+                combined[i] = sum(values[1:], values[0])
+            elif (dim := batch_dim(self.captured, i)) >= 0:
+                combined[i] = torch.cat(values, dim)
             else:
-                weights = torch.stack([v for v in run.results[output] if v is not None]).to(losses.dtype)
-                combined[self.loss] = torch.where(weights == 0, 0, losses * weights).sum() / weights.sum()
+                combined[i] = values[-1]
         return combined
 
     # -- after the schedule -----------------------------------------------------------------------------------------
@@ -400,12 +386,11 @@ class PipelineRunner:
         sums: dict[int, dict[str, torch.Tensor]],
         totals: dict[str, torch.Tensor],
     ) -> list[Any]:
-        outputs: list[Any] = []
-        for i in range(len(self.specs)):
-            if i in combined:
-                outputs.append(combined[i])
-            else:
-                outputs.append(NotKept(f"output {i - len(self.captured.mutated_buffers)} of the model", _KEPT))
+        first = len(self.captured.mutated_buffers)
+        outputs: list[Any] = [
+            combined[i] if i in combined else NotKept(f"output {i - first} of the model", _KEPT)
+            for i in range(len(self.specs))
+        ]
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         if run.differentiate:
             assert self.loss is not None
@@ -422,11 +407,10 @@ class PipelineRunner:
 
     def _divisor(self, run: _Run, combined: Mapping[int, torch.Tensor]) -> torch.Tensor | float:
         """What the summed gradients are to be divided by."""
-        weight = self.captured.weight
-        if weight is None or weight.output is None or run.count == 1 or self._weigh_rows() == "sum":
+        if self._weight is None or run.count == 1:
             return run.scale
-        total = combined[weight.output].double()
-        return torch.where(total == 0, 1, total) * (run.scale / self._reference(run))
+        total = combined[self._weight].double()
+        return torch.where(total == 0, 1, total) * (run.scale / run.reference)
 
 
 def _reason(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from torch import nn
 
 from autoparallel import _torch
 from autoparallel.comm.collectives import settled
+from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.cut_stages import Crossing, StageGraph
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
@@ -285,5 +286,4 @@ class Stage:
 def form_of(crossing: Crossing, program: LocalProgram, axis_sizes: Sequence[int], actual: Mapping[Any, int]) -> Form:
     """The form in which the stage of ``program`` receives a value, where the traced symbols are these sizes."""
     node = next(n for n in program.body.graph.nodes if n.op == "placeholder" and n.name == crossing.name)
-    shape = [s if isinstance(s, int) else int(s.node.expr.subs(actual)) for s in node.meta["val"].shape]
-    return Form(largest_piece(shape, node.meta["placements"], axis_sizes), node.meta["val"].dtype)
+    return Form(largest_piece(Sizes(actual).shape(node), node.meta["placements"], axis_sizes), node.meta["val"].dtype)

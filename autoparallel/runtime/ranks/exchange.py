@@ -86,8 +86,8 @@ class Exchange:
         structure = digest("call", self.name, self._counts(), kind, shapes, problem, modes)
         check, place = self._values(call, whole), f"call {self.calls} of {self.name}"
         stale = self.store.has_stale()
-        replicas = self.replicas if not agreement.alone else None
-        if replicas is not None and not replicas.is_due(self.calls):
+        replicas = self.replicas
+        if replicas is not None and (agreement.alone or not replicas.is_due(self.calls)):
             replicas = None
         shown = b"" if replicas is None else replicas.digests()
         table_of_all = agreement.ask(structure + check + bytes([stale]) + pack(STREAM.place()) + shown, place)
