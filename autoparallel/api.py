@@ -27,16 +27,11 @@ from autoparallel.report.progress import Progress
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.norms.limits import ClipGradNorm
-from autoparallel.runtime.parameters.state import (
-    broadcast,
-    make_dtensors,
-    require_on_device,
-)
+from autoparallel.runtime.parameters.state import broadcast, make_dtensors, require_on_device
 from autoparallel.runtime.programs.compiled import make_body_of, require_backend
 from autoparallel.runtime.ranks.agreement import Agreement, agreement_of
 from autoparallel.runtime.ranks.dtensors import handle_operators
 from autoparallel.runtime.ranks.randomness import STREAM
-from autoparallel.runtime.steps.optimizers import note_replaced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -226,7 +221,7 @@ def compile(
     with Progress(type(model).__name__, agreement.is_first).phase("parameters"):
         tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
         broadcast(tensors, agreement.ranks, whole_group(prefix))
-        note_replaced(make_dtensors(model, mesh))
+        make_dtensors(model, mesh)
     handle_operators(mesh.device_type)
     everyone = whole_group_name(prefix) if staged else None
     store = GradientStore(inner, bind(inner), dict(model.named_parameters()), everyone)
@@ -234,10 +229,7 @@ def compile(
     make_body = make_body_of(backend)
     settings = Settings(model, agreement, store, make_body, scaler=grad_scaler, unable=unable, cache=plans)
     module = ParallelModule(
-        model,
-        agreement=agreement,
-        store=store,
-        maker=Compiler(settings, mesh, request, is_open),
+        Compiler(settings, mesh, request, is_open),
         has_loss_fn=loss_fn is not None,
         clip_grad_norm=clip_grad_norm,
         check_inputs=check_inputs,

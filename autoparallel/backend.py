@@ -222,7 +222,7 @@ class Fragment:
         self.store = LentParameters(mesh, bind(mesh), dict(self.model.named_parameters()))
         settings = Settings(self.model, agreement, self.store, make_body_of(options.backend), lent=True)
         exchange = Exchange(agreement, self.store, "torch.compile", mesh.device_type, options.check_inputs, False)
-        self.kinds = Kinds(Compiler(settings, mesh, request), exchange, self.store)
+        self.kinds = Kinds(Compiler(settings, mesh, request), exchange)
         self._parameters = [(i, state.name) for i, state in piece.states.items() if state.is_parameter]
         self._in_spec = pytree.tree_structure((tuple(piece.inputs), {}))
 

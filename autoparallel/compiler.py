@@ -77,6 +77,7 @@ class Compiler:
         is_open: whether the ranks may be factored into other axes; this is decided at the first call.
 
     Attributes:
+        model, agreement, store: as in the settings.
         at_rest: how every parameter lies; None before the first kind is planned.
         first: the first plan, which settles the pipeline of all other kinds.
         owners: in a pipeline, the rank on its axis on which each parameter lies.
@@ -84,6 +85,7 @@ class Compiler:
 
     def __init__(self, settings: Settings, mesh: DeviceMesh, request: Request, is_open: bool = False) -> None:
         self.settings, self.is_open = settings, is_open
+        self.model, self.agreement, self.store = settings.model, settings.agreement, settings.store
         self.choice: MeshChoice | None = None
         self.owners: dict[str, int] = {}
         self.at_rest: dict[str, ParameterPlan] | None = None
@@ -92,34 +94,33 @@ class Compiler:
         self._alike = [weakref.ref(self)]  # the compilers of this model and of its copies
         self._lie_on(mesh, request)
         if settings.lent and not isinstance(request.plan, Plan):
-            self.at_rest = dict.fromkeys(settings.store.parameters, self._whole())
+            self.at_rest = dict.fromkeys(self.store.parameters, self._whole())
 
     def _lie_on(self, mesh: DeviceMesh, request: Request) -> None:
         self.mesh, self.request = mesh, request.on(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
-        self.planner = Planner(self.settings.model, self.request, cache=self.settings.cache)
+        self.planner = Planner(self.model, self.request, cache=self.settings.cache)
 
-    def copied(self, model: nn.Module) -> tuple[Compiler, GradientStore]:
-        """What compiles a copy of the model, and keeps its gradients.
+    def copied(self, model: nn.Module) -> Compiler:
+        """What compiles a copy of the model, with a store of its own.
 
         The parameters of both lie alike: as they do now, or from when one of them is planned.
         """
-        original = self.settings.store
-        store = GradientStore(original.mesh, original.prefix, dict(model.named_parameters()), original.everyone)
+        parameters = dict(model.named_parameters())
+        store = GradientStore(self.store.mesh, self.store.prefix, parameters, self.store.everyone)
         other = Compiler(replace(self.settings, model=model, store=store), self.mesh, self.request, self.is_open)
         other._alike = self._alike
         self._alike.append(weakref.ref(other))
         other._follow(self)
-        return other, store
+        return other
 
     def _follow(self, other: Compiler) -> None:
         """Takes over what another compiler has settled, but for how the parameters lie."""
-        theirs = other.settings.store
         if self.mesh != other.mesh:
-            self.settings.store.move(theirs.mesh, theirs.prefix, theirs.everyone)
+            self.store.move(other.store.mesh, other.store.prefix, other.store.everyone)
             self._lie_on(other.mesh, other.request)
         self.choice, self.is_open = other.choice, other.is_open
         self.owners, self.first, self.at_rest = other.owners, other.first, other.at_rest
-        self.settings.store.offloads_states = theirs.offloads_states
+        self.store.offloads_states = other.store.offloads_states
 
     # -- a kind of call ---------------------------------------------------------------------------------------------
 
@@ -130,8 +131,8 @@ class Compiler:
         Args:
             trace: what an earlier kind was made of, and serves this call, too: it is planned once more.
         """
-        title = f"{type(self.settings.model).__name__} in {'training' if call.is_training else 'evaluation'}"
-        self._progress = Progress(title, self.settings.agreement.is_first)
+        title = f"{type(self.model).__name__} in {'training' if call.is_training else 'evaluation'}"
+        self._progress = Progress(title, self.agreement.is_first)
         at_rest = self.at_rest
         first = self._round_batch(call) if at_rest is None and not call.is_training else call
         captured = self._choose_mesh(first) if self.is_open else None
@@ -175,9 +176,9 @@ class Compiler:
 
     def _choose_mesh(self, call: Call) -> Captured:
         """Chooses the mesh on the training graph, all ranks together; the graph."""
-        settings, request, mesh = self.settings, self.request, self.mesh
+        request, mesh = self.request, self.mesh
         captured = self._capture(call, training=None if call.is_training else True)
-        unable = settings.unable or (_attributes_in_pipeline(captured) if captured.attributes else "")
+        unable = self.settings.unable or (_attributes_in_pipeline(captured) if captured.attributes else "")
         search = MeshSearch(request, captured, call, mesh.size(), unable)
         with self._progress.phase("mesh"):
             self.choice, self.is_open = self._choice(search), False
@@ -186,13 +187,13 @@ class Compiler:
             mesh = make_mesh(mesh.device_type, axes)
             staged = axes[0][0] == PIPELINE_AXIS
             inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
-            settings.store.move(inner, bind(inner), whole_group_name(bind(mesh)) if staged else None)
+            self.store.move(inner, bind(inner), whole_group_name(bind(mesh)) if staged else None)
         self._lie_on(mesh, request)
         return captured
 
     def _choice(self, search: MeshSearch) -> MeshChoice:
         """What a search chooses, or has chosen before, where the first rank's cache knows."""
-        cache, agreement = self.settings.cache, self.settings.agreement
+        cache, agreement = self.settings.cache, self.agreement
         if cache is None:
             return search.choose(agreement.share)
         key = key_of(search.request, search.captured, search.call, Settled(), search.devices, search.refusal)
@@ -210,12 +211,12 @@ class Compiler:
             return self.planner.capture(call, training=training)
 
         with self._progress.phase("capture"):
-            return self.settings.agreement.together(capture)
+            return self.agreement.together(capture)
 
     def _require_same_names(self) -> None:
         """Raises where a module that came to another place has taken a parameter there, which is known by its name."""
-        parameters = self.settings.store.parameters
-        for name, parameter in self.settings.model.named_parameters():
+        parameters = self.store.parameters
+        for name, parameter in self.model.named_parameters():
             if not self.settings.lent and parameters.get(name) is not parameter:
                 raise CaptureError(
                     f"{name} was another parameter, or none, in compile()\n"
@@ -230,7 +231,7 @@ class Compiler:
             settled = Settled(at_rest)
             if first is not None:
                 settled = Settled(at_rest, first.pipeline, first.recompute, first.offload_optimizer)
-            make = self.settings.agreement.from_first
+            make = self.agreement.from_first
             with self._progress.phase("plan"):
                 plan = Plan.from_json(make(lambda: self.planner.search(captured, call, settled).to_json()))
         prepare(self.request, captured, plan, call)
@@ -240,7 +241,7 @@ class Compiler:
     def _attach(self, captured: Captured, plan: Plan, call: Call, at_rest: dict[str, ParameterPlan]) -> Kind:
         """Builds the program, or every stage's, and attaches this rank's to the parameters, which then lie as
         ``at_rest`` says."""
-        settings, store, request = self.settings, self.settings.store, self.request
+        store, request, make_body = self.store, self.request, self.settings.make_body
         plan = replace(plan, work=workload_of(captured, call, request.profile))
         plan, built = self.planner.finish(captured, plan, call, store.prefix, self.owners)
         self._require_same_program(built, plan)
@@ -248,27 +249,26 @@ class Compiler:
             plan = plan.with_reasons(PlanAgain(self.planner, replace(call, leaves=())))  # a plan keeps no batch alive
         if isinstance(built, LocalProgram):
             self._settle(at_rest)
-            return Kind(Runner(built, store, settings.model, settings.make_body), plan)
+            return Kind(Runner(built, store, self.model, make_body), plan)
         owners = self.owners or find_owners(built, store.parameters)
         self.owners = owners if request.stages else {}
         self._settle(at_rest)
-        prefix, redistributor = bind(self.mesh), request.redistributor
-        runner = attach_stages(built, store, settings.model, prefix, owners, redistributor, settings.make_body)
-        runner.scaler = settings.scaler
+        runner = attach_stages(built, store, self.model, bind(self.mesh), owners, request.redistributor, make_body)
+        runner.scaler = self.settings.scaler
         return Kind(runner, plan)
 
     def _require_same_program(self, program: LocalProgram | StagedProgram, plan: Plan) -> None:
         text = f"{program.text()}\n{plan.to_json()}"
-        self.settings.agreement.require_same_text("the ranks have different programs:", text)
+        self.agreement.require_same_text("the ranks have different programs:", text)
 
     # -- parameters at rest -----------------------------------------------------------------------------------------
 
     def _whole(self) -> ParameterPlan:
-        return ParameterPlan(format_layout((Invariant,) * self.settings.store.mesh.ndim))
+        return ParameterPlan(format_layout((Invariant,) * self.store.mesh.ndim))
 
     def _layouts_at_rest(self, plan: Plan) -> dict[str, ParameterPlan]:
         """How every parameter lies from now on; whole, where the plan does not meet it."""
-        return {name: plan.parameters.get(name, self._whole()) for name in self.settings.store.parameters}
+        return {name: plan.parameters.get(name, self._whole()) for name in self.store.parameters}
 
     def _settle(self, at_rest: dict[str, ParameterPlan]) -> None:
         """Gives every parameter its layout at rest, in place, once; what an owner lends lies so already."""
@@ -285,7 +285,7 @@ class Compiler:
 
     def _lay_out(self, at_rest: dict[str, ParameterPlan]) -> None:
         """Gives parameters values, where they are on the meta device, and their layouts; says where states lie."""
-        model, store = self.settings.model, self.settings.store
+        store = self.store
         store.offloads_states = self.first is not None and self.first.offload_optimizer
         layouts = {name: parse_layout(plan.at_rest) for name, plan in at_rest.items()}
         homes = dict.fromkeys(store.parameters, store.mesh)
@@ -293,8 +293,8 @@ class Compiler:
             slices = other_slices(self.mesh, PIPELINE_AXIS, store.mesh)
             handle_lists(slices)
             homes = {name: slices[self.owners[name]] for name in store.parameters}
-        if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *model.buffers()]):
-            materialize(model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)
+        if any(_torch.dtensor.local_of(t).is_meta for t in [*store.parameters.values(), *self.model.buffers()]):
+            materialize(self.model, layouts, self.mesh, whole_group(bind(self.mesh)), homes)
         for name, parameter in store.parameters.items():
             try:
                 lay_out(parameter, layouts[name], homes[name])

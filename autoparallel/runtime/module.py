@@ -27,11 +27,9 @@ from autoparallel.runtime.calls.reader import CallReader
 from autoparallel.runtime.calls.rows import Rows, RowSampler, batch_axes, count_samples, from_rows
 from autoparallel.runtime.face import Face
 from autoparallel.runtime.gradients.accumulation import T, Window, windows
-from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.norms.limits import ClipGradNorm, Groups, Limit, Nonfinite, Norms
 from autoparallel.runtime.parameters.state import copy_parameter
-from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.ranks.exchange import Exchange
 from autoparallel.runtime.ranks.randomness import STREAM, from_tensor, may_draw, to_tensor
 from autoparallel.runtime.ranks.replicas import Replicas
@@ -49,23 +47,20 @@ class ParallelModule(Face):
 
     def __init__(
         self,
-        plain: nn.Module,
-        *,
-        agreement: Agreement,
-        store: GradientStore,
         maker: KindMaker,
+        *,
         has_loss_fn: bool,
         clip_grad_norm: ClipGradNorm | None = None,
         check_inputs: int | None = None,
         check_replicas: int | None = None,
         methods: Sequence[str] = (),
     ) -> None:
+        plain, store = maker.model, maker.store
         super().__init__(plain, frozenset(methods))
         self._store = store
         replicas = Replicas(plain, lambda: maker.mesh, check_replicas) if check_replicas else None
         name, device = type(plain).__name__, maker.mesh.device_type
-        exchange = Exchange(agreement, store, name, device, check_inputs, replicas=replicas)
-        self._kinds = Kinds(maker, exchange, store)
+        self._kinds = Kinds(maker, Exchange(maker.agreement, store, name, device, check_inputs, replicas=replicas))
         self._calls = CallReader(plain, self._kinds, has_loss_fn)
         self._entered = threading.RLock()
         self._clipper = Clipper(store, plain, clip_grad_norm)
@@ -482,13 +477,9 @@ class ParallelModule(Face):
         with torch.inference_mode(False):
             memo |= {id(parameter): copy_parameter(parameter) for parameter in self._store.parameters.values()}
             plain = copy.deepcopy(self._plain, memo)
-        maker, store = self._kinds.maker.copied(plain)
         replicas = self._kinds.exchange.replicas
         memo[id(self)] = module = ParallelModule(
-            plain,
-            agreement=self._kinds.exchange.agreement,
-            store=store,
-            maker=maker,
+            self._kinds.maker.copied(plain),
             has_loss_fn=self._calls.has_loss_fn,
             clip_grad_norm=self._clipper.in_step,
             check_inputs=self._kinds.exchange.check_inputs,

@@ -36,6 +36,7 @@ from autoparallel.plan import Plan
 from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.pipeline import PipelineRunner
 from autoparallel.runtime.programs.runner import Runner
+from autoparallel.runtime.ranks.agreement import Agreement
 from autoparallel.runtime.ranks.exchange import CHECKED_CALLS, Exchange
 from autoparallel.text import LOGGER
 
@@ -68,12 +69,16 @@ class Kind:
 class KindMaker(Protocol):
     """What makes the program of a new kind of call; every rank alike."""
 
+    model: nn.Module
+    agreement: Agreement
+    store: GradientStore
+
     @property
     def mesh(self) -> DeviceMesh: ...
     @property
     def owners(self) -> Mapping[str, int]: ...
     def make_kind(self, call: Call, trace: Captured | None = None) -> Kind: ...
-    def copied(self, model: nn.Module) -> tuple[KindMaker, GradientStore]: ...
+    def copied(self, model: nn.Module) -> KindMaker: ...
 
 
 @dataclass(frozen=True)
@@ -97,15 +102,14 @@ class Kinds:
     Args:
         maker: makes the program of a new kind.
         exchange: what the ranks show each other about the model.
-        store: the model's gradients.
 
     Attributes:
         plan: of the first kind; None before.
         calls: how many calls in training mode the model has had.
     """
 
-    def __init__(self, maker: KindMaker, exchange: Exchange, store: GradientStore) -> None:
-        self.maker, self.exchange, self.store = maker, exchange, store
+    def __init__(self, maker: KindMaker, exchange: Exchange) -> None:
+        self.maker, self.exchange, self.store = maker, exchange, maker.store
         self.plan: Plan | None = None
         self.calls = 0
         self._kinds: dict[Key, Kind] = {}
@@ -115,7 +119,7 @@ class Kinds:
         self._forms: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
         self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
         self._noted: set[str] = set()  # why sizes have kinds of their own, as far as it has been said
-        store.before_backward = self._agree_on_backward
+        self.store.before_backward = self._agree_on_backward
 
     def __iter__(self) -> Iterator[Kind]:
         return iter(self._kinds.values())

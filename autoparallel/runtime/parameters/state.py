@@ -49,20 +49,17 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 @collected_rarely(FEW)  # the first of them imports Dynamo, of which nothing is garbage
-def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
-    """Replaces every parameter by a ``DTensor`` that is whole on every rank; returns the parameters replaced."""
+def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replaces every parameter by a ``DTensor`` that is whole on every rank."""
     layout = to_dtensor_placements((Invariant,) * mesh.ndim)
     replacements: dict[int, nn.Parameter] = {}
-    replaced: dict[int, nn.Parameter] = {}
     for module, name, parameter in list(slots(model)):
         if id(parameter) not in replacements:
             spec = _torch.dtensor.make_spec(mesh, layout, parameter.shape, parameter.dtype)
             new = _remade(parameter, parameter.detach().contiguous(), spec)
             move_hooks(parameter, new)
             replacements[id(parameter)] = REPLACED[parameter] = new
-            replaced[id(parameter)] = parameter
         module._parameters[name] = replacements[id(parameter)]
-    return list(replaced.values())
 
 
 def _remade(parameter: nn.Parameter, local: torch.Tensor, spec: Any) -> nn.Parameter:

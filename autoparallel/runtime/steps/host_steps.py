@@ -30,7 +30,6 @@ from autoparallel.runtime.steps.local_steps import (
     numbers_of,
     part_of,
     step_of,
-    take_back,
     twin_of,
 )
 
@@ -95,10 +94,6 @@ class HostStep:
             self._step(optimizer, batch)
         wait_for_host(optimizer)
         fill(twin, optimizer, optimizer.state, [[p for p in some if not isinstance(p, DTensor)] for some in groups])
-
-    def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
-        """Takes back what the step has set beside parameters and states."""
-        take_back(optimizer, twin)
 
     def _step(self, optimizer: Optimizer, batch: Sequence[tuple[int, DTensor]]) -> None:
         """Updates some parameters, each of which is given with the number of its group."""

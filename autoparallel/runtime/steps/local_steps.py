@@ -310,9 +310,8 @@ class LocalStep:
                 self._state[local][name] = _torch.dtensor.local_of(value) if isinstance(value, torch.Tensor) else value
         self._outer, self._inner = _objects(optimizer.state), _objects(self._state)
 
-    def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
-        """Takes back what a step has made."""
-        take_back(optimizer, twin)
+    def end(self, optimizer: Optimizer) -> None:
+        """Gives the optimizer the states that a step has made."""
         if self._filled:
             return
         for local in self._shards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -13,27 +13,20 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoparallel import _torch
+from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.runtime.norms.clipping import Clipper
 from autoparallel.runtime.steps.host_steps import HostStep
-from autoparallel.runtime.steps.local_steps import LocalStep, Part, part_of, twin_of
-from autoparallel.runtime.steps.owned_steps import OwnedStep
+from autoparallel.runtime.steps.local_steps import LocalStep, Part, part_of, take_back, twin_of
+from autoparallel.runtime.steps.owned_steps import step_by_owners
 
-_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep | HostStep | OwnedStep] = weakref.WeakKeyDictionary()
+_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, LocalStep | HostStep] = weakref.WeakKeyDictionary()
 _CLIPPERS: weakref.WeakKeyDictionary[Clipper, None] = weakref.WeakKeyDictionary()
 """As they were made, which every rank does in the same order: what one optimizer holds of several is reduced in it."""
 
 _UNDONE: weakref.WeakKeyDictionary[torch.optim.Optimizer, ExitStack] = weakref.WeakKeyDictionary()
 """What is undone after the step that is running now."""
 
-_REPLACED: dict[int, weakref.ref[torch.Tensor]] = {}
 _HOOKED = False
-
-
-def note_replaced(parameters: Sequence[torch.Tensor]) -> None:
-    """Remembers plain parameters that compile() has replaced, to recognise an optimizer that holds them."""
-    for parameter in parameters:
-        key = id(parameter)
-        _REPLACED[key] = weakref.ref(parameter, lambda _, key=key: _REPLACED.pop(key, None))  # type: ignore[misc]
 
 
 def watch_optimizers(clipper: Clipper) -> None:
@@ -49,7 +42,7 @@ def watch_optimizers(clipper: Clipper) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _after_step(optimizer)  # of a step that raised
-    if _REPLACED and not _REPLACED.keys().isdisjoint(map(id, _parameters_of(optimizer))):
+    if REPLACED and any(parameter in REPLACED for parameter in _parameters_of(optimizer)):
         raise RuntimeError(
             "this optimizer was made before autoparallel.compile() and holds the plain model's parameters, which "
             "are no longer trained: make the optimizer after compile(), from the compiled model's parameters()"
@@ -131,10 +124,12 @@ def _enter(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[An
 
 
 def _begin(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> None:
+    if part_of(optimizer) == "parameter":
+        _STEPS.pop(optimizer, None)
+        step_by_owners(optimizer, twin, [clipper.store for clipper in _CLIPPERS])
+        return
     step = _STEPS.get(optimizer)
-    if part_of(optimizer) == "parameter":  # which is looked at anew each time
-        step = _STEPS[optimizer] = OwnedStep(optimizer, [clipper.store for clipper in _CLIPPERS])
-    elif _offloads_states(optimizer):
+    if _offloads_states(optimizer):
         if not isinstance(step, HostStep):
             step = _STEPS[optimizer] = HostStep(optimizer)
     elif not (isinstance(step, LocalStep) and step.fits(optimizer)):
@@ -143,7 +138,10 @@ def _begin(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer) -> Non
 
 
 def _leave(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _STEPS[optimizer].end(optimizer, args[0])
+    take_back(optimizer, args[0])
+    step = _STEPS.get(optimizer)
+    if isinstance(step, LocalStep):
+        step.end(optimizer)
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

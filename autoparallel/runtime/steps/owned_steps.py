@@ -35,7 +35,6 @@ from autoparallel.runtime.steps.local_steps import (
     gradient_of,
     lies_as,
     step_of,
-    take_back,
     twin_of,
 )
 
@@ -136,43 +135,29 @@ class _Item:
         return self.regions[place].within(whole_region(self.parameter.shape))
 
 
-class OwnedStep:
-    """One step of an optimizer each of whose parameters is updated by itself.
+def step_by_owners(optimizer: Optimizer, twin: Optimizer, stores: Iterable[GradientStore]) -> None:
+    """Updates every parameter of a compiled model by itself, and leaves the others to the twin.
 
     Args:
-        optimizer: the optimizer.
-        stores: those that may have some of its parameters; the others are left to the optimizer as they are.
+        stores: those that may have some of the optimizer's parameters.
     """
-
-    def __init__(self, optimizer: Optimizer, stores: Iterable[GradientStore]) -> None:
-        store_of = {id(p): store for store in stores for p in store.parameters.values()}
-        self._by_store: dict[int, tuple[GradientStore, list[tuple[int, DTensor]]]] = {}
-        self._others: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
-        for i, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                store = store_of.get(id(parameter))
-                if store is None or not isinstance(parameter, DTensor):
-                    self._others[i].append(parameter)
-                else:
-                    self._by_store.setdefault(id(store), (store, []))[1].append((i, parameter))
-        if any(store.offloads_states for store, _ in self._by_store.values()):
+    lists: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
+    for store in stores:
+        ids = set(map(id, store.parameters.values()))
+        parameters = [(i, p) for i, some in enumerate(lists) for p in some if id(p) in ids]
+        if not parameters:
+            continue
+        lists = [[p for p in some if id(p) not in ids] for some in lists]
+        if store.offloads_states:
             lay_in_host(optimizer)
-
-    def begin(self, optimizer: Optimizer, twin: Optimizer) -> None:
-        """Updates every parameter of a compiled model, and leaves the others to the twin."""
-        for store, parameters in self._by_store.values():
-            mesh = _Mesh(store)
-            items = [mesh.item(optimizer, i, p) for i, p in parameters if p.grad is not None]
-            torch.autograd.graph.increment_version([item.parameter for item in items])
-            for batch in in_batches(items, lambda item: item.parameter.nbytes, BATCH_BYTES * mesh.size):
-                mesh.step(optimizer, batch)
-            if store.offloads_states:
-                wait_for_host(optimizer)
-        fill(twin, optimizer, optimizer.state, self._others)
-
-    def end(self, optimizer: Optimizer, twin: Optimizer) -> None:
-        """Takes back what the step has set beside parameters and states."""
-        take_back(optimizer, twin)
+        mesh = _Mesh(store)
+        items = [mesh.item(optimizer, i, p) for i, p in parameters if p.grad is not None]
+        torch.autograd.graph.increment_version([item.parameter for item in items])
+        for batch in in_batches(items, lambda item: item.parameter.nbytes, BATCH_BYTES * mesh.size):
+            mesh.step(optimizer, batch)
+        if store.offloads_states:
+            wait_for_host(optimizer)
+    fill(twin, optimizer, optimizer.state, lists)
 
 
 class _Mesh:
