@@ -49,7 +49,8 @@ class Uneven(nn.Module):
 def planner(model: nn.Module, width: int, ranks: int, limit: float | None = None, rows: int = 8) -> StagePlanner:
     graph = captured(model, torch.randn(rows, width), torch.randn(rows, width), loss_fn=F.mse_loss)
     request = Request((("dp", 1),), PROFILE, stages=ranks, memory_limit=limit)
-    return StagePlanner(graph, cheapest(SearchSpace(Subject(graph, request))), request, find_layers(graph.graph))
+    may_recompute = () if limit is None else find_layers(graph.graph)
+    return StagePlanner(Subject(graph, request, may_recompute), cheapest(SearchSpace(Subject(graph, request))))
 
 
 WIDTHS = (64, 256, 256, 64, 64, 64, 512, 64)
@@ -103,7 +104,7 @@ def test_a_cut_through_many_values_is_worth_what_their_messages_cost() -> None:
     found = planner(Attention(), 64, 2)
     assert found.choose([4], Pipeline("1f1b")).cuts[0].startswith(inside)
     found = planner(Attention(), 64, 2)
-    found.pricer.profile = replace(PROFILE, latency=1e-2)
+    found.pricer.subject.profile = replace(PROFILE, latency=1e-2)
     assert not found.choose([4], Pipeline("1f1b")).cuts[0].startswith(inside)
 
 
@@ -236,7 +237,8 @@ def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() 
     needs = []
     for preset in ("data_parallel", "fsdp"):
         request = Request((("dp", 2),), PROFILE, preset, stages=2)
-        found = StagePlanner(graph, cheapest(SearchSpace(Subject(graph, request))), request)
+        subject = Subject(graph, request)
+        found = StagePlanner(subject, cheapest(SearchSpace(subject)))
         needs.append(found.pricer.rows(graph.actual).resting.sum())
     whole = 2 * 64 * 64 * 4
     assert needs == [4 * whole, 4 * whole / 2 + whole / 2]  # weight, gradient, two states; and the sum over its shard

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from torch import fx
 
 from autoparallel import operators
+from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.placements import Layout, Placement
 from autoparallel.placements.modes import Mode
-from autoparallel.planner.calls.signatures import Signatures
 from autoparallel.predict.cost import operator_seconds
 from autoparallel.rules import Rule, rule_for
 from autoparallel.rules.calls import tensor_operands
@@ -51,12 +51,17 @@ class Option:
     left_bytes: float = 0.0
     gather: str = ""
 
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Seconds forward and backward."""
+        return (self.again, self.seconds - self.again) if self.again else (self.seconds, 0.0)
+
 
 def operator_options(
     node: fx.Node,
     axis_sizes: Sequence[int],
     profile: Profile,
-    sizes: Signatures,
+    sizes: Sizes,
     allowed: Callable[[fx.Node, Rule | None, Sequence[Typed], Typed, int], bool],
     parts: tuple[float, float, float],
 ) -> list[Option]:
@@ -144,7 +149,7 @@ class _Pricer:
         ways: Sequence[Typed],
         axis_sizes: Sequence[int],
         profile: Profile,
-        sizes: Signatures,
+        sizes: Sizes,
     ) -> None:
         self.rule, self.ways, self.axis_sizes, self.profile, self.sizes = rule, ways, axis_sizes, profile, sizes
         self.dtype = node.meta["val"].dtype

@@ -250,9 +250,10 @@ class Evaluator:
     def _cut(self, candidate: Candidate) -> Outcome:
         """The layouts of a candidate, cut into stages."""
         assert candidate.cut is not None
-        graph, request, settled = self._graph(candidate), self.request, self.settled
-        plan = of_a_step(self._outcomes[replace(candidate, cut=None)].require(), candidate.microbatches)
-        planner = StagePlanner(graph, plan, request, self.layers)
+        whole, settled = replace(candidate, cut=None), self.settled
+        plan = of_a_step(self._outcomes[whole].require(), candidate.microbatches)
+        subject = self._subject(replace(whole, may_recompute=self.request.memory_limit is not None))
+        planner = StagePlanner(subject, plan)
         if settled.pipeline is None:
             pipeline = planner.choose(candidate.cut, self.pipeline)
             again = planner.recompute
@@ -260,7 +261,7 @@ class Evaluator:
             pipeline = planner.settled(self.pipeline)
             again = {layer: much for layer, much in settled.recompute.items() if layer in self.layers}
         plan = replace(plan, pipeline=pipeline, recompute={**again, **dict.fromkeys(self.checkpointed, FULL)})
-        return Outcome(candidate, plan, seconds=pipeline.seconds + max(parameter_seconds(graph, plan)))
+        return Outcome(candidate, plan, seconds=pipeline.seconds + max(parameter_seconds(subject.captured, plan)))
 
     # -- forecasts --------------------------------------------------------------------------------------------------
 

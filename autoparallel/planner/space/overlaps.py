@@ -15,7 +15,6 @@ from torch import fx
 from autoparallel.passes.chunk_linears import LINEAR
 from autoparallel.placements import Layout, largest_piece
 from autoparallel.placements.redistribution import PARTIAL
-from autoparallel.planner.calls.options import Option
 from autoparallel.planner.space.problem import Reader, Variable
 from autoparallel.planner.space.subject import Subject
 from autoparallel.planner.thresholds import THRESHOLDS
@@ -67,7 +66,7 @@ class Overlaps:
         if reads:
             products += _read_seconds(readers, columns, shared=shared)[:, None]
         if makes:
-            passes = np.array([_passes(option) for option in producer.options]).T[:, :, None]
+            passes = np.array([option.passes for option in producer.options]).T[:, :, None]
             products = np.where(sums | (not reads), passes, products)
         seconds = np.stack(exchange)
         hidden = []
@@ -100,20 +99,15 @@ class Overlaps:
         return np.where(step, rows, 0), np.array(each)[axis], src == PARTIAL
 
 
-def _passes(option: Option) -> tuple[float, float]:
-    """Seconds of an operator, forward and backward."""
-    return (option.again, option.seconds - option.again) if option.again else (option.seconds, 0.0)
-
-
 def _read_seconds(readers: Sequence[Reader], columns: Sequence[Layout], *, shared: bool) -> np.ndarray:
     """Seconds of the linear layers that read each layout, forward and backward: the fastest that do; [2, layout]."""
     if not shared:
-        return np.array([_passes(option) for option in readers[0][0].options]).T
+        return np.array([option.passes for option in readers[0][0].options]).T
     total = np.zeros((2, len(columns)))
     for reader, place in readers:
         fastest: dict[Layout, tuple[float, float]] = {}
         for option in reader.options:
             need = option.needs[place]
-            fastest[need] = min(_passes(option), fastest.get(need, (np.inf, np.inf)))
+            fastest[need] = min(option.passes, fastest.get(need, (np.inf, np.inf)))
         total += np.array([fastest.get(column, (0.0, 0.0)) for column in columns]).T
     return total

@@ -90,7 +90,7 @@ class SearchSpace:
     ) -> None:
         self.subject, request = subject, subject.request
         self.captured, self.size, self.profile = subject.captured, subject.size, subject.profile
-        self.searched, self.open, self.products = subject.searched, subject.open, subject.products
+        self.searched, self.open = subject.searched, subject.open
         self.mesh, self.axis_sizes = request.axes, request.sizes
         self.preset = preset or request.origin
         self.outputs = wanted_outputs(subject.captured, request.outputs, len(request.axes))
@@ -247,7 +247,7 @@ class SearchSpace:
                         self.profile,
                         self.size,
                         self.permits.allows,
-                        parts=self._saved_bytes(node),
+                        parts=self.subject.parts(node),
                     )
                     if not options:
                         raise NoOption(node)
@@ -286,18 +286,7 @@ class SearchSpace:
         if node.op != "call_function" or self.size.tensor(node) < 0 or node not in self.searched:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
         followed = self.permits.experts.factors.get(node), self.permits.sequence.get(node)
-        return "call", self.size.call(node), followed, node in self.open, self._saved_bytes(node)
-
-    def _saved_bytes(self, node: fx.Node) -> tuple[float, float, float]:
-        """Bytes that the backward finds of each byte of a node; and where all but the products of its layer runs again,
-        which keeps what these make, or the whole layer, which then keeps only what others read."""
-        layer = self.open.get(node)
-        outside = layer is not None and any(self.open.get(user) != layer for user in node.users)
-        return (
-            self.subject.saved_tensors.parts.get(node, 0.0),
-            float(outside or self.products.get(node, False)),
-            float(outside),
-        )
+        return "call", self.size.call(node), followed, node in self.open, self.subject.parts(node)
 
     def _rule_is_known(self, node: fx.Node) -> bool:
         if node.op != "call_function" or not is_tensor(node):

@@ -64,6 +64,13 @@ class Subject:
         """What the backward finds of each node."""
         return kept_parts(self.captured.graph, self.size, self.loss_chunks)
 
+    def parts(self, node: fx.Node) -> tuple[float, float, float]:
+        """Bytes that the backward finds of each byte of a node; and where all but the products of its layer runs again,
+        which keeps what these make, or the whole layer, which then keeps only what others read."""
+        layer = self.open.get(node)
+        outside = float(layer is not None and any(self.open.get(user) != layer for user in node.users))
+        return self.saved_tensors.parts.get(node, 0.0), max(outside, float(self.products.get(node, False))), outside
+
     @property
     def heads(self) -> list[fx.Node]:
         """The linear layers that make the logits of losses that go through their rows in chunks."""

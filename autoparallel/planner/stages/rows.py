@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,21 +18,17 @@ import numpy.typing as npt
 from torch import fx
 
 from autoparallel.decisions.decisions import RECOMPUTED
-from autoparallel.graph.captured import Captured
-from autoparallel.graph.layers import layer_of
 from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.cut_stages import staged_nodes
-from autoparallel.passes.recompute_layers import kept_in_layers
 from autoparallel.placements import Invariant, Layout, dual_layout
 from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
-from autoparallel.planner.calls.saved_tensors import kept_parts
-from autoparallel.planner.calls.signatures import Signatures
-from autoparallel.planner.request.request import Request
-from autoparallel.predict.cost import operator_seconds
+from autoparallel.planner.calls.options import operator_options
+from autoparallel.planner.space.subject import Subject
 from autoparallel.predict.optimizer import cost_at_rest
-from autoparallel.rules import rule_for
+from autoparallel.rules import Rule
 from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.rules.typing import Typed
 from autoparallel.rules.ways import typed_call
 
 Array = npt.NDArray[np.float64]
@@ -83,113 +79,96 @@ class Rows:
         return spans
 
 
-@dataclass(frozen=True)
-class _Price:
-    """What operators that are alike cost; as the columns of ``Rows`` say."""
-
-    result: Layout
-    forward: float = 0.0
-    backward: tuple[float, ...] = (0.0,) * ANSWERS
-    inputs: tuple[float, ...] = (0.0,) * ANSWERS
-    activations: tuple[float, ...] = (0.0,) * ANSWERS
-    moment: float = 0.0
-
-
 class RowPricer:
     """Prices the operators of a captured graph that belong to one stage each.
 
     Args:
+        subject: the graph, and which of its layers may run again in the backward.
         plan: the layouts on the mesh axes other than the pipeline's.
-        may_recompute: the layers that may run again in the backward.
     """
 
-    def __init__(self, captured: Captured, plan: Plan, request: Request, may_recompute: Collection[str] = ()) -> None:
-        self.captured, self.plan = captured, plan
-        self.profile, self.redistributor = request.profile, request.redistributor
-        self.sizes = plan.axis_sizes
-        self.nodes = [n for n in staged_nodes(captured) if n.target is not operator.getitem]
-        self.layers = [layer if (layer := layer_of(node)) in may_recompute else None for node in self.nodes]
-        self.products = kept_in_layers(captured.graph, may_recompute)
-        self.alike = Signatures(captured.actual)
-        self.saved = kept_parts(captured.graph, self.alike, plan.loss_chunks).parts
+    def __init__(self, subject: Subject, plan: Plan) -> None:
+        self.subject, self.plan = subject, plan
+        self.captured, self.alike, self.sizes = subject.captured, subject.size, subject.axis_sizes
+        self.nodes = [n for n in staged_nodes(subject.captured) if n.target is not operator.getitem]
 
     def rows(self, actual: Mapping[Any, int]) -> Rows:
         """The prices where open sizes are these."""
-        size = Sizes(actual)
+        size, open_layers = Sizes(actual), self.subject.open
         results: dict[fx.Node, Layout] = {}
-        by_kind: dict[Hashable, _Price] = {}
-        prices: list[_Price] = []
-        for node, layer in zip(self.nodes, self.layers, strict=True):
-            if not is_tensor(node) or node.meta["key"] not in self.plan.operators:
-                price = _Price((Invariant,) * len(self.sizes))
-            else:
-                outside = any(layer_of(user) != layer for user in node.users)
+        by_kind: dict[Hashable, tuple[Layout, Array]] = {}
+        prices: list[Array] = []
+        whole = (Invariant,) * len(self.sizes), np.zeros(2 + 3 * ANSWERS)
+        for node in self.nodes:
+            price = whole
+            if is_tensor(node) and node.meta["key"] in self.plan.operators:
                 at = tuple([results.get(x) for x in self.alike.operands(node)])
                 way = self.alike.call(node), self.plan.operators[node.meta["key"]], at
-                key = *way, layer is not None, outside, self.saved.get(node), self.products.get(node)
+                key = *way, node in open_layers, self.subject.parts(node), self.subject.products.get(node)
                 if key not in by_kind:
-                    by_kind[key] = self._price(node, size, results, layer is not None, outside)
+                    by_kind[key] = self._price(node, size, results)
                 price = by_kind[key]
-            prices.append(price)
-            results[node] = price.result
+            results[node] = price[0]
+            prices.append(price[1])
         visited: set[fx.Node] = set()
         resting = []
         for read in self._reads:
             resting.append(sum(held for x, (held, _) in read.items() if x not in visited))
             visited.update(read)
+        forward, moment, *by_answer = np.array(prices).T
+        backward, inputs, activations = np.reshape(by_answer, (3, ANSWERS, -1))
         return Rows(
             self.nodes,
-            self.layers,
-            np.array([p.forward for p in prices]),
-            np.array([p.backward for p in prices]).T,
-            np.array([p.inputs for p in prices]).T,
-            np.array([p.activations for p in prices]).T,
-            np.array([p.moment for p in prices]),
+            [open_layers.get(node) for node in self.nodes],
+            forward,
+            backward,
+            inputs,
+            activations,
+            moment,
             np.array(resting, dtype=float),
             self._reads,
-            *self._crossing_seconds(prices, size),
+            *self._crossing_seconds(results, size),
         )
 
-    def _price(
-        self, node: fx.Node, size: Sizes, results: Mapping[fx.Node, Layout], may_recompute: bool, outside: bool
-    ) -> _Price:
-        """What one operator costs.
+    def _price(self, node: fx.Node, size: Sizes, results: Mapping[fx.Node, Layout]) -> tuple[Layout, Array]:
+        """The layout that one operator makes, and what it costs as ``Rows`` says: forward, moment, and by answer
+        backward, inputs and activations.
 
         Args:
             results: the layouts in which operators before it make their results.
-            may_recompute: whether its layer may run again.
-            outside: whether others than its layer read its result.
         """
-        rule, modes = rule_for(node), self.plan.modes(node.meta["key"])
-        needs, result = typed_call(node, modes)
-        operands, val = tensor_operands(node), node.meta["val"]
-        result_bytes = local_numel(size.shape(node), result, self.sizes) * val.element_size()
-        moved = result_bytes + sum(
-            local_numel(size.shape(x), layout, self.sizes) * x.meta["val"].element_size()
-            for x, layout in zip(operands, needs, strict=True)
-        )
-        forward, backward = operator_seconds(self.profile, rule, modes, self.sizes, size, moved, val.dtype)
+        subject, parts = self.subject, self.subject.parts(node)
+        (option,) = operator_options(node, self.sizes, subject.profile, size, self._is_planned, parts)
+        operands, flows = tensor_operands(node), bool(node.meta["backward"])
         travel = gathered = 0.0
-        for x, need in zip(operands, needs, strict=True):
+        moved = self._local_bytes(node, option.result, size)
+        for x, need in zip(operands, option.needs, strict=True):
+            moved += self._local_bytes(x, need, size)
             if x in results and results[x] != need:
-                itemsize, flows = x.meta["val"].element_size(), bool(x.meta["differentiable"])
-                table = self.redistributor.table(size.shape(x), itemsize, flows, False)
+                itemsize, differentiable = x.meta["val"].element_size(), bool(x.meta["differentiable"])
+                table = subject.redistributor.table(size.shape(x), itemsize, differentiable, False)
                 between = table.index[results[x]], table.index[need]
                 travel += float(table.seconds[between])
                 gathered += float(table.seconds[between] * table.gathered[between])
-        flows = bool(node.meta["backward"])
-        once = backward + travel if flows else 0.0
-        saved = self.saved.get(node, 0.0) * result_bytes
-        if not may_recompute:
-            again, inputs, activations = ((number,) * ANSWERS for number in (once, once / 2, saved))
-            return _Price(result, forward + travel, again, inputs, activations, moved * flows)
-        left = float(result_bytes) if flows and outside else 0.0
-        product = float(result_bytes) if flows and self.products.get(node) else 0.0
-        # Where all but the products runs again, of the collectives only gathers do.
-        repeated = 0.0, gathered + (0.0 if node in self.products else forward), forward + travel
-        again = tuple([once + more for more in repeated])
-        inputs = once / 2, *again[1:]
-        return _Price(result, forward + travel, again, inputs, (saved, max(left, product), left), moved * flows)
+        forward, backward = option.passes
+        once = backward + travel * flows
+        backwards, inputs, held = (
+            np.full(ANSWERS, once),
+            np.full(ANSWERS, once / 2),
+            np.full(ANSWERS, option.saved_bytes),
+        )
+        if node in subject.open:
+            # Where all but the products runs again, of the collectives only gathers do.
+            backwards += 0.0, gathered + forward * (node not in subject.products), forward + travel
+            inputs[1:] = backwards[1:]
+            held[1:] = option.kept_bytes, option.left_bytes
+        return option.result, np.array([forward + travel, moved * flows, *backwards, *inputs, *held])
+
+    def _is_planned(self, node: fx.Node, _rule: Rule | None, _ways: Sequence[Typed], way: Typed, axis: int) -> bool:
+        return way.mode == self.plan.modes(node.meta["key"])[axis]
+
+    def _local_bytes(self, x: fx.Node, layout: Layout, size: Sizes) -> float:
+        return local_numel(size.shape(x), layout, self.sizes) * float(x.meta["val"].element_size())
 
     @cached_property
     def _reads(self) -> list[dict[fx.Node, tuple[float, float]]]:
@@ -225,7 +204,7 @@ class RowPricer:
         dtype = self.captured.rest_dtypes.get(name, x.meta["val"].dtype)
         shape, layout, trainable = size.shape(x), self.plan.at_rest(name), bool(x.meta["differentiable"])
         offloaded = self.plan.offload_optimizer
-        rest = cost_at_rest(self.profile, self.sizes, shape, layout, dtype.itemsize, trainable, offloaded)
+        rest = cost_at_rest(self.subject.profile, self.sizes, shape, layout, dtype.itemsize, trainable, offloaded)
         at_rest = rest.parameter
         if not trainable:
             return float(at_rest), float(at_rest)
@@ -237,17 +216,17 @@ class RowPricer:
             gathered = held if held > at_rest and self.plan.parameters[name].gather != "per_use" else 0
         return float(rest.bytes + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)
 
-    def _crossing_seconds(self, prices: Sequence[_Price], size: Sizes) -> tuple[Array, Array]:
+    def _crossing_seconds(self, results: Mapping[fx.Node, Layout], size: Sizes) -> tuple[Array, Array]:
         """How long the values travel that cross, forward, where a stage begins at each row, each sent by itself; and
         their bytes."""
         number = {node: i for i, node in enumerate(self.nodes)}
-        change = np.zeros((2, len(prices) + 2))
-        for i, (node, price) in enumerate(zip(self.nodes, prices, strict=True)):
+        change = np.zeros((2, len(self.nodes) + 2))
+        for node, i in number.items():
             last = max([number[user] for user in node.users if user in number], default=i)
             if is_tensor(node) and last > i:
-                layout = tuple(p if p.kind == "S" else Invariant for p in price.result)
-                crossing = local_numel(size.shape(node), layout, self.sizes) * node.meta["val"].element_size()
-                each = self.profile.latency + crossing / self.profile.bandwidth, crossing
+                layout = tuple(p if p.kind == "S" else Invariant for p in results[node])
+                crossing = self._local_bytes(node, layout, size)
+                each = self.subject.profile.latency + crossing / self.subject.profile.bandwidth, crossing
                 change[:, i + 1] += each
                 change[:, last + 1] -= each
         seconds, held = np.cumsum(change, axis=1)

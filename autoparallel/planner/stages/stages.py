@@ -17,7 +17,7 @@ import bisect
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,11 +28,10 @@ from autoparallel.comm.world import PIPELINE_AXIS
 from autoparallel.decisions.decisions import RECOMPUTED
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan, StageCost
-from autoparallel.graph.captured import Captured
 from autoparallel.passes.cut_stages import CutError, stages_of
 from autoparallel.pipeline.schedules import SPLIT, in_flight, rank_of_stage, require_schedule
 from autoparallel.plan import Plan
-from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.subject import Subject
 from autoparallel.planner.stages.cuts import most_even
 from autoparallel.planner.stages.rows import ANSWERS, Array, RowPricer, Rows
 from autoparallel.planner.thresholds import THRESHOLDS
@@ -86,18 +85,17 @@ class StagePlanner:
     """Cuts one captured graph, under a plan of the layouts inside of its stages.
 
     Args:
-        captured: the whole graph.
+        subject: the whole graph, and which of its layers may run again in the backward where memory is short.
         plan: the layouts on the mesh axes other than the pipeline's.
-        may_recompute: the layers that may run again in the backward where memory is short.
 
     Attributes:
         recompute: the layers that run again in the backward of the pipeline that was chosen last, and how much of them.
     """
 
-    def __init__(self, captured: Captured, plan: Plan, request: Request, may_recompute: Collection[str] = ()) -> None:
-        self.captured, self.plan = captured, plan
-        self.ranks, self.memory_limit = request.stages, request.memory_limit
-        self.pricer = RowPricer(captured, plan, request, may_recompute if self.memory_limit is not None else ())
+    def __init__(self, subject: Subject, plan: Plan) -> None:
+        self.captured, self.plan = subject.captured, plan
+        self.ranks, self.memory_limit = subject.stages, subject.request.memory_limit
+        self.pricer = RowPricer(subject, plan)
         self.forbidden = self._forbidden_cuts()
         self.recompute: Mapping[str, str] = {}
 
