@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 from autoparallel.capture.caches import CURE, asks_for_cache, without_caches
 from autoparallel.capture.python.recorder import Recorder
 from autoparallel.capture.refusals.data_access import DataAccess
-from autoparallel.capture.refusals.seeding import refuse_seeding
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.nesting import flatten
 from autoparallel.graph.python_state import is_plain
@@ -84,7 +83,7 @@ class Training(nn.Module):
         for (first, dim), *others in self.alike:
             for other, its in others:
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
-        with self.recorder, refuse_seeding(), DataAccess():
+        with self.recorder, DataAccess():
             leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
         _require_leaves(leaves)
         for name, value in self.recorder.take().items():

@@ -29,6 +29,7 @@ from autoparallel.capture.tracing.checks import CHECKED
 from autoparallel.capture.tracing.drawn_numbers import NAMES as DRAWS
 from autoparallel.capture.tracing.functions import function_apply
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
+from autoparallel.capture.tracing.seeding import NAMES as SEEDS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
@@ -181,6 +182,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
     *DRAWS,
+    *SEEDS,
     (torch.nn.Module, "to", _to),
     (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
     (torch.inference_mode, "__enter__", _enter_inference_mode),
