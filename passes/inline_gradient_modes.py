@@ -26,9 +26,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoparallel._torch.export import wrap_with_set_grad_enabled
-from autoparallel.graph.lines import marks_of
+from autoparallel.graph.captured import refusal
+from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.passes.mark_gradients import is_continuous, stops_gradient
-from autoparallel.passes.refusal import Refusal
 
 
 def inline_gradient_modes(
@@ -48,15 +48,15 @@ def inline_gradient_modes(
         aliases: whether a call that is no operator of torch returns what shares memory with its operands.
 
     Raises:
-        Refusal: where a tensor that carries a gradient is changed in place without its gradient noticing.
+        CaptureError: where a tensor that carries a gradient is changed in place without its gradient noticing.
     """
     modes = dict(_flatten(module, enabled))
     if not enabled:
         for node, (mode, _) in modes.items():
             if mode:
-                raise Refusal(
-                    node,
+                raise refusal(
                     "the model is called under torch.no_grad() or torch.inference_mode(), and enables gradients inside",
+                    line_of(node),
                     "call it with gradients enabled",
                 )
     elif modes:
@@ -171,19 +171,19 @@ class _Walk:
         parameter = any(root.op == "placeholder" for root in roots)  # refused where the graph is described
         flows = any(self.carries[x] for x in alike)
         if self.tied & roots:
-            raise Refusal(
-                node,
+            raise refusal(
                 "a tensor is changed in place that shares its memory with a result of an autograd.Function",
+                line_of(node),
                 "change a copy (y = x.clone())",
             )
         if flows and not parameter and node.target is torch.ops.aten.detach_.default:
-            raise Refusal(node, "a tensor that carries a gradient is detached in place", "use x = x.detach()")
+            raise refusal("a tensor that carries a gradient is detached in place", line_of(node), "use x = x.detach()")
         if flows and not parameter and (not enabled or target in self.severed):
             how = "torch.no_grad()" if not enabled else "detach()"
-            raise Refusal(
-                node,
+            raise refusal(
                 f"under {how} a tensor that carries a gradient is changed in place: its value changes, its gradient "
                 "does not",
+                line_of(node),
                 "make a new tensor that says so, such as x = x + (new - x).detach()",
             )
         if enabled and any(self.carries.get(x) for x in node.all_input_nodes):

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import fx
 
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.captured import refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.composite_random import COMPOSITES
 from autoparallel.operators.torch_random import BASIC, Draw, silent
@@ -78,27 +78,31 @@ class _Numbering:
                 self.rewrite(graph)
                 continue
             for call in _random_calls(graph):
-                raise CaptureError(
+                raise refusal(
                     f"{operator_name(call.target)} draws random numbers inside of torch.{node.target.name()}, which "  # type: ignore[union-attr]
-                    f"may run it any number of times, at {line_of(call)}\nWhat to change: draw the numbers before, and "
-                    "pass them in."
+                    "may run it any number of times,",
+                    line_of(call),
+                    "draw the numbers before, and pass them in",
                 )
 
     def _replace(self, node: fx.Node) -> None:
         target, values = node.target, arguments(node)
         make = COMPOSITES.get(target) or BASIC.get(target)
         if values.get("generator") is not None:
-            raise CaptureError(
+            raise refusal(
                 f"{operator_name(target)} draws from a torch.Generator of its own, whose numbers would be those of the "
-                f"trace in every call, at {line_of(node)}\nWhat to change: leave out generator=, so that the model's "
-                "own numbers are used (they follow torch.manual_seed), or draw outside of the model and pass the "
-                "numbers in."
+                "trace in every call,",
+                line_of(node),
+                "leave out generator=, so that the model's own numbers are used (they follow torch.manual_seed), or "
+                "draw outside of the model and pass the numbers in",
             )
         if make is None:
-            raise CaptureError(
+            raise refusal(
                 f"{operator_name(target)} draws random numbers, which would differ from rank to rank and from plan to "
-                f"plan, at {line_of(node)}\nWhat to change: draw with one of the operators that docs/randomness.md "
-                "lists, or draw the numbers outside of the model and pass them in."
+                "plan,",
+                line_of(node),
+                "draw with one of the operators that docs/randomness.md lists, or draw the numbers outside of the "
+                "model and pass them in",
             )
         emit = Emitter(node)
         value = node.meta.get("val")

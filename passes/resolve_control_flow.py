@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autoparallel.graph.captured import refusal
+from autoparallel.graph.lines import line_of
 from autoparallel.operators.control_flow import RUNS, control_operator
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
-from autoparallel.passes.refusal import Refusal
 
 INSTEAD_OF_FLEX = (
     "use F.scaled_dot_product_attention(q, k, v, attn_mask=...), with what score_mod adds, or -inf where block_mask "
@@ -27,7 +28,7 @@ def resolve_control_flow(module: fx.GraphModule) -> None:
     """Rewrites the graph of ``module`` in place, and the graphs that it may run.
 
     Raises:
-        Refusal: for a higher-order operator that no program can make.
+        CaptureError: for a higher-order operator that no program can make.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -35,16 +36,16 @@ def resolve_control_flow(module: fx.GraphModule) -> None:
             continue
         name = node.target.name()
         if name.startswith("auto_functionalized"):
-            raise Refusal(
-                node,
+            raise refusal(
                 f"the operator {node.args[0]} changes what it is given in place",
+                line_of(node),
                 "let it return new tensors (mutates_args=()), and write them with copy_()",
             )
         if name not in RUNS:
             instead = "write it with torch.cond, while_loop or scan, or without a higher-order operator"
-            raise Refusal(
-                node,
+            raise refusal(
                 f"the model calls torch.ops.higher_order.{name}, which no program can make",
+                line_of(node),
                 INSTEAD_OF_FLEX if name == "flex_attention" else instead,
             )
         arguments = [

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoparallel.graph.lines import marks_of
+from autoparallel.graph.captured import refusal
+from autoparallel.graph.lines import line_of, marks_of
 from autoparallel.operators.opaque import (
     CALL,
     HOOK,
@@ -29,7 +30,6 @@ from autoparallel.operators.opaque import (
     function_operator,
     hooked_operator,
 )
-from autoparallel.passes.refusal import Refusal
 from autoparallel.rules.calls import ancestors, followers
 
 
@@ -148,9 +148,9 @@ def _values_before(graph: fx.Graph, node: fx.Node, values: list[fx.Node]) -> tup
             continue
         target = x.target
         if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
-            raise Refusal(
-                x,
+            raise refusal(
                 "a tensor's hook reads what a random operator or an autograd.Function makes of that tensor",
+                line_of(x),
                 "register the hook on a tensor computed of it (y = x * 1)",
             )
         with graph.inserting_after(point):

@@ -23,7 +23,7 @@ from autoparallel.capture.describe import describe
 from autoparallel.capture.functional.functional import make_functional
 from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks, leave_out
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
-from autoparallel.capture.python.globals_read import GlobalsRead, explain_draw, owners_of, packages_of, read_of_loss
+from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss, refused_draw
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
 from autoparallel.capture.refusals.refusals import explain_failure, place_of, require_own_memory, require_same_memory
 from autoparallel.capture.tracing.drawn_numbers import require_dropped
@@ -45,7 +45,6 @@ from autoparallel.graph.plain_tensors import (
     trained_attributes,
 )
 from autoparallel.passes.recompute_layers import checkpointed_layers
-from autoparallel.passes.refusal import Refusal
 from autoparallel.passes.replace_random_operators import Draws
 from autoparallel.passes.runner import run_passes
 from autoparallel.text import LOGGER
@@ -229,7 +228,7 @@ def attempt_capture(
                     raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn), packages), run) from None
             drawn = rehearsals[0].drawn
             if failed and drawn:  # perhaps because of what was drawn
-                raise CaptureError(explain_draw("Python's random", drawn[0][0])) from None
+                raise refused_draw("Python's random", drawn[0][0]) from None
             with reads if failed else nullcontext():
                 try:
                     captured = trace(stacks)
@@ -309,7 +308,7 @@ def _with_line(
         with reads:
             run(wrapper)
 
-    return CaptureError(error.message(first_line(again, lambda: error.has_changed(wrapper.recorder, reads))))
+    return error.at(first_line(again, lambda: error.has_changed(wrapper.recorder, reads)))
 
 
 def _calls_of(wrapper: nn.Module, as_compiled: bool) -> Trace:
@@ -345,8 +344,6 @@ def _export(
         return decomposed, findings[Draws].count
     except CaptureError:
         raise
-    except Refusal as error:
-        raise CaptureError(f"{error} at {line_of(error.node)}\nWhat to change: {error.cure}.") from None
     except Exception as error:
         raise CaptureError(explain_failure(error, model)) from error
 

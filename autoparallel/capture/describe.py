@@ -18,7 +18,7 @@ from autoparallel.capture.functional.outputs import Objective, find_objective, s
 from autoparallel.capture.functional.passes import describing_passes
 from autoparallel.capture.python.recorder import IN_THE_MODEL
 from autoparallel.capture.refusals.refusals import (
-    explain_mutation,
+    refused_mutation,
     require_positions,
     require_same_dtypes,
     require_static,
@@ -96,7 +96,9 @@ def describe(
     for out in program.graph_signature.output_specs:
         if out.kind == OutputKind.BUFFER_MUTATION:
             if not str(out.target).startswith("model."):
-                raise CaptureError(f"the loss function changes its buffer {out.target} in place\n{IN_THE_MODEL}")
+                raise CaptureError(
+                    f"the loss function changes its buffer {out.target} in place\nWhat to change: {IN_THE_MODEL}."
+                )
             mutated.append(owners[str(out.target).removeprefix("model.")])
             results.append(nodes[out.arg.name])
         elif out.kind == OutputKind.USER_OUTPUT:
@@ -109,7 +111,7 @@ def describe(
                 outputs.append(len(results))
                 results.append(nodes[out.arg.name])
         else:
-            raise CaptureError(explain_mutation(str(out.target), nodes[out.arg.name], model))
+            raise refused_mutation(str(out.target), nodes[out.arg.name], model)
     require_static(graph, {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)})
     require_positions(graph)
     require_same_dtypes(graph)

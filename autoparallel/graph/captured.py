@@ -22,6 +22,17 @@ class CaptureError(RuntimeError):
     """The model cannot be captured as one graph; the message names the line and says what to change."""
 
 
+def refusal(what: str, line: str, cure: str) -> CaptureError:
+    """What a model does that no program can have.
+
+    Args:
+        what: the model does.
+        line: at which it does that.
+        cure: what to change in the model.
+    """
+    return CaptureError(f"{what} at {line}\nWhat to change: {cure}.")
+
+
 @dataclass(frozen=True)
 class Constant:
     """A leaf of the output that is no tensor."""

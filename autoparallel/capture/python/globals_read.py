@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.capture.python.recorder import StateChangedError
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.garbage import collected_rarely, count_as_old
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import (
@@ -161,12 +161,12 @@ class GlobalsRead:
         if kind is None or issubclass(kind, Exception) and not issubclass(kind, CaptureError):
             if drawn:
                 raise StateChangedError(
-                    lambda line: explain_draw(" and ".join(drawn), line),
+                    lambda line: refused_draw(" and ".join(drawn), line),
                     lambda _, reads: bool(reads.drawn()),
                 )
             if changed:
-                key, message = changed[0].key, _explain_change(changed[0])
-                raise StateChangedError(message, lambda _, reads: reads.has_changed(key))
+                key, at = changed[0].key, _explain_change(changed[0])
+                raise StateChangedError(at, lambda _, reads: reads.has_changed(key))
             if self._problem:
                 raise CaptureError(self._problem)
 
@@ -309,9 +309,9 @@ class GlobalsRead:
         self._roots[key] = _Root(key, label, read, write, table)
 
 
-def explain_draw(generators: str, line: str) -> str:
+def refused_draw(generators: str, line: str) -> CaptureError:
     """Why a draw cannot be traced, and what to change."""
-    return (
+    return CaptureError(
         f"the model draws from {generators} at {line}: a trace would hold one draw for ever\n"
         "What to change: draw with torch (torch.rand, torch.bernoulli, nn.Dropout) and use torch.where, or draw "
         "outside of the model and pass the number in as a tensor."
@@ -345,11 +345,12 @@ def owners_of(function: Any) -> tuple[Any, ...]:
     return (function,) if is_data(function) else ()
 
 
-def _explain_change(root: _Root) -> Callable[[str], str]:
+def _explain_change(root: _Root) -> Callable[[str], CaptureError]:
     before = shown(root.value)
-    return lambda line: (
-        f"a call changes what it reads: {root.label} is {before} before it and {root.now} after it, at {line}\nWhat to "
-        "change: return what changes as an output, keep it in a registered buffer, or change it outside of the model."
+    return lambda line: refusal(
+        f"a call changes what it reads: {root.label} is {before} before it and {root.now} after it,",
+        line,
+        "return what changes as an output, keep it in a registered buffer, or change it outside of the model",
     )
 
 

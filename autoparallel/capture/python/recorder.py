@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autoparallel.capture.python.observed_classes import observe, release, written_to
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.plain_tensors import holder_of
 from autoparallel.graph.python_state import (
@@ -39,20 +39,21 @@ _TABLES = ("_parameters", "_modules")
 LOSS = "loss_fn"
 """The path of the loss function among the modules of what is traced."""
 
-IN_THE_MODEL = "What to change: keep what changes in the model, as a registered buffer."
+IN_THE_MODEL = "keep what changes in the model, as a registered buffer"
+"""What to change in a loss function."""
 
 
 class StateChangedError(CaptureError):
     """Something outside of the graph that a run has changed, on a line that is not known yet.
 
     Args:
-        message: makes the message, once the line is known.
+        at: makes the refusal, once the line is known.
         has_changed: tells, while a copy runs again, whether it has changed by now.
     """
 
-    def __init__(self, message: Callable[[str], str], has_changed: Callable[[Recorder, Any], bool]) -> None:
-        super().__init__(message("an unknown line"))
-        self.message, self.has_changed = message, has_changed
+    def __init__(self, at: Callable[[str], CaptureError], has_changed: Callable[[Recorder, Any], bool]) -> None:
+        super().__init__(str(at("an unknown line")))
+        self.at, self.has_changed = at, has_changed
 
 
 @dataclass
@@ -108,7 +109,7 @@ class Recorder:
     ) -> None:
         self._model, self._memo = model, memo
         self._trained = trained or {}
-        self._refusal = ""
+        self._refusal: CaptureError | None = None
         self._constants, self._versions = constants or {}, dict[str, int]()
         self.rebound: set[str] = set()
         originals: list[Any] = memo.get(id(memo), [])
@@ -180,16 +181,18 @@ class Recorder:
         if self._refusal:
             return
         if label in self._trained:
-            self._refusal = (
+            self._refusal = refusal(
                 f"{self._trained[label]} is a parameter or trained, but it is not among the model's parameters; it is "
-                f"read at {line_of_frame(sys._getframe(3))}\nWhat to change: move it into the model and register it "
-                "there (nn.Parameter, nn.ParameterList, nn.ModuleList), or keep a plain tensor (detach())."
+                "read",
+                line_of_frame(sys._getframe(3)),
+                "move it into the model and register it there (nn.Parameter, nn.ParameterList, nn.ModuleList), or keep "
+                "a plain tensor (detach())",
             )
         elif isinstance(value, Iterator):
-            self._refusal = (
-                f"{label}, a {type(value).__name__}, has another value at every call; it is read at "
-                f"{line_of_frame(sys._getframe(3))}\nWhat to change: take the value outside of the model and pass it "
-                "in."
+            self._refusal = refusal(
+                f"{label}, a {type(value).__name__}, has another value at every call; it is read",
+                line_of_frame(sys._getframe(3)),
+                "take the value outside of the model and pass it in",
             )
 
     def write(self, table: dict[str, Any], name: str) -> None:
@@ -208,20 +211,22 @@ class Recorder:
         """
         self._recording = False
         if self._refusal:
-            raise CaptureError(self._refusal)
+            raise self._refusal
         if name := self.changed_class():
             raise StateChangedError(
-                lambda line: (
-                    f"a call changes an attribute of a class, {name}, at {line}\n"
-                    "What to change: keep it in a registered buffer, or set it outside of forward."
+                lambda line: refusal(
+                    f"a call changes an attribute of a class, {name},",
+                    line,
+                    "keep it in a registered buffer, or set it outside of forward",
                 ),
                 lambda recorder, _: bool(recorder.changed_class()),
             )
         if constant := self.changed_constant():
             raise StateChangedError(
-                lambda line: (
-                    f"a call changes the tensor {constant} in place, at {line}\n"
-                    "What to change: register it as a buffer (self.register_buffer)."
+                lambda line: refusal(
+                    f"a call changes the tensor {constant} in place,",
+                    line,
+                    "register it as a buffer (self.register_buffer)",
                 ),
                 lambda recorder, _: bool(recorder.changed_constant()),
             )
@@ -234,9 +239,10 @@ class Recorder:
             container = self._containers[number][0]
             what = f"{self._holder(container)}, a {type(container).__name__}"
             raise StateChangedError(
-                lambda line: (
-                    f"a call changes {what} that outlives it, at {line}\n"
-                    "What to change: return what is collected as an output, or keep it in a registered buffer."
+                lambda line: refusal(
+                    f"a call changes {what} that outlives it,",
+                    line,
+                    "return what is collected as an output, or keep it in a registered buffer",
                 ),
                 lambda recorder, _: recorder.is_changed(number),
             )
@@ -265,16 +271,18 @@ class Recorder:
         if _is_same(self._twin(before), now):
             return
         if now is MISSING:
-            raise CaptureError(f"a call deletes {label} at {line}\nWhat to change: do so outside of forward.")
+            raise refusal(f"a call deletes {label}", line, "do so outside of forward")
         if name in watched.reads and not _is_first_value(before, now):
-            raise CaptureError(
-                f"a call changes what it reads: {label} is {shown(before)} before it and {shown(now)} after it, at "
-                f"{line}\n{_advice(now)}"
+            raise refusal(
+                f"a call changes what it reads: {label} is {shown(before)} before it and {shown(now)} after it,",
+                line,
+                _advice(now),
             )
         if watched.path.partition(".")[0] == LOSS or not self._is_reached(watched):
-            raise CaptureError(
-                f"a call sets {label}, an attribute of a {type(watched.original).__name__}, at {line}\n"
-                "What to change: return the value, or keep it in an attribute of the module."
+            raise refusal(
+                f"a call sets {label}, an attribute of a {type(watched.original).__name__},",
+                line,
+                "return the value, or keep it in an attribute of the module",
             )
         _require_carried(now, label, line)
         written[label] = now
@@ -299,21 +307,22 @@ class Recorder:
         if now is before:
             return
         if watched.path.partition(".")[0] == LOSS:
-            raise CaptureError(f"the loss function replaces {label} at {line}\n{IN_THE_MODEL}")
+            raise refusal(f"the loss function replaces {label}", line, IN_THE_MODEL)
         if kind != "_buffers":
             what = "parameter" if kind == "_parameters" else "module"
-            raise CaptureError(
-                f"a call replaces the {what} {label} at {line}\nWhat to change: do so outside of forward."
-            )
+            raise refusal(f"a call replaces the {what} {label}", line, "do so outside of forward")
         if not isinstance(now, torch.Tensor) or not isinstance(before, torch.Tensor):
-            raise CaptureError(
-                f"a call sets the buffer {label} from {shown(before)} to {shown(now)} at {line}\n"
-                "What to change: register it as a tensor of its final shape, and update its values."
+            raise refusal(
+                f"a call sets the buffer {label} from {shown(before)} to {shown(now)}",
+                line,
+                "register it as a tensor of its final shape, and update its values",
             )
         if now.shape != before.shape or now.dtype != before.dtype:
-            raise CaptureError(
+            raise refusal(
                 f"a call replaces the buffer {label}, {tuple(before.shape)} {before.dtype}, by one of "
-                f"{tuple(now.shape)} {now.dtype}, at {line}\nWhat to change: keep its shape and dtype."
+                f"{tuple(now.shape)} {now.dtype},",
+                line,
+                "keep its shape and dtype",
             )
         table[name] = before
         self.rebound.add(label)
@@ -419,23 +428,18 @@ def _holds(value: Any, container: Any) -> bool:
 
 def _advice(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return (
-            "What to change: register it as a buffer (self.register_buffer(name, tensor)) and update it, or return it "
-            "and pass it in."
-        )
-    return (
-        "What to change: keep it in a registered buffer (self.n += 1 works on a tensor), set it outside of forward, or "
-        "pass it in."
-    )
+        return "register it as a buffer (self.register_buffer(name, tensor)) and update it, or return it and pass it in"
+    return "keep it in a registered buffer (self.n += 1 works on a tensor), set it outside of forward, or pass it in"
 
 
 def _require_carried(value: Any, label: str, line: str) -> None:
     """Raises for a value that cannot leave the program in an attribute."""
     for leaf in _leaves(value):
         if not isinstance(leaf, torch.Tensor | torch.SymInt) and not is_plain(leaf):
-            raise CaptureError(
-                f"a call sets {label} to a {type(leaf).__name__} at {line}\nWhat to change: set it outside of forward, "
-                "or keep tensors, numbers and strings, or lists and dicts of them, in it."
+            raise refusal(
+                f"a call sets {label} to a {type(leaf).__name__}",
+                line,
+                "set it outside of forward, or keep tensors, numbers and strings, or lists and dicts of them, in it",
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.lines import line_of_frame
 
 _DETACHES = (torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach)  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ class DataAccess(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise CaptureError(explain_new_memory("x.data = ...", line_of_frame(sys._getframe(1))))
+            raise refused_memory("x.data = ...", line_of_frame(sys._getframe(1)))
         if name in _IN_PLACE or name.endswith("_") and not name.endswith("__") and name != "requires_grad_":
             self._require_own(args[0] if args else None)
         self._require_own(kwargs.get("out"))
@@ -65,10 +65,11 @@ class DataAccess(TorchFunctionMode):
 
     def _require_own(self, written: Any) -> None:
         if isinstance(written, torch.Tensor) and id(written) in self._detached:
-            raise CaptureError(
+            raise refusal(
                 "the model writes to x.data or x.detach() of a tensor that is differentiated, which changes its values "
-                f"behind autograd's back, at {line_of_frame(sys._getframe(1))}\nWhat to change: compute a new tensor; "
-                "for another value with the same gradient write x + (value - x).detach()."
+                "behind autograd's back,",
+                line_of_frame(sys._getframe(1)),
+                "compute a new tensor; for another value with the same gradient write x + (value - x).detach()",
             )
 
 
@@ -87,9 +88,7 @@ def _expand_mask(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
 
 
-def explain_new_memory(how: str, line: str) -> str:
+def refused_memory(how: str, line: str) -> CaptureError:
     """Why a tensor must keep its memory, and what to write instead."""
-    return (
-        f"the model gives a tensor other memory ({how}) at {line}\nWhat to change: use the new tensor instead; to "
-        "change a buffer, use buffer.copy_(...)."
-    )
+    cure = "use the new tensor instead; to change a buffer, use buffer.copy_(...)"
+    return refusal(f"the model gives a tensor other memory ({how})", line, cure)

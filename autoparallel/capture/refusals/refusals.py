@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from autoparallel._torch.dtensor import local_of
 from autoparallel._torch.export import free_unbacked_symbols
 from autoparallel._torch.tensors import memory_span
-from autoparallel.capture.refusals.data_access import explain_new_memory
-from autoparallel.graph.captured import Captured, CaptureError
+from autoparallel.capture.refusals.data_access import refused_memory
+from autoparallel.graph.captured import Captured, CaptureError, refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import OURS
@@ -54,10 +54,7 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> None:
                     "keep all rows and weigh them by masks, such as (loss * mask).sum() / mask.sum(), use "
                     "torch.where or ignore_index"
                 )
-            raise CaptureError(
-                f"{what} at {line_of(node)}\nWhat to change: {advice}, or compute it outside of the model and "
-                "pass it in."
-            )
+            raise refusal(what, line_of(node), f"{advice}, or compute it outside of the model and pass it in")
 
 
 def _is_only_checked(node: fx.Node) -> bool:
@@ -76,7 +73,7 @@ def require_same_memory(graph: fx.Graph) -> None:
     """Refuses ``x.set_(y)``, which a functional graph would take for the use of another tensor."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == "aten::set_":
-            raise CaptureError(explain_new_memory("x.set_(...)", line_of(node)))
+            raise refused_memory("x.set_(...)", line_of(node))
 
 
 def require_own_memory(captured: Captured, model: nn.Module) -> None:
@@ -103,11 +100,12 @@ def require_own_memory(captured: Captured, model: nn.Module) -> None:
                 break
             changed, twin = (node, other) if tensors[node][2] else (other, node)
             if tensors[changed][2]:
-                raise CaptureError(
+                raise refusal(
                     f"{tensors[changed][0]}, which is changed in place, and {tensors[twin][0]} lie in the same memory; "
-                    f"the latter is read at {line_of(next(iter(twin.users), twin))}\nWhat to change: keep one of them "
-                    "and make the other of it in forward (self.weight[:4].detach()), register one tensor under both "
-                    "names (b.weight = a.weight), or clone() it."
+                    "the latter is read",
+                    line_of(next(iter(twin.users), twin)),
+                    "keep one of them and make the other of it in forward (self.weight[:4].detach()), register one "
+                    "tensor under both names (b.weight = a.weight), or clone() it",
                 )
 
 
@@ -115,10 +113,11 @@ def require_positions(graph: fx.Graph) -> None:
     """Refuses what reads or writes through strides of which nobody can say which elements they name."""
     for node in graph.nodes:
         if node.target in STRIDED and relative_start(node) is None:
-            raise CaptureError(
-                f"the model reads or writes through strides (as_strided) of a tensor that does not lie in one piece in "
-                f"memory, at {line_of(node)}\nWhat to change: slice, index, unfold() or diagonal() it, or make it "
-                "contiguous() before."
+            raise refusal(
+                "the model reads or writes through strides (as_strided) of a tensor that does not lie in one piece in "
+                "memory,",
+                line_of(node),
+                "slice, index, unfold() or diagonal() it, or make it contiguous() before",
             )
 
 
@@ -129,9 +128,7 @@ def require_same_dtypes(graph: fx.Graph) -> None:
         if len(dtypes) > 1:
             shown = " by ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             error = TypeError(f"{operator_name(node.target)} multiplies {shown}")
-            raise CaptureError(
-                f"{error} at {line_of(node)}\nWhat to change: give it inputs of the model's dtype, or cast them."
-            ) from error
+            raise refusal(str(error), line_of(node), "give it inputs of the model's dtype, or cast them") from error
 
 
 _ATEN = torch.ops.aten
@@ -272,18 +269,18 @@ def _loops_over_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_transposed") and type(module).__module__.startswith("transformers.")
 
 
-def explain_mutation(target: str, node: fx.Node, model: nn.Module) -> str:
+def refused_mutation(target: str, node: fx.Node, model: nn.Module) -> CaptureError:
     if target.startswith("model."):
-        return (
-            f"the model changes its parameter {target.removeprefix('model.')} in place at {line_of(node)}\n"
-            "What to change: let an optimizer change it, or the loop between calls, under no_grad (a momentum "
-            "encoder), or keep it in a buffer."
+        return refusal(
+            f"the model changes its parameter {target.removeprefix('model.')} in place",
+            line_of(node),
+            "let an optimizer change it, or the loop between calls, under no_grad (a momentum encoder), or keep it in "
+            "a buffer",
         )
     kind, _, name = target.partition("_")
     names = list(inspect.signature(model.forward).parameters)
     if kind == "args" and name.isdigit() and int(name) < len(names):
         name = names[int(name)]
-    return (
-        f"the model changes its input {name or target} in place at {line_of(node)}\n"
-        "What to change: work on a copy (x = x.clone())."
+    return refusal(
+        f"the model changes its input {name or target} in place", line_of(node), "work on a copy (x = x.clone())"
     )

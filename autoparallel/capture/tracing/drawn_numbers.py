@@ -16,9 +16,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from autoparallel.capture.python.globals_read import explain_draw
+from autoparallel.capture.python.globals_read import refused_draw
 from autoparallel.capture.tracing.trace import listening
-from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
 
 _LARGEST = 1 - 2.0**-53  # that random() returns
@@ -58,7 +57,7 @@ class DrawnNumber:
         return self._compare(other, operator.ge)
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise CaptureError(explain_draw("Python's random", self._line))
+        raise refused_draw("Python's random", self._line)
 
     __eq__ = __ne__ = __bool__ = __float__ = __int__ = __index__ = __round__ = __str__ = __format__ = _refuse
     __neg__ = __pos__ = __abs__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
@@ -74,7 +73,7 @@ def require_dropped(drawn: Sequence[tuple[str, weakref.ref[DrawnNumber]]]) -> No
     """
     for line, number in drawn:
         if number() is not None:
-            raise CaptureError(explain_draw("Python's random", line))
+            raise refused_draw("Python's random", line)
 
 
 def draw_random() -> Any:

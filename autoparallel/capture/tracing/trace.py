@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autoparallel import _torch
-from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.hooks import HookTemplate
 from autoparallel.graph.layers import mark_checkpointed
 from autoparallel.graph.lines import line_of_frame
@@ -109,7 +109,8 @@ def listening() -> Trace | None:
 
 
 def refuse(what: str, cure: str) -> CaptureError:
-    return CaptureError(f"{what} at {line_of_frame(sys._getframe(1))}\nWhat to change: {cure}.")
+    """What the model does at the line that runs, and what to change (see :func:`~graph.captured.refusal`)."""
+    return refusal(what, line_of_frame(sys._getframe(1)), cure)
 
 
 def register(trace: Trace, name: str, call: Any) -> str:
