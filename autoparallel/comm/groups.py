@@ -5,6 +5,9 @@ run time, by the name of a mesh axis.  This module keeps that table, and the one
 communicate, so that a test can run all ranks of a mesh as threads of one process (see ``simulate``).
 
 An axis is named ``"dp"``; several axes at once (one group over all of them) are named ``"dp+tp"``.
+
+[Note: gloo's reduce-scatter] Gloo reduces and scatters by an all-reduce of a copy, which sends twice as much.  So on
+CPUs every rank is sent its row by all others, and adds them up in their order.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -104,13 +108,14 @@ class MeshGroups:
     Attributes:
         mesh: the mesh.
         groups: by name.
-        sliced: whether waiting for a collective may be interrupted (see ``waiting.wait``).
+        gloo: whether gloo carries collectives out: waiting for one may be interrupted (see ``waiting.wait``), and its
+            reduce-scatter is not used (see [Note: gloo's reduce-scatter]).
         first: what must be done before the next collective (see ``before_next_collective``).
     """
 
     mesh: DeviceMesh
     groups: dict[str, _Group]
-    sliced: bool = False
+    gloo: bool = False
     first: Callable[[], None] | None = None
 
     @property
@@ -151,7 +156,7 @@ class MeshGroups:
 
         def wait() -> torch.Tensor:
             with ranges.named(lambda: f"wait for {kind} {axis}"):
-                waiting.wait(work, sliced and self.sliced)
+                waiting.wait(work, sliced and self.gloo)
             return out
 
         return wait
@@ -187,12 +192,35 @@ class MeshGroups:
         """Sums a contiguous ``[n, ...]`` over n ranks and leaves rank i with row i."""
         if self.size(axis) == 1:
             return _clone(x[0])
+        x = self.groups[axis].by_number(x)
+        if self.gloo and x.is_cpu:
+            return self._sum_of_rows(x, axis)
         out = x.new_empty(x.shape[1:])
-        data, received = as_real(self.groups[axis].by_number(x)).view(-1), as_real(out).view(-1)
+        data, received = as_real(x).view(-1), as_real(out).view(-1)
         return self._start(
             "reduce_scatter", axis, out,
             lambda group: _torch.distributed.reduce_scatter_single(received, data, group=group, async_op=True),
         )  # fmt: skip
+
+    def _sum_of_rows(self, x: torch.Tensor, axis: str) -> Wait:
+        """See [Note: gloo's reduce-scatter]; rows are in the order of the process group."""
+        rows = torch.empty_like(x)
+        received, data = as_real(rows), as_real(x)
+
+        def exchange(group: dist.ProcessGroup) -> Any:
+            with _in_place_of("reduce_scatter"):
+                return dist.all_to_all_single(received, data, group=group, async_op=True)
+
+        wait = self._start("reduce_scatter", axis, rows, exchange)
+
+        def add_up() -> torch.Tensor:
+            first, second, *others = wait()
+            total = first + second
+            for row in others:
+                total += row
+            return total
+
+        return add_up
 
     def all_to_all(self, x: torch.Tensor, axis: str) -> Wait:
         """Sends row i of a contiguous ``[n, ...]`` to rank i; row i of the result came from rank i."""
@@ -224,6 +252,22 @@ class MeshGroups:
         )  # fmt: skip
         wait()
         return out if order is None else torch.cat(_permute(out.split(list(receive_counts)), order))
+
+
+@contextmanager
+def _in_place_of(kind: str) -> Iterator[None]:
+    """What is started inside is how a collective of another kind is carried out."""
+    _LOCAL.carried_out = kind
+    try:
+        yield
+    finally:
+        _LOCAL.carried_out = None
+
+
+def carried_out() -> str | None:
+    """The kind of the collective that this thread carries out by one of another kind, if it does."""
+    kind: str | None = getattr(_LOCAL, "carried_out", None)
+    return kind
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:

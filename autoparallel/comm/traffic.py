@@ -30,7 +30,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
-from autoparallel.comm.groups import CONTROL, active_axes, axis_of_group, communicator_of, names_of_groups
+from autoparallel.comm.groups import (
+    CONTROL,
+    active_axes,
+    axis_of_group,
+    carried_out,
+    communicator_of,
+    names_of_groups,
+)
 from autoparallel.placements import COLLECTIVES, action, parse_placement, sent_bytes
 from autoparallel.text import Table, plain_text, units
 
@@ -189,6 +196,8 @@ class CountingMode(TorchDispatchMode):
         if name not in _OPERATORS:
             raise NotImplementedError(f"count_traffic() does not know the operator {func}: its bytes would be missing")
         kind, argument, part = _OPERATORS[name]
+        if carried_out() == "reduce_scatter":  # by an all-to-all of the same tensor
+            kind, part = "reduce_scatter", False
         group = arguments["process_group"] if "process_group" in arguments else arguments["group_name"]
         axis, full, ranks = self._group(group, _torch.tensors.bytes_in(arguments[argument]) if argument else 0)
         self._add(kind, axis, full * ranks if part else full, ranks)

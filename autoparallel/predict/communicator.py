@@ -89,8 +89,8 @@ class MeteredCommunicator:
         if kind in self.profile.copies:
             copy = x.new_empty(full_bytes // x.element_size())
             self.clock.hold(copy, end)
-            if kind == "reduce_scatter":
-                held = [copy]
+            if kind == "reduce_scatter":  # the rows, which are added up when somebody waits
+                held.append(copy)
 
         def wait() -> torch.Tensor:
             self.clock.wait(end)
