@@ -116,7 +116,7 @@ def _loans(tie: Tie, sizes: Sequence[int]) -> list[Loan]:
 def reduction_traffic(chains: Sequence[ParameterChain], plan: Plan) -> Traffic:
     """What the gradients of some parameters of a bucket send on their way to rest, all together."""
     counter = TrafficCounter()
-    paths = [(*chain.each, *chain.sync) for chain in chains]
+    paths = [chain.way_back for chain in chains]
     for kind, axes, full in gradient_collectives(chains, paths, plan.axis_sizes):
         axis = "+".join(plan.axis_names[i] for i in axes)
         ranks = math.prod(plan.axis_sizes[i] for i in axes)
