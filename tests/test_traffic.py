@@ -44,7 +44,7 @@ def _plain_collectives() -> Counts:
     x, pair = torch.ones(6), [torch.empty(6), torch.empty(6)]
     group = dist.new_group([0, 1], group_desc="a group of mine")
     # The pool's earlier calls may have compiled for a mesh, which names the world after its axes.
-    unnamed = mock.patch.dict(groups._GROUP_NAMES, clear=True)
+    unnamed = mock.patch.dict(groups._BOUND, clear=True)
     with unnamed, autoparallel.count_traffic() as traffic:
         dist.all_reduce(x)
         dist.all_reduce(x.double(), group=group)

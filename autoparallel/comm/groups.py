@@ -123,6 +123,11 @@ class MeshGroups:
         """Whether its process groups have not been destroyed."""
         return all(_torch.distributed.is_open(one.group) for one in self.groups.values())
 
+    @property
+    def axes(self) -> dict[str, str]:
+        """The mesh axes that process groups stand for, by the groups' names."""
+        return {one.group.group_name: active_axes(name, self.size) for name, one in self.groups.items()}
+
     def size(self, axis: str) -> int:
         return self.groups[axis].size
 
@@ -280,9 +285,10 @@ def _clone(x: torch.Tensor) -> Wait:
     return lambda: out
 
 
-_BOUND: dict[str, Communicator] = {}
+_BOUND: dict[str, MeshGroups] = {}
+"""By prefix; the mesh that was bound last is the last."""
+
 _LOCAL = threading.local()
-_GROUP_NAMES: dict[str, tuple[dist.ProcessGroup, str]] = {}
 
 
 def bind(mesh: DeviceMesh) -> str:
@@ -293,9 +299,9 @@ def bind(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or ()
     _forget_closed()
     key = next(name for name in (f"mesh{i}" for i in itertools.count()) if name not in _BOUND)
-    for prefix, communicator in _BOUND.items():
-        if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
-            _name_groups(communicator)
+    for prefix, bound in _BOUND.items():
+        if bound.mesh == mesh:
+            _BOUND[prefix] = _BOUND.pop(prefix)
             return prefix
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -304,25 +310,18 @@ def bind(mesh: DeviceMesh) -> str:
     for count in range(2, len(names) + 1):
         for axes in itertools.combinations(range(len(names)), count):
             groups["+".join(names[i] for i in axes)] = _joint_group(mesh, axes)
-    _BOUND[key] = bound = MeshGroups(mesh, groups, _torch.distributed.is_gloo(dist.group.WORLD, mesh.device_type))
-    _name_groups(bound)
+    _BOUND[key] = MeshGroups(mesh, groups, _torch.distributed.is_gloo(dist.group.WORLD, mesh.device_type))
     return key
 
 
 def _forget_closed() -> None:
     """Forgets meshes whose process groups have been destroyed: one that is made later may be equal to them."""
-    for key, communicator in list(_BOUND.items()):
-        if isinstance(communicator, MeshGroups) and not communicator.is_open:
+    for key, bound in list(_BOUND.items()):
+        if not bound.is_open:
             del _BOUND[key]
     for mesh, (_, groups) in list(_EXPANDED.items()):
         if not all(map(_torch.distributed.is_open, groups)):
             del _EXPANDED[mesh]
-
-
-def _name_groups(bound: MeshGroups) -> None:
-    """A group that several meshes share (the world) is named after the axes of the mesh that was bound last."""
-    for name, one in bound.groups.items():
-        _GROUP_NAMES[one.group.group_name] = one.group, active_axes(name, bound.size)
 
 
 def active_axes(axis: str, size: Callable[[str], int]) -> str:
@@ -391,22 +390,17 @@ def other_slices(mesh: DeviceMesh, axis: str, slice_here: DeviceMesh) -> list[De
 
 def whole_group_name(key: str) -> str:
     """How programs name the group of all ranks of a bound mesh."""
-    bound = _BOUND[key]
-    assert isinstance(bound, MeshGroups)
-    return f"{key}/{'+'.join(bound.mesh.mesh_dim_names or ())}"
+    return f"{key}/{'+'.join(_BOUND[key].mesh.mesh_dim_names or ())}"
 
 
 def whole_group(key: str) -> dist.ProcessGroup:
     """The process group of all ranks of a bound mesh."""
-    bound, axis = communicator_of(whole_group_name(key))
-    assert isinstance(bound, MeshGroups)
-    return bound.groups[axis].group
+    return _BOUND[key].groups["+".join(_BOUND[key].mesh.mesh_dim_names or ())].group
 
 
 def before_next_collective(key: str, check: Callable[[], None]) -> None:
     """Has ``check`` called before the next of our collectives on a bound mesh is entered, or when ``settle`` is."""
     bound = _BOUND[key]
-    assert isinstance(bound, MeshGroups)
     bound.settle()
     bound.first = check
 
@@ -417,20 +411,18 @@ def settle(key: str) -> None:
 
 
 def axis_of_group(group_name: str) -> str | None:
-    """The mesh axis that a process group stands for, if it is one of ours."""
-    group, axis = _GROUP_NAMES.get(group_name, (None, None))
-    # Groups that are made later get the names of destroyed ones.
-    return axis if _torch.distributed.is_open(group) else None
+    """The mesh axis that a process group stands for, if it is one of ours; that of the mesh that was bound last, where
+    several share it."""
+    _forget_closed()  # groups that are made later get the names of destroyed ones
+    return next((bound.axes[group_name] for bound in reversed(_BOUND.values()) if group_name in bound.axes), None)
 
 
 def names_of_groups(mesh: DeviceMesh) -> dict[str, str]:
     """Group name to mesh axis; with the groups over several axes, where the mesh is bound."""
     _forget_closed()
-    for communicator in _BOUND.values():
-        if isinstance(communicator, MeshGroups) and communicator.mesh == mesh:
-            return {
-                one.group.group_name: active_axes(name, communicator.size) for name, one in communicator.groups.items()
-            }
+    for bound in _BOUND.values():
+        if bound.mesh == mesh:
+            return bound.axes
     return {mesh.get_group(i).group_name: name for i, name in enumerate(mesh.mesh_dim_names or ())}
 
 

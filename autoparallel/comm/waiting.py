@@ -30,7 +30,7 @@ LAST_LOOK = timedelta(seconds=60)
 GRACE = 1.0
 """How many seconds a rank whose waiting has failed gives the others to say where they are."""
 
-RAISED, WAITS = "raised", "waits"
+RAISED = "raised"
 
 
 class RankMismatchError(RuntimeError):
@@ -122,7 +122,7 @@ def _wait(work: Any, sliced: bool) -> None:
                 with explained():
                     work.wait()  # it may have succeeded since
                 break
-        _say(place, WAITS)
+        _say(place)
         said = True
         note = _note(place, RAISED)
         if note is not None:
@@ -162,7 +162,7 @@ def cause_elsewhere() -> str | None:
 
 def _explain(place: Place, error: RuntimeError) -> NoReturn:
     """Says who is missing, and where the others are."""
-    _say(place, WAITS)
+    _say(place)
     time.sleep(GRACE)
     cause = str(error).splitlines()[0]
     raised = _note(place, RAISED)
@@ -180,8 +180,8 @@ def _give_up(place: Place, text: str, cause: BaseException | None = None) -> NoR
     raise RankMismatchError(text) from cause
 
 
-def _say(place: Place, what: str) -> None:
-    _set(place.key(dist.get_rank()), f"{what} in {place.text}")
+def _say(place: Place) -> None:
+    _set(place.key(dist.get_rank()), f"waits in {place.text}")
 
 
 def _take_back(place: Place) -> None:
