@@ -111,7 +111,6 @@ class PipelineRunner:
         stages: this rank's stages, by their place in the pipeline.
         store: the gradients of the parameters that lie on this rank.
         tied: the parameters that several stages use.
-        plain: the model, for its buffers.
 
     Attributes:
         scaler: what scales the loss, if anything: gradients are computed with its scale, and handed out without it.
@@ -123,9 +122,8 @@ class PipelineRunner:
         stages: Mapping[int, Stage],
         store: GradientStore,
         tied: TiedParameters,
-        plain: nn.Module,
     ) -> None:
-        self.staged, self.stages, self.store, self.tied, self.plain = staged, dict(stages), store, tied, plain
+        self.staged, self.stages, self.store, self.tied = staged, dict(stages), store, tied
         self.plan = staged.plan
         self.captured = captured = staged.captured
         self.communicator, self.axis, self.rank = tied.communicator, tied.axis, tied.rank
@@ -165,10 +163,10 @@ class PipelineRunner:
     def _microbatches(self, call: Call) -> int:
         """How many microbatches a call is cut into: where nothing is differentiated, as many as divide it."""
         whole = self.plan.microbatches
-        return whole if self._differentiates() else math.gcd(whole, call.batch)
+        return whole if self._differentiates(call) else math.gcd(whole, call.batch)
 
-    def _differentiates(self) -> bool:
-        return self.loss is not None and self.plain.training and torch.is_grad_enabled()
+    def _differentiates(self, call: Call) -> bool:
+        return self.loss is not None and call.trains
 
     def steps(self, differentiate: bool, count: int) -> tuple[Action | Transfer, ...]:
         """What this rank does in a call of so many microbatches."""
@@ -184,9 +182,8 @@ class PipelineRunner:
 
     def run(self, call: Call, random: RandomState) -> list[Any]:
         """The outputs of the whole batch (see [Note: a call of a pipeline])."""
-        self.require_fits(call)  # the same kind of call may have been made without gradients
         settle(self.store.prefix)
-        count, differentiate = self._microbatches(call), self._differentiates()
+        count, differentiate = self._microbatches(call), self._differentiates(call)
         specs = micro_specs(call.specs, count)
         scale = self.scaler.get_scale() if self.scaler is not None and differentiate else 1.0
         leaves = [microbatch(call, m, count) for m in range(count)]
@@ -458,4 +455,4 @@ def attach_stages(
         objective = loss if loss in graph.results else None
         gradients = StageGradients(store, borrowed, alone=plan.count == 1)
         stages[index] = Stage(index, graph, program, gradients, plain, make_body, objective)
-    return PipelineRunner(staged, stages, store, tied, plain)
+    return PipelineRunner(staged, stages, store, tied)

@@ -29,8 +29,7 @@ from autoparallel.runtime.steps.local_steps import (
     lies_as,
     numbers_of,
     part_of,
-    step_of,
-    twin_of,
+    step_on,
 )
 
 _WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -109,10 +108,8 @@ class HostStep:
                     laid = _torch.dtensor.local_of(lay_like(value, parameter))
                     value = laid.to(local.device, non_blocking=True, copy=True)
                 states[local][name] = value
-        part = twin_of(optimizer)
-        fill(part, optimizer, states, lists)
         try:
-            step_of(type(optimizer))(part)
+            step_on(optimizer, states, lists)
         finally:
             for _, parameter in batch:
                 _torch.dtensor.local_of(parameter).grad = None

@@ -118,6 +118,13 @@ def fill(twin: Optimizer, optimizer: Optimizer, state: Any, lists: Iterable[list
         group.update(options, params=parameters)
 
 
+def step_on(optimizer: Optimizer, state: Any, lists: Iterable[list[torch.Tensor]]) -> None:
+    """Steps on other tensors than the optimizer's own; the arguments are those of :func:`fill`."""
+    twin = twin_of(optimizer)
+    fill(twin, optimizer, state, lists)
+    step_of(type(optimizer))(twin)
+
+
 def take_back(optimizer: Optimizer, twin: Optimizer) -> None:
     """Gives the optimizer what a step has set on its twin, beside states and parameters."""
     attributes = optimizer.__dict__

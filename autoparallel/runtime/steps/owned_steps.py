@@ -29,14 +29,7 @@ from autoparallel.runtime.parameters.slices import as_parameter, lay_like
 from autoparallel.runtime.parameters.state import in_batches
 from autoparallel.runtime.ranks.messages import Form, pack, unpack
 from autoparallel.runtime.steps.host_steps import keep_in_host, lay_in_host, wait_for_host
-from autoparallel.runtime.steps.local_steps import (
-    BATCH_BYTES,
-    fill,
-    gradient_of,
-    lies_as,
-    step_of,
-    twin_of,
-)
+from autoparallel.runtime.steps.local_steps import BATCH_BYTES, fill, gradient_of, lies_as, step_on
 
 
 @dataclass(frozen=True)
@@ -304,9 +297,7 @@ def _update(optimizer: Optimizer, items: Sequence[_Item], wholes: list[list[torc
             for k, v in item.state.items()
         }
     if items:
-        twin = twin_of(optimizer)
-        fill(twin, optimizer, state, lists)
-        step_of(type(optimizer))(twin)
+        step_on(optimizer, state, lists)
     return [state[whole] for whole, *_ in wholes]
 
 
