@@ -46,8 +46,9 @@ def test_norms_may_overlap_and_be_of_nothing() -> None:
 
 def test_what_counts_in_no_norm_is_no_input() -> None:
     assert build({"a": "S0,I", "b": "S0,I"}, norms=[{"b"}]).sets == (("b",),)
-    with pytest.raises(ValueError, match="none of the gradients counts"):
-        build({"a": "S0,I"}, norms=[set()])
+    nothing = build({"a": "S0,I"}, norms=[set(), {"frozen"}])
+    assert nothing().tolist() == [0.0, 0.0]
+    assert nothing.group is None, "nothing is sent for it"
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 0.5, math.inf])

@@ -244,16 +244,14 @@ class Clipper:
         self, grads: Mapping[str, torch.Tensor], norms: tuple[frozenset[str], ...], p: float
     ) -> tuple[torch.Tensor, dict[tuple[str, ...], list[torch.Tensor]]]:
         """The norms of some of the gradients, float64 [norms], and the memory they lie in, by set of gradients."""
-        everyone, device = self.store.everyone, self.store.mesh.device_type
-        if everyone is None and not any(n in names for names in norms for n in grads):
-            return torch.zeros(len(norms), dtype=torch.float64, device=device), {}
         key = (self.store.prefix, tuple(grads), norms, p)
         program = self._programs.get(key)
         if program is None:
             layouts = {n: from_dtensor_placements(g.placements) for n, g in grads.items()}  # type: ignore[attr-defined]
             sizes = tuple(self.store.mesh.shape)
-            names, prefix = self.store.names, self.store.prefix
-            program = self._programs[key] = NormProgram(layouts, p, names, sizes, prefix, norms, everyone, device)
+            names, everyone, device = self.store.names, self.store.everyone, self.store.mesh.device_type
+            program = NormProgram(layouts, p, names, sizes, self.store.prefix, norms, everyone, device)
+            self._programs[key] = program
         runs = {names: arithmetic.join([_torch.dtensor.local_of(grads[n]) for n in names]) for names in program.sets}
         norms_of = self._known_norms(grads, p)  # a tensor's norm has the same norm
         measured = ([norms_of.get(_place(run), run) for run in runs[names]] for names in program.sets)

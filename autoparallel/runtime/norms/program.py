@@ -28,22 +28,22 @@ class NormProgram:
     """The norms of some gradients.
 
     Args:
-        gradients: parameter name to its layout at rest; at least one.
+        gradients: parameter name to its layout at rest.
         norm_type: p, positive or infinite.
         axis_names, axis_sizes, prefix: the mesh, and the name under which it is bound.
         norms: the names that each norm is of, which may overlap; None: one norm of all.
-        everyone: the group to take the norms over, where ranks outside of the mesh hold other gradients; any number
-            of gradients then, also none. None: the whole mesh.
+        everyone: the group to take the norms over, where ranks outside of the mesh hold other gradients; None: the
+            whole mesh.
         device: where to begin from, where there are none.
 
     Attributes:
         sets: the names of the gradients of each set.
         replicas: for each set, the mesh axes along which its gradients are the same.
         parts: for each norm, the indices of the sets that count in it.
-        group: over which sums are added; None where there is one rank.
+        group: over which sums are added; None where there is one rank, or nothing to add on any.
 
     Raises:
-        ValueError: when ``norm_type`` is not positive, or when no norm has any gradient.
+        ValueError: when ``norm_type`` is not positive.
     """
 
     def __init__(
@@ -65,13 +65,11 @@ class NormProgram:
             counted = tuple(i for i, names in enumerate(wanted) if name in names)
             if counted:
                 sets.setdefault((replicas, counted), []).append(name)
-        if not sets and everyone is None:
-            raise ValueError("none of the gradients counts in any of the norms")
         self.sets = tuple(map(tuple, sets.values()))
         self.replicas = [[group_name(prefix, axis_names, (axis,)) for axis in replicas] for replicas, _ in sets]
         self.parts = [[k for k, (_, counted) in enumerate(sets) if i in counted] for i in range(len(wanted))]
-        whole = group_name(prefix, axis_names, range(len(axis_names))) if any(n > 1 for n in axis_sizes) else None
-        self.group = everyone or whole
+        sends = any(n > 1 for n in axis_sizes) and sets
+        self.group = everyone or (group_name(prefix, axis_names, range(len(axis_names))) if sends else None)
 
     def __call__(self, *grads: Sequence[Tensor]) -> Tensor:
         """The norms, float64 [norms], from a list of local tensors, at least one, for each set."""
