@@ -34,6 +34,15 @@ def difference(actual: Tensor, expected: Tensor, floor: float = 1.0) -> float:
     return math.inf if math.isnan(value) else value
 
 
+def distance(actual: Tensor | None, expected: Tensor | None) -> float:
+    """How far two gradients are apart; None is zero."""
+    like = actual if expected is None else expected
+    if like is None:
+        return 0.0
+    zero = torch.zeros_like(like)
+    return difference(zero if actual is None else actual, zero if expected is None else expected)
+
+
 def _largest(x: Tensor) -> float:
     """The largest finite magnitude."""
     finite = x.abs()[x.isfinite()]

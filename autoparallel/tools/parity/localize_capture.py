@@ -30,8 +30,8 @@ from autoparallel.graph.captured import Captured
 from autoparallel.graph.lines import line_in, noted_line
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.rules import rule_for
-from autoparallel.tools.parity.comparison import difference
-from autoparallel.tools.parity.recording import Recorder, Recording, arguments_of, run_recorded
+from autoparallel.tools.parity.comparison import difference, distance
+from autoparallel.tools.parity.recording import Recording, arguments_of, run_recorded
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.training import call, loss_of, module_stack, tensors_of
 from autoparallel.tools.parity.verification import Deviation
@@ -134,8 +134,7 @@ def capture_deviation(
     Args:
         captured: is run, not changed.
     """
-    recorder = Recorder(captured.module)
-    results = run_recorded(recorder, captured, arguments_of(captured, task, batch), task, random)
+    recording, results = run_recorded(captured, arguments_of(captured, task, batch), task, random)
     plain = replace(task, model=copy.deepcopy(task.model))  # without hooks of parameters, which the runtime calls
     leaves = _torch.tensors.tensors_in((batch.args, batch.kwargs))
     watch = _Watch(plain.model, leaves)
@@ -149,7 +148,7 @@ def capture_deviation(
         loss, named = loss_of(outputs, task)
         if loss is not None:
             loss.backward()
-    search = _Search(captured, recorder.recording, watch, tolerance, all_flow=named is None)
+    search = _Search(captured, recording, watch, tolerance, all_flow=named is None)
     return search.forward(outputs, results) or search.buffers(plain.model) or search.backward()
 
 
@@ -248,7 +247,7 @@ class _Search:
                 m is not None and gradient is not None and difference(m, gradient) <= self.tolerance for m in gradients
             ):  # fmt: skip
                 continue
-            off = min(_distance(m, gradient) for m in gradients)
+            off = min(distance(m, gradient) for m in gradients)
             return self._last(leaf, off)
         return None
 
@@ -279,7 +278,7 @@ class _Search:
         if step.tensor._version != step.version:  # changed in place since: its gradient is that of the new value
             return False
         gradients = [self.recording.gradients.get(n) for n in self.nodes(step)]
-        return any(_distance(m, step.gradient) <= self.tolerance for m in gradients)
+        return any(distance(m, step.gradient) <= self.tolerance for m in gradients)
 
     # -- in words ---------------------------------------------------------------------------------------------------
 
@@ -298,11 +297,3 @@ class _Search:
         lineless = [n for n in calls if n.meta.get("module", "") == step.module and not noted_line(n)]
         likely = [*(n for n in same if n in here), *reversed(here), *same, *reversed(at)]
         return next(iter(likely or ([] if step.lines else lineless[::-1])), None)
-
-
-def _distance(actual: Tensor | None, expected: Tensor | None) -> float:
-    """How far two gradients are apart; None is zero."""
-    if actual is None or expected is None:
-        one = actual if actual is not None else expected
-        return 0.0 if one is None else difference(one, torch.zeros_like(one))
-    return difference(actual, expected)

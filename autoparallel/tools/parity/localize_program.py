@@ -10,7 +10,7 @@ redistribution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ from autoparallel.planner.programs import prepare
 from autoparallel.planner.request.request import Request
 from autoparallel.program.build import lay_out
 from autoparallel.rules import rule_for
-from autoparallel.rules.calls import is_tensor, tensor_operands
-from autoparallel.tools.parity.comparison import difference
-from autoparallel.tools.parity.recording import Recorder, Recording, arguments_of, run_recorded
+from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
+from autoparallel.tools.parity.comparison import distance
+from autoparallel.tools.parity.recording import Recording, arguments_of, run_recorded
 from autoparallel.tools.parity.task import Batch, Task
 from autoparallel.tools.parity.verification import Deviation
 
@@ -55,47 +55,36 @@ def call_of_task(task: Task, batch: Batch) -> Call:
     return call_of(batch.args, batch.kwargs, with_target=task.loss_fn is not None)
 
 
-class _Whole:
-    """The captured graph, with an identity for every redistribution of a rank's graph."""
+def _identity(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
-    def __init__(self, whole: Captured, local: fx.Graph) -> None:
-        self.local: dict[str, fx.Node] = {}  # by key; of a mean and its division the latter
-        for node in local.nodes:
-            if "key" in node.meta and node.op != "output":
-                self.local[node.meta["key"]] = node
-        self.results = [x for x in local.output_node().args[0] if isinstance(x, fx.Node) and is_tensor(x)]  # type: ignore[union-attr]
-        self.whole = {n.meta["key"]: n for n in whole.graph.nodes if "key" in n.meta}
-        self.versions: dict[fx.Node, Tensor] = {}
-        self.recorder = Recorder(whole.module, self.operand)
-        self.recording = self.recorder.recording
 
-    def operand(self, call: fx.Node, position: int, x: fx.Node, env: Mapping[fx.Node, Any]) -> Tensor:
-        """The tensor that a call, or the output, reads: in the layout in which the ranks read it."""
-        if call.op == "output":
-            return self._identity(self.results[position], env)
-        reader = self.local.get(call.meta["key"])
-        reader = reader.meta.get("scales", reader) if reader is not None else None
-        needs = reader.meta.get("needs") if reader is not None else None
-        if needs is None or position >= len(needs):
-            return env[x]
-        return self.version(x, needs[position], env)
-
-    def version(self, x: fx.Node, layout: Layout, env: Mapping[fx.Node, Any]) -> Tensor:
-        """A tensor as it is read in a layout."""
-        node = self.local.get(f"{x.meta['key']}->{','.join(map(str, layout))}")
-        return env[x] if node is None else self._identity(node, env)
-
-    def _identity(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Tensor:
-        if node.target is not redistribute:
-            value: Tensor = env[self.whole[node.meta["key"]]]
-            return value
-        if node not in self.versions:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            value = self._identity(source, env)
-            self.versions[node] = value = value.view_as(value)
-            self.recording.note(value, node)
-        return self.versions[node]
+def _read_alike(whole: fx.Graph, local: fx.Graph) -> dict[str, fx.Node]:
+    """Gives the captured graph an identity for every redistribution of a rank's graph, read by whoever reads that
+    there; returns its nodes by the keys that they have there."""
+    nodes = {n.meta["key"]: n for n in whole.nodes if "key" in n.meta}
+    calls = [n for n in whole.nodes if n.op == "call_function" and n.meta.get("key")]
+    needs: dict[str, Sequence[Layout]] = {}
+    for node in local.nodes:
+        if node.target is redistribute:
+            source = nodes[node.args[0].meta["key"]]
+            with whole.inserting_after(source):
+                nodes[node.meta["key"]] = copy = whole.call_function(_identity, (source,))
+            copy.meta = {**source.meta, "key": node.meta["key"]}
+        elif "needs" in node.meta:
+            needs[node.meta["key"]] = node.meta["needs"]
+    for call in calls:
+        layouts = needs.get(call.meta["key"], ())
+        read = [
+            nodes.get(f"{x.meta['key']}->{','.join(map(str, layout))}", x)
+            for x, layout in zip(tensor_operands(call), layouts, strict=False)
+        ]
+        if read:
+            call.args, call.kwargs = map_tensor_operands(call, lambda i, x, read=read: read[i])  # type: ignore[misc]
+    outputs: Any = zip(whole.output_node().args[0], local.output_node().args[0], strict=True)  # type: ignore[arg-type]
+    read = [nodes[o.meta["key"]] if isinstance(o, fx.Node) and is_tensor(o) else w for w, o in outputs]
+    whole.output_node().args = (tuple(read),)
+    return nodes
 
 
 def program_deviation(
@@ -119,33 +108,45 @@ def program_deviation(
     }
     lay_out(captured, plan, request.target(PREFIX), layouts, hoisted=False)
 
-    expected = _Whole(whole, captured.graph)
-    run_recorded(expected.recorder, whole, arguments, task, random)
+    nodes = _read_alike(whole.graph, captured.graph)
+    expected, _ = run_recorded(whole, arguments, task, random)
 
     def rank(index: int) -> Recording:
-        recorder, parts = Recorder(captured.module), arguments_of(captured, task, batch)
+        parts = arguments_of(captured, task, batch)
         for name, layout in layouts.items():
             value = parts[name].detach()
             part = region_at(value.shape, layout, sizes, coordinates(sizes)[index]).within(whole_region(value.shape))
             parts[name] = value[part].clone().requires_grad_(parts[name].requires_grad)
-        run_recorded(recorder, captured, parts, task, random)
-        return recorder.recording
+        return run_recorded(captured, parts, task, random)[0]
 
     ranks = simulate(rank, sizes, [name for name, _ in task.axes])
-    return _Comparison(expected, ranks, captured.graph, sizes, tolerance).deviation()
+    return _Comparison(nodes, expected, ranks, captured.graph, sizes, tolerance).deviation()
 
 
 class _Comparison:
+    """
+    Args:
+        nodes: of the captured graph, by their keys in a rank's.
+        expected, ranks: what they compute, and what every rank does.
+        graph: a rank's.
+    """
+
     def __init__(
-        self, whole: _Whole, ranks: list[Recording], graph: fx.Graph, sizes: tuple[int, ...], tolerance: float
+        self,
+        nodes: Mapping[str, fx.Node],
+        expected: Recording,
+        ranks: list[Recording],
+        graph: fx.Graph,
+        sizes: tuple[int, ...],
+        tolerance: float,
     ) -> None:
-        self.whole, self.ranks, self.graph, self.sizes, self.tolerance = whole, ranks, graph, sizes, tolerance
+        self.whole, self.expected, self.ranks, self.sizes, self.tolerance = nodes, expected, ranks, sizes, tolerance
         scaled = {n.meta["scales"] for n in graph.nodes if "scales" in n.meta}
         self.nodes = [
             n
             for n in graph.nodes
             if n.op in ("placeholder", "call_function") and is_tensor(n) and "placements" in n.meta and n not in scaled
-            if (n.users if n.target is redistribute else n.meta.get("key") in whole.whole)  # else nothing reads it
+            if n.meta.get("key") in nodes and (n.users or n.target is not redistribute)
         ]
 
     def deviation(self) -> Deviation | None:
@@ -162,22 +163,21 @@ class _Comparison:
 
     def _off(self, node: fx.Node, what: str) -> float:
         """How far a result, or the gradient that reaches it, is off."""
-        tables: list[dict[fx.Node, Tensor]] = [getattr(r, what) for r in (self.whole.recording, *self.ranks)]
-        whole = node if node.target is redistribute else self.whole.whole[node.meta["key"]]
+        expected, *tables = (getattr(r, what) for r in (self.expected, *self.ranks))
         layout: Layout = node.meta["placements"]
         layout = dual_layout(layout) if what == "gradients" else layout
-        return self._distance(tables[0].get(whole), [table.get(node) for table in tables[1:]], layout)
+        return self._distance(expected.get(self.whole[node.meta["key"]]), [t.get(node) for t in tables], layout)
 
     def _distance(self, expected: Tensor | None, parts: list[Tensor | None], layout: Layout) -> float:
-        """How far what the ranks hold is from a whole value; what is missing everywhere on one side is zero there."""
+        """How far what the ranks hold is from a whole value; where some of them hold nothing, it is zero."""
         like = next((part for part in parts if part is not None), None)
         if like is None:
-            return 0.0 if expected is None else difference(torch.zeros_like(expected), expected)
+            return distance(None, expected)
         try:
             actual = combine([torch.zeros_like(like) if p is None else p for p in parts], layout, self.sizes)
         except ReplicasDiffer:
             return float("inf")
-        return difference(actual, torch.zeros_like(actual) if expected is None else expected)
+        return distance(actual, expected)
 
     def _blame(self, node: fx.Node, off: float) -> Deviation:
         """What reads a tensor whose gradient is off, and gives back a wrong one."""
@@ -204,7 +204,7 @@ class _Comparison:
         call = reader.meta.get("scales", reader)
         if call.target is redistribute:
             return len(node.users) == 1
-        plain = self.whole.whole[reader.meta["key"]]
+        plain = self.whole[reader.meta["key"]]
         if len(tensor_operands(call)) != len(tensor_operands(plain)):
             return False
         layout = dual_layout(node.meta["placements"])
@@ -212,7 +212,7 @@ class _Comparison:
             if x is not node:
                 continue
             parts = [r.uses.get((call, position)) for r in self.ranks]
-            if self._distance(self.whole.recording.uses.get((plain, position)), parts, layout) > self.tolerance:
+            if self._distance(self.expected.uses.get((plain, position)), parts, layout) > self.tolerance:
                 return True
         return False
 
@@ -244,4 +244,4 @@ class _Comparison:
         """The node with the line: what a redistribution redistributes."""
         while node.target is redistribute and isinstance(node.args[0], fx.Node):
             node = node.args[0]
-        return self.whole.whole.get(str(node.meta.get("key")), node)
+        return self.whole.get(str(node.meta.get("key")), node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,37 +36,20 @@ class Recording:
     gradients: dict[fx.Node, Tensor] = field(default_factory=dict)
     uses: dict[Use, Tensor] = field(default_factory=dict)
 
-    def note(self, value: Tensor, node: fx.Node) -> None:
-        """Notes a node's value, and its gradient when there is one."""
-        self.values[node] = value.detach().clone()
-        if value.requires_grad:
-            value.register_hook(lambda grad: _keep(self.gradients, node, grad))
 
+class _Recorder(fx.Interpreter):
+    """Runs a graph and records it."""
 
-Operand = Callable[[fx.Node, int, fx.Node, Mapping[fx.Node, Any]], Tensor]
-"""From a call, a position, the node there and all values so far to the tensor that the call is given."""
-
-
-class Recorder(fx.Interpreter):
-    """Runs a graph and records it.
-
-    Args:
-        operand: gives another tensor than the operand's own.
-
-    Attributes:
-        recording: what has happened.
-    """
-
-    def __init__(self, module: fx.GraphModule, operand: Operand | None = None) -> None:
+    def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.recording, self.operand = Recording(), operand
+        self.recording = Recording()
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value."""
         positions = itertools.count()
 
         def used_value(x: fx.Node) -> Any:
-            return self._use(n, next(positions), x) if is_tensor(x) else self.env[x]
+            return self._use(n, next(positions), self.env[x]) if is_tensor(x) else self.env[x]
 
         if n.op == "output":
             return fx.map_arg(n.args[0], used_value)
@@ -76,11 +59,12 @@ class Recorder(fx.Interpreter):
             args, kwargs = fx.map_arg((n.args, n.kwargs), used_value)
             value = self.call_function(n.target, args, kwargs)
         if isinstance(value, Tensor):
-            self.recording.note(value, n)
+            self.recording.values[n] = value.detach().clone()
+            if value.requires_grad:
+                value.register_hook(lambda grad: _keep(self.recording.gradients, n, grad))
         return value
 
-    def _use(self, n: fx.Node, position: int, x: fx.Node) -> Tensor:
-        value: Tensor = self.env[x] if self.operand is None else self.operand(n, position, x, self.env)
+    def _use(self, n: fx.Node, position: int, value: Tensor) -> Tensor:
         if not value.requires_grad:
             return value
         value = value.view_as(value)  # a gradient of its own for every use
@@ -108,9 +92,10 @@ def arguments_of(captured: Captured, task: Task, batch: Batch) -> dict[str, Any]
 
 
 def run_recorded(
-    recorder: Recorder, captured: Captured, arguments: Mapping[str, Any], task: Task, random: RandomState
-) -> list[tuple[str, Tensor]]:
-    """Runs a graph and its backward; returns its outputs by name."""
+    captured: Captured, arguments: Mapping[str, Any], task: Task, random: RandomState
+) -> tuple[Recording, list[tuple[str, Tensor]]]:
+    """Runs a graph and its backward; returns what happened, and its outputs by name."""
+    recorder = _Recorder(captured.module)
     names = [n.name for n in recorder.graph.nodes if n.op == "placeholder"]
     with torch.enable_grad(), draw_from(random):
         results: Any = recorder.run(*(arguments[name] for name in names))
@@ -119,4 +104,4 @@ def run_recorded(
         loss, _ = loss_of(outputs, task)
         if loss is not None:
             loss.backward()
-    return outputs
+    return recorder.recording, outputs
