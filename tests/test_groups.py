@@ -7,7 +7,6 @@ import copy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,7 +15,7 @@ from autoparallel import _torch
 from autoparallel.comm.groups import axis_of_group, bind, communicator_of, with_data_axis
 from autoparallel.runtime.ranks.agreement import agreement_of
 from tests.distributed import open_pool, run_distributed, run_in
-from tests.runtime.support import batch, make, parameters_off
+from tests.runtime.support import SideBySide, batch, make
 
 
 def _start() -> None:
@@ -107,17 +106,12 @@ def _steps_on(layout: list[list[int]], plan: str) -> float | str:
         compiled = autoparallel.compile(model, mesh, plan=plan, loss_fn=F.mse_loss)
     except ValueError as error:
         return str(error)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (compiled, plain)]
+    both = SideBySide(compiled, plain)
     for step in range(2):
         x, y = batch(step)
-        compiled(x, y).backward()
-        F.mse_loss(plain(x), y).backward()
-        compiled.clip_grad_norm_(0.1)
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return parameters_off(compiled, plain)
+        both.backward(compiled(x, y), F.mse_loss(plain(x), y))
+        both.step()
+    return both.worst
 
 
 def test_a_mesh_whose_axes_take_turns_is_right_and_one_that_runs_backwards_is_refused() -> None:

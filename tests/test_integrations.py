@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from tests.models.pretrained import build_gpt2
-from tests.runtime.support import run_on_ranks
+from tests.runtime.support import run_on_ranks, weights, weights_off
 
 MESHES = {
     "fsdp": ((2,), ("dp",), "fsdp"),
@@ -74,13 +74,7 @@ def _mesh_of(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
-    named: Any = model.full_parameters() if hasattr(model, "full_parameters") else model.named_parameters()
-    return {name.removeprefix("module."): x.detach().clone() for name, x in named}  # the plain one is wrapped in DDP
-
-
-def _off(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert actual.keys() == expected.keys()
-    return max((actual[name] - x).abs().max().item() for name, x in expected.items())
+    return {name.removeprefix("module."): x for name, x in weights(model).items()}  # the plain one is wrapped in DDP
 
 
 # ----------------------------------------------------------------------------------------------------------- accelerate
@@ -133,7 +127,7 @@ def _accelerate(mesh: str | None, path: str) -> tuple[list[float], dict[str, Ten
         epoch()
         numbers.append(optimizer.param_groups[0]["lr"])
         accelerator.load_state(path)
-        assert _off(_whole(model), kept) == 0
+        assert weights_off(_whole(model), kept) == 0
         if mesh is not None:
             with pytest.raises(ValueError, match="not those of one prepared model"):
                 accelerator.clip_grad_norm_([next(iter(model.parameters()))], 1.0)
@@ -157,7 +151,7 @@ def test_accelerate(mesh: str, tmp_path: Path) -> None:
     ranks = 4 if "+" in mesh else 2
     for numbers, actual in run_on_ranks(_accelerate, mesh, str(tmp_path / "ours"), world_size=ranks):
         assert numbers == pytest.approx(expected, rel=1e-6)  # the loss is a float32, whatever the model's dtype
-        assert _off(actual, parameters) < 1e-6
+        assert weights_off(actual, parameters) < 1e-6
 
 
 def _two_models(mesh: str | None) -> tuple[list[float], dict[str, Tensor]]:
@@ -199,7 +193,7 @@ def test_accelerate_with_two_models(mesh: str) -> None:
     assert len(expected) == 9 and min(expected) > 0.1
     for numbers, actual in run_on_ranks(_two_models, mesh, world_size=2):
         assert numbers == pytest.approx(expected, rel=1e-9)
-        assert _off(actual, parameters) < 1e-9
+        assert weights_off(actual, parameters) < 1e-9
 
 
 # --------------------------------------------------------------------------------------------------------- transformers
@@ -249,7 +243,7 @@ def test_trainer(mesh: str, other: str, tmp_path: Path) -> None:
     load = type(_gpt2()).from_pretrained
     plain = _whole(load(tmp_path / "plain" / "last", dtype=torch.float64))
     for saved in ("ours", "again"):
-        assert _off(_whole(load(tmp_path / saved / "last", dtype=torch.float64)), plain) < 1e-6
+        assert weights_off(_whole(load(tmp_path / saved / "last", dtype=torch.float64)), plain) < 1e-6
 
 
 @pytest.mark.wide
@@ -345,7 +339,7 @@ def _fabric(strategy: str | None, path: str) -> tuple[list[float], dict[str, Ten
         state |= {"step": 0, "seen": []}
         assert fabric.load(path, state) == {} or strategy is None
         assert (state["step"], state["seen"]) == (3, [1])
-        assert _off(_whole(model._forward_module), kept) == 0
+        assert weights_off(_whole(model._forward_module), kept) == 0
         epoch()
         if strategy is not None:
             with pytest.raises(ValueError, match="one compiled model"):
@@ -365,7 +359,7 @@ def test_fabric(tmp_path: Path) -> None:
     for strategy in ("registered", "tensor_parallel"):
         for numbers, actual in run_on_ranks(_fabric, strategy, str(tmp_path / strategy), world_size=2):
             assert numbers == pytest.approx(expected, rel=1e-9)
-            assert _off(actual, parameters) < 1e-9
+            assert weights_off(actual, parameters) < 1e-9
 
 
 def _booster(name: str, path: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -407,10 +401,10 @@ def _booster(name: str, path: str) -> tuple[list[float], dict[str, Tensor]]:
     for momentum in optimizer.state.values():
         momentum["momentum_buffer"] += 1
     compiled.load(f"{path}.states", optimizer=optimizer)
-    assert states and _off(_momenta(compiled, optimizer), states) == 0
+    assert states and weights_off(_momenta(compiled, optimizer), states) == 0
     booster.save_model(compiled, path)
     booster.load_model(compiled, path)
-    assert _off(_whole(compiled), kept) == 0
+    assert weights_off(_whole(compiled), kept) == 0
     with pytest.raises(ValueError, match="'bf16'"):
         colossal.Booster(mixed_precision="fp16")
     with pytest.raises(ValueError, match="tp_size=3 does not divide the 2 ranks"):
@@ -452,4 +446,4 @@ def test_booster(plugin: str, tmp_path: Path) -> None:
     assert len(expected) == 21 and max(expected) > 0.5
     for numbers, actual in run_on_ranks(_booster, plugin, str(tmp_path / "model"), world_size=2):
         assert numbers == pytest.approx(expected, rel=1e-9)
-        assert _off(actual, parameters) < 1e-9
+        assert weights_off(actual, parameters) < 1e-9

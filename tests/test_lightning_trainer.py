@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.runtime.support import run_on_ranks
+from tests.runtime.support import run_on_ranks, weights, weights_off
 from tests.test_integrations import launched
 
 STRATEGIES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -64,10 +63,6 @@ def _module(name: str, **options: Any) -> Any:
     return getattr(lightning_modules, name)(**options)
 
 
-def _whole(module: Any) -> dict[str, Tensor]:
-    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in module.named_parameters()}
-
-
 def _fit(strategy: str | None, name: str, path: str) -> tuple[list[float], dict[str, float], str, dict[str, Tensor]]:
     """What a module has counted, the Trainer's metrics, its best checkpoint, and the weights."""
     with launched():
@@ -75,14 +70,9 @@ def _fit(strategy: str | None, name: str, path: str) -> tuple[list[float], dict[
         torch.manual_seed(5)
         trainer.fit(module, **_loaders(shuffle=True))
         metrics = {name: float(x) for name, x in trainer.callback_metrics.items()}
-        best, weights = Path(trainer.checkpoint_callback.best_model_path).name, _whole(module)
+        best, parameters = Path(trainer.checkpoint_callback.best_model_path).name, weights(module)
         trainer.validate(module, _loaders()["val_dataloaders"], ckpt_path=f"{path}/{best}", verbose=False)
-        return module.numbers, metrics, best, weights
-
-
-def _off(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    assert actual.keys() == expected.keys()
-    return max((actual[name] - x).abs().max().item() for name, x in expected.items())
+        return module.numbers, metrics, best, parameters
 
 
 @pytest.mark.wide
@@ -97,7 +87,7 @@ def test_its_numbers_are_those_of_one_process(name: str, strategy: str, tmp_path
     for numbers, theirs, kept, actual in found:
         assert numbers == pytest.approx(expected, rel=1e-9)
         assert theirs == pytest.approx(metrics, rel=1e-9) and kept == best
-        assert _off(actual, parameters) < 1e-9
+        assert weights_off(actual, parameters) < 1e-9
 
 
 def _resumed(path: str) -> tuple[list[float], dict[str, Tensor], int]:
@@ -106,7 +96,7 @@ def _resumed(path: str) -> tuple[list[float], dict[str, Tensor], int]:
         _trainer("fsdp", path, max_epochs=2).fit(_module("Classifier"), **_loaders())
         trainer, module = _trainer("tensor_parallel", path), _module("Classifier")
         trainer.fit(module, **_loaders(), ckpt_path="last")
-        return module.numbers, _whole(module), trainer.global_step
+        return module.numbers, weights(module), trainer.global_step
 
 
 @pytest.mark.wide
@@ -117,7 +107,7 @@ def test_a_run_goes_on_with_another_mesh(tmp_path: Path) -> None:
     for numbers, actual, steps in run_on_ranks(_resumed, str(tmp_path), world_size=2):
         last = numbers[2:]  # after the check of validation, of two batches, that the Trainer begins with
         assert last == pytest.approx(module.numbers[-len(last) :], rel=1e-9) and len(last) == 11
-        assert _off(actual, _whole(module)) < 1e-9 and steps == trainer.global_step
+        assert weights_off(actual, weights(module)) < 1e-9 and steps == trainer.global_step
 
 
 def _adversarial(strategy: str | None, path: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
@@ -130,7 +120,7 @@ def _adversarial(strategy: str | None, path: str, options: dict[str, Any]) -> tu
             trainer.checkpoint_callback.monitor = None
             trainer.fit(module, _loaders()["train_dataloaders"], ckpt_path=f"{path}/last.ckpt" if i else None)
             numbers += module.numbers
-        return numbers, _whole(module)
+        return numbers, weights(module)
 
 
 @pytest.mark.wide
@@ -142,7 +132,7 @@ def test_two_optimizers_that_are_stepped_by_hand(strategy: str, tmp_path: Path) 
         assert len(expected) == 2 * 3 * 6
         for numbers, actual in run_on_ranks(_adversarial, strategy, str(tmp_path / f"{i}"), options, world_size=2):
             assert numbers == pytest.approx(expected, rel=1e-9)
-            assert _off(actual, weights) < 1e-9
+            assert weights_off(actual, weights) < 1e-9
 
 
 def _refused(path: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.tools.cli import main
 from tests.captures import draft
 from tests.distributed import run_distributed
-from tests.runtime.support import off, parameters_off
+from tests.runtime.support import SideBySide, off
 
 
 class Deep(nn.Module):
@@ -180,8 +180,7 @@ def _train(kind: str, path: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (4,)) if kind == "unnamed" else None
     pipeline = autoparallel.Pipeline(schedule="1f1b") if kind == "pipeline" else None
     module = autoparallel.compile(model, mesh, loss_fn=F.mse_loss, pipeline=pipeline)
-    mine = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    both = SideBySide(module, plain)
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(16, 16, generator=generator, dtype=torch.float64) for _ in range(2))
     if kind == "eval":
@@ -189,18 +188,10 @@ def _train(kind: str, path: str) -> dict[str, Any]:
         with torch.no_grad():
             assert off(module(x, y), F.mse_loss(plain(x), y)) < 1e-12
         module.train()
-    worst = 0.0
     for _ in range(3):
-        loss, expected = module(x, y), F.mse_loss(plain(x), y)
-        loss.backward(), expected.backward()
-        norm = module.clip_grad_norm_(0.1)
-        worst = max(worst, off(loss, expected), off(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        both.backward(module(x, y), F.mse_loss(plain(x), y))
+        both.step()
     plan, names = module.plan, dict(module.named_parameters())
-    if plan.pipeline is None:
-        worst = max(worst, parameters_off(module, plain))
     module.plan.save(f"{path}.{torch.distributed.get_rank()}")
     kept, evaluation.cheapest = evaluation.cheapest, None  # type: ignore[assignment]
     try:
@@ -211,10 +202,10 @@ def _train(kind: str, path: str) -> dict[str, Any]:
     finally:
         evaluation.cheapest = kept
     torch.manual_seed(0)
-    worst = max(worst, off(loss, F.mse_loss(Deep().double()(x), y)))
+    both.see(loss, F.mse_loss(Deep().double()(x), y))
     meshes = {p.device_mesh.mesh_dim_names for p in names.values()}  # type: ignore[union-attr]
     return {
-        "worst": worst, "mesh": plan.whole_mesh, "again": saved.plan.whole_mesh, "names": meshes,
+        "worst": both.worst, "mesh": plan.whole_mesh, "again": saved.plan.whole_mesh, "names": meshes,
         "plan": plan.to_json(), "text": plan.explain(),
     }  # fmt: skip
 

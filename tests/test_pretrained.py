@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoparallel
 from autoparallel._torch.dtensor import local_of
 from tests.models.pretrained import GPT2, build_gpt2, build_llama, build_mixtral
-from tests.runtime.support import make, raised, run_on_ranks
+from tests.runtime.support import make, raised, run_on_ranks, weights
 from tests.test_checkpoints import Tower, batch
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], str]] = {
@@ -48,10 +48,6 @@ class _Holder(nn.Module):
         self.case = case
 
 
-def _full(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.full_parameters()}
-
-
 def _out_and_in(name: str, mesh: str, path: str, other: str) -> dict[str, Tensor]:
     """Trains, exports, loads what a plain process saved, and what was exported: the parameters each time."""
     model, (args, kwargs) = _model(name, mesh, seed=1)
@@ -62,11 +58,11 @@ def _out_and_in(name: str, mesh: str, path: str, other: str) -> dict[str, Tensor
             if parameter.grad is not None and local.numel():
                 local.sub_(local_of(parameter.grad), alpha=0.1)
     model.save_pretrained(path, max_shard_size="20KB")
-    exported = _full(model)
+    exported = weights(model)
     model.load_hf(other)
-    loaded = _full(model)
+    loaded = weights(model)
     model.load_hf(path)
-    assert all(torch.equal(x, exported[n]) for n, x in _full(model).items())
+    assert all(torch.equal(x, exported[n]) for n, x in weights(model).items())
     return {**{f"out/{n}": x for n, x in exported.items()}, **{f"in/{n}": x for n, x in loaded.items()}}
 
 
@@ -125,8 +121,8 @@ def _export_tower(path: str, *shape: int) -> dict[str, Tensor]:
     other = _tower(5, *shape)
     other.load_hf(path)
     assert torch.equal(other.norm.running_var, model.norm.running_var)
-    assert all(torch.equal(x, y) for x, y in zip(_full(model).values(), _full(other).values(), strict=True))
-    return _full(model)
+    assert all(torch.equal(x, y) for x, y in zip(weights(model).values(), weights(other).values(), strict=True))
+    return weights(model)
 
 
 @pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.wide)], ids=str)
@@ -146,9 +142,9 @@ def test_any_module(shape: tuple[int, ...], tmp_path: Path) -> None:
 
 def _messages(*paths: str) -> list[str]:
     model = _tower(6, 2)
-    before = _full(model)
+    before = weights(model)
     messages = [raised(lambda path=path: model.load_hf(path)) for path in paths]
-    assert all(torch.equal(x, before[name]) for name, x in _full(model).items())
+    assert all(torch.equal(x, before[name]) for name, x in weights(model).items())
     return messages
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
@@ -22,11 +21,12 @@ from tests.distributed import run_distributed
 from tests.models.fused import FusedConfig, FusedModel
 from tests.parity.harness import Recipe, check
 from tests.runtime.support import (
+    SideBySide,
     compiled_pair,
     muon_in_the_gradients_dtype,
-    off,
     parameters_off,
     run_on_ranks,
+    weights_off,
 )
 from tests.runtime.test_optimizer_steps import Lamb
 
@@ -61,39 +61,22 @@ class Trained:
         plain = FusedModel(config, ways).double()
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
         model = autoparallel.compile(copy.deepcopy(plain), mesh, loss_fn=F.mse_loss, plan=plan, hardware=hardware)
-        ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain))
-        self.worst = 0.0
+        both = SideBySide(model, plain)
         for step in range(2):
             generator = torch.Generator().manual_seed(step)
             rows = ROWS * math.prod(shape[:-1]) ** 2
             batches = torch.randn(2, 2, rows, LENGTH, config.width, generator=generator, dtype=torch.float64)
             with autoparallel.count_traffic(mesh) as first, model.no_sync():
-                self.compare(model(*batches[0]) / 2, F.mse_loss(plain(batches[0][0]), batches[0][1]) / 2)
+                both.backward(model(*batches[0]) / 2, F.mse_loss(plain(batches[0][0]), batches[0][1]) / 2)
             with autoparallel.count_traffic(mesh) as second:
-                self.compare(model(*batches[1]) / 2, F.mse_loss(plain(batches[1][0]), batches[1][1]) / 2)
-            for name, parameter in plain.named_parameters():
-                self.see(model.get_parameter(name).grad.full_tensor(), parameter.grad)  # type: ignore[union-attr]
-            norms = model.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-            self.see(norms[0].full_tensor() if hasattr(norms[0], "full_tensor") else norms[0], norms[1])
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-        state = model.state_dict()
-        assert list(state) == list(plain.state_dict())
-        for name, value in plain.state_dict().items():
-            self.see(state[name].full_tensor(), value)
+                both.backward(model(*batches[1]) / 2, F.mse_loss(plain(batches[1][0]), batches[1][1]) / 2)
+            both.step()
+        assert list(model.state_dict()) == list(plain.state_dict())
+        self.worst = max(both.worst, weights_off(model.state_dict(), plain.state_dict()))
         prediction = model.plan.prediction
         self.exact = (first.result() + second.result()) == prediction.step(2)
         self.forward, self.backward = prediction.forward.collectives, prediction.backward.collectives
         self.modes = {key: modes for key, modes in model.plan.operators.items() if "piece#" in key}
-
-    def compare(self, ours: Tensor, theirs: Tensor) -> None:
-        self.see(ours.detach(), theirs.detach())
-        ours.backward()
-        theirs.backward()
-
-    def see(self, ours: Tensor, theirs: Tensor | None) -> None:
-        self.worst = max(self.worst, off(ours, theirs))
 
 
 def _train(*args: Any) -> Trained:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.comm.groups import use_communicator
+from autoparallel.runtime.module import ParallelModule
+from autoparallel.tools.parity.training import parameters_here
 from tests.captures import Captures, shared_captures
 from tests.distributed import run_distributed
 
@@ -102,25 +104,73 @@ def off(actual: Tensor, expected: Tensor) -> float:
     return worst if worst == worst else float("inf")
 
 
-def parameters_off(model: nn.Module, plain: nn.Module) -> float:
-    """How far the parameters of two models are apart."""
+def parameters_of(model: nn.Module, plain: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The parameters of two models side by side: those that do not lie with another rank's stage."""
     mine, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
     assert mine.keys() == theirs.keys(), (list(mine), list(theirs))
-    return max(off(mine[name], theirs[name]) for name in theirs)
+    return [(p, theirs[name]) for name, p in parameters_here(model)]
+
+
+def parameters_off(model: nn.Module, plain: nn.Module) -> float:
+    """How far the parameters of two models are apart."""
+    return max(off(p, q) for p, q in parameters_of(model, plain))
 
 
 def gradients_off(model: nn.Module, plain: nn.Module) -> float:
     """How far the gradients of two models are apart; infinite where only one of them has a gradient."""
-    mine, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
-    assert mine.keys() == theirs.keys(), (list(mine), list(theirs))
-    worst = 0.0
-    for name, parameter in theirs.items():
-        a, b = mine[name].grad, parameter.grad
-        if (a is None) != (b is None):
-            return float("inf")
-        if a is not None and b is not None:
-            worst = max(worst, off(a, b))
-    return worst
+    pairs = [(p.grad, q.grad) for p, q in parameters_of(model, plain)]
+    if any((a is None) != (b is None) for a, b in pairs):
+        return float("inf")
+    return max((off(a, b) for a, b in pairs if a is not None and b is not None), default=0.0)
+
+
+class SideBySide:
+    """A compiled model and a plain one that train alike, by SGD with momentum.
+
+    Attributes:
+        worst: how far anything that was compared was off.
+    """
+
+    def __init__(self, model: Any, plain: nn.Module, lr: float = 0.1, momentum: float = 0.9) -> None:
+        self.model, self.plain, self.worst = model, plain, 0.0
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=lr, momentum=momentum) for m in (model, plain)]
+
+    def see(self, actual: Tensor, expected: Tensor) -> None:
+        """Compares two tensors."""
+        self.worst = max(self.worst, off(actual, expected))
+
+    def backward(self, loss: Tensor, expected: Tensor) -> None:
+        """Compares two losses, and differentiates both."""
+        self.see(loss, expected)
+        loss.backward(), expected.backward()
+
+    def step(self, limit: float = 0.1, p: float = 2.0) -> None:
+        """Compares gradients, their norms, which are above the limit, and what a step makes of the clipped ones."""
+        self.worst = max(self.worst, gradients_off(self.model, self.plain))
+        norm, expected = self.model.clip_grad_norm_(limit, p), clip_grad_norm(self.plain, limit, p)
+        assert expected > limit, "the limit bites"
+        self.see(norm, expected)
+        for optimizer in self.optimizers:
+            optimizer.step(), optimizer.zero_grad()
+        self.worst = max(self.worst, parameters_off(self.model, self.plain))
+
+
+def clip_grad_norm(model: Any, limit: float, p: float = 2.0) -> Tensor:
+    """Clips a compiled model or a plain one, and gives the norm; parameters without a gradient count for nothing."""
+    if isinstance(model, ParallelModule):
+        return model.clip_grad_norm_(limit, p)
+    return nn.utils.clip_grad_norm_([q for q in model.parameters() if q.grad is not None], limit, p)
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    """Copies of all parameters of a compiled model or a plain one, whole; on every rank, also those of other stages."""
+    return {name: whole(x) for name, x in getattr(model, "full_parameters", model.named_parameters)()}
+
+
+def weights_off(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """How far weights of the same names are apart."""
+    assert actual.keys() == expected.keys(), (list(actual), list(expected))
+    return max(off(actual[name], x) for name, x in expected.items())
 
 
 def raised(action: Callable[[], Any]) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.distributed import open_pool, run_distributed, run_in
 from tests.runtime.support import (
     Net,
+    SideBySide,
     batch,
     compiled_pair,
     gradients_off,
@@ -388,13 +389,10 @@ def _without_a_launcher() -> tuple[float, Any]:
     model = autoparallel.compile(model, loss_fn=F.mse_loss)
     x, y = batch()
     model(x, y).backward(), F.mse_loss(plain(x), y).backward()
-    worst = gradients_off(model, plain)
-    norm = model.clip_grad_norm_(0.1)
-    worst = max(worst, off(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
-    for m in (model, plain):
-        torch.optim.SGD(m.parameters(), lr=0.1).step()
+    both = SideBySide(model, plain)
+    both.step()
     assert model.plan.explain()
-    return max(worst, gradients_off(model, plain), parameters_off(model, plain)), model.plan.mesh
+    return both.worst, model.plan.mesh
 
 
 def test_without_a_mesh_and_without_a_launcher() -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import autoparallel
 from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.plan import Plan
-from tests.runtime.support import off, run_on_ranks
+from tests.runtime.support import gradients_off, off, run_on_ranks
 from tests.runtime.test_memory import Alive
 
 WIDTH, ROWS = 16, 1024
@@ -103,9 +103,7 @@ def _parity(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, A
     x, y = torch.randn(8, WIDTH, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
     loss, expected = model(x, y), F.mse_loss(plain(x), y)
     loss.backward(), expected.backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    far = [off(p.grad.full_tensor(), wanted[name]) for name, p in model.named_parameters() if p.grad is not None]
-    return max(off(loss, expected), *far), [*model.plan.recompute]
+    return max(off(loss, expected), gradients_off(model, plain)), [*model.plan.recompute]
 
 
 @pytest.mark.parametrize(

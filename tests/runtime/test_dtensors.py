@@ -15,13 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoparallel
-from tests.runtime.support import Net, batch, raised, run_on_ranks
-
-
-def _whole(model: nn.Module) -> dict[str, Tensor]:
-    if isinstance(model, autoparallel.ParallelModule):
-        return {name: value.clone() for name, value in model.full_parameters()}
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+from tests.runtime.support import Net, batch, raised, run_on_ranks, weights, weights_off
 
 
 def _draw(model: nn.Module) -> Tensor:
@@ -47,7 +41,7 @@ def _by_hand(axis: str, plan: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def compare(what: str, mine: nn.Module = model, theirs: nn.Module = plain) -> None:
-        pairs = zip(_whole(mine).values(), _whole(theirs).values(), strict=True)
+        pairs = zip(weights(mine).values(), weights(theirs).values(), strict=True)
         found[what] = max(float((p - q).abs().max()) for p, q in pairs)
 
     model.prepare(x, y)
@@ -85,7 +79,7 @@ def _load_from_another_mesh() -> float:
         for axis, plan in (("tp", "tensor_parallel"), ("dp", "fsdp"))
     )
     second.load_state_dict(first.state_dict())
-    return max(float((p - q).abs().max()) for p, q in zip(*(_whole(m).values() for m in (first, second)), strict=True))
+    return weights_off(weights(first), weights(second))
 
 
 def test_a_state_is_loaded_from_another_mesh() -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autoparallel.runtime.gradients.backwards import IN_FLIGHT, BackwardPass, Travel
 from tests.runtime.support import (
     Net,
+    SideBySide,
     batch,
     compiled_pair,
     gradients_off,
@@ -333,22 +334,15 @@ def _tied(edit: str, at_rest: str) -> dict[str, Any]:
     plain = copy.deepcopy(model)
     compiled: Any = autoparallel.compile(model, mesh_of(2), loss_fn=tied_loss, plan=plan)
     results: dict[str, Any] = {}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.9) for m in (compiled, plain)]
+    both = SideBySide(compiled, plain, lr=0.2)
     for step in range(3):
         for micro in range(2):
             x, y = tied_batch(2 * step + micro)
             with nullcontext() if micro else compiled.no_sync():
-                loss = compiled(x, y)
-                loss.backward()
-            expected = tied_loss(plain(x), y)
-            expected.backward()
-            results[f"loss {step}.{micro}"] = off(loss, expected)
+                both.backward(compiled(x, y), tied_loss(plain(x), y))
             results[f"gradient {step}.{micro}"] = gradients_off(compiled, plain)
-        results[f"norm {step}"] = off(compiled.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    results["parameters"] = parameters_off(compiled, plain)
+        both.step()
+    results["worst"] = both.worst
     (kind,) = compiled._kinds
     (chain,) = (c for b in kind.runner.program.buckets for c in b.chains if c.name == "tok.weight")
     return {"results": results, "uses": [str(u) for u in chain.uses], "layout": placements(compiled)["tok.weight"]}

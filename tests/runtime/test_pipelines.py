@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.tools.processes import ProcessError
 from tests.distributed import failures_of, open_pool, run_in
-from tests.runtime.support import off, raised, run_on_ranks
+from tests.runtime.support import gradients_off, off, parameters_off, raised, run_on_ranks
 
 
 class Layers(nn.Module):
@@ -184,9 +184,7 @@ def _chosen(axis: str) -> dict[str, Any]:
         for m, loss in ((model, model(x, y)), (plain, F.mse_loss(plain(x), y))):
             m.zero_grad()
             way(m, loss)
-        pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
-        here = [(p.grad, q.grad) for p, q in pairs if p.device_mesh.get_coordinate() is not None]
-        found[what] = max(float((p is None) != (q is None)) if p is None or q is None else off(p, q) for p, q in here)
+        found[what] = gradients_off(model, plain)
     loss = model(x, y)
     found["refused"] = raised(lambda: torch.autograd.grad(loss, list(model.parameters())[:1]))
     return found
@@ -350,11 +348,7 @@ def _compose() -> dict[str, float]:
     with torch.no_grad():
         found["evaluation"] = float((model(odd) - plain(odd)).abs().max())
     assert norm > 0.011  # the limit bites
-    found["stepped"] = max(
-        float((p.full_tensor() - q).abs().max())
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-        if p.device_mesh.get_coordinate() is not None
-    )
+    found["stepped"] = parameters_off(model, plain)
     return found
 
 
@@ -385,11 +379,10 @@ def _normed() -> dict[str, float]:
     sum(losses).backward()  # type: ignore[union-attr]
     loss = model(x, y)
     loss.backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
     buffers = zip(model.buffers(), plain.buffers(), strict=True)
     return {
         "loss": abs(float(loss) - float(sum(losses))),
-        "gradients": max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs if p.grad is not None),
+        "gradients": gradients_off(model, plain),
         "buffers": max(float((b - c).abs().max()) for b, c in buffers),
         "of the whole batch": abs(float(F.mse_loss(whole(x), y)) - float(loss)),
     }
@@ -475,17 +468,11 @@ def _initialise() -> dict[str, float]:
     options: dict[str, Any] = {"loss_fn": F.mse_loss, "example_inputs": data(), "pipeline": pipeline}
     model = autoparallel.compile(model, pipeline_mesh(2), **options)
 
-    def off() -> float:
-        pairs = zip(model.parameters(), plain.parameters(), strict=True)
-        return max(
-            float((p.full_tensor() - q).abs().max()) for p, q in pairs if p.device_mesh.get_coordinate() is not None
-        )
-
-    found = {"initial": off()}
+    found = {"initial": parameters_off(model, plain)}
     torch.manual_seed(1)
     plain = Layers()
     model.load_state_dict(plain.state_dict())
-    found["loaded"] = off()
+    found["loaded"] = parameters_off(model, plain)
     found["loss"] = abs(float(model(*data())) - float(F.mse_loss(plain(data()[0]), data()[1])))
     return found
 

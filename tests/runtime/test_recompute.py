@@ -20,7 +20,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.plan import Plan
 from autoparallel.predict.meter import Clock, Ledger
 from tests.models import build
-from tests.runtime.support import off, run_on_ranks
+from tests.runtime.support import SideBySide, off, run_on_ranks
 
 
 class _Alive(TorchDispatchMode):
@@ -76,16 +76,11 @@ def _train(name: str, shape: tuple[int, ...], preset: str, layers: Any, gather: 
     for parameter in data["parameters"].values():
         parameter["gather"] = gather if "S" in parameter["at_rest"] else parameter["gather"]
     plain, ours = (compiled(Plan.from_json(json.dumps({**data, "recompute": x}))) for x in ([], layers))
-    worst = 0.0
+    both = SideBySide(ours, plain, momentum=0.0)
     for _ in range(2):
         for a, b in zip(losses(ours), losses(plain), strict=True):
-            worst = max(worst, off(a, b))
-        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-            worst = max(worst, off(a.grad, b.grad))
-        worst = max(worst, off(ours.clip_grad_norm_(0.1), plain.clip_grad_norm_(0.1)))
-        for model in (ours, plain):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.zero_grad()
+            both.see(a, b)
+        both.step()
     with autoparallel.count_traffic(mesh) as traffic:
         call(ours, 0).backward()
     (kind,) = ours._kinds
@@ -95,7 +90,7 @@ def _train(name: str, shape: tuple[int, ...], preset: str, layers: Any, gather: 
         "a prediction leaves it as it is"
     )
     return {
-        "worst": worst,
+        "worst": both.worst,
         "kept": kept[:2],
         "traffic": (dict(traffic.collectives), dict(traffic.bytes)),
         "predicted": (dict(predicted.collectives), dict(predicted.bytes)),
@@ -256,7 +251,7 @@ def _train_stages(
         ours = compiled(plan=Plan.from_json(json.dumps({**data, "recompute": layers})), pipeline=None)
     for model in (ours, plain):
         model.prepare(*batches[0])
-    worst, peaks = 0.0, []
+    both, peaks = SideBySide(ours, plain, momentum=0.0), []
     for step in range(2):
         losses = []
         for model in (ours, plain):
@@ -266,17 +261,11 @@ def _train_stages(
                 losses.append(model(*batches[step]))
             losses[-1].backward()
             peaks.append((sum(alive.ledger.peak.values()), traffic.result()))
-        worst = max(worst, off(*losses))
-        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-            if b.grad is not None:
-                worst = max(worst, off(a.grad, b.grad))
-        worst = max(worst, off(ours.clip_grad_norm_(0.1), plain.clip_grad_norm_(0.1)))
-        for model in (ours, plain):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.zero_grad()
+        both.see(*losses)
+        both.step()
     rank = mesh.get_local_rank("pp")
     return {
-        "worst": worst,
+        "worst": both.worst,
         "peaks": [peak for peak, _ in peaks[2:]],
         "as predicted": peaks[2][1] == ours.plan.pipeline.traffic.calls[rank],
         "layers": ours.plan.recompute,
