@@ -126,6 +126,16 @@ class Captured:
         return {node.name: node for node in self.graph.find_nodes(op="placeholder")}
 
     @property
+    def parameter_nodes(self) -> list[fx.Node]:
+        """The placeholders that are parameters, in the order of the graph."""
+        return [node for name, node in self.placeholders.items() if name in self.parameters]
+
+    def rest_dtype(self, node: fx.Node) -> torch.dtype:
+        """The dtype that a parameter has in the model."""
+        dtype: torch.dtype = self.rest_dtypes.get(self.parameters[node.name], node.meta["val"].dtype)
+        return dtype
+
+    @property
     def results(self) -> list[fx.Node]:
         """The graph's outputs: first the new values of mutated buffers, then the model's outputs."""
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.decisions.prediction import LatePrediction
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import pad
 from autoparallel.passes.history import PassHistory
 from autoparallel.plan import Plan
+from autoparallel.planner.draft import draft_captured
 from autoparallel.planner.planner import Planner
-from autoparallel.planner.programs import build, prepare
-from autoparallel.predict.predict import predict
+from autoparallel.planner.programs import build
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,9 @@ class PlanAgain:
         """See ``Reasons.best_without``."""
         original = self.planner.request
         request = replace(original, plan=plan.origin, pins=replace(original.pins, excluded=excluded))
-        planner = Planner(self.planner.model, request)
-        captured = self._graph.copy()
-        try:
-            best = planner.search(captured, self.call)
-        except PlanError:
-            return None
-        prepare(request, captured, best, self.call)
-        program = build(request, captured, best, self.call, "mesh0").programs[0]
-        return best.with_prediction(LatePrediction(lambda: predict(program, best, request.profile)))
+        with suppress(PlanError):
+            return draft_captured(Planner(self.planner.model, request), self._graph.copy(), self.call).plan
+        return None
 
     def history(self, plan: Decisions) -> str:
         """See ``Reasons.history``."""

@@ -9,8 +9,10 @@ from functools import partial
 from operator import add
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from autoparallel.graph.captured import Captured
+from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import ADAMW, OptimizerCost, Profile
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import local_numel
@@ -113,6 +115,21 @@ def cost_at_rest(
     host_seconds = profile.host_seconds(at_rest.states)
     left, host = (0, at_rest.states) if profile.host_bandwidth is not None else (at_rest.states, 0)
     return replace(at_rest, states=left, seconds=seconds + host_seconds, host=host, host_seconds=host_seconds)
+
+
+def parameter_cost(
+    captured: Captured,
+    node: fx.Node,
+    layout: Layout,
+    axis_sizes: Sequence[int],
+    profile: Profile,
+    *,
+    offloaded: bool = False,
+) -> Kept:
+    """What a parameter of a captured graph costs each rank where it lies so between steps; see :func:`cost_at_rest`."""
+    itemsize = captured.rest_dtype(node).itemsize
+    shape, trainable = Sizes(captured.actual).shape(node), bool(node.meta["differentiable"])
+    return cost_at_rest(profile, axis_sizes, shape, layout, itemsize, trainable, offloaded)
 
 
 def most_brought(resting: Sequence[Kept]) -> int:

@@ -6,11 +6,10 @@ from torch import fx
 
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
-from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import Profile
 from autoparallel.passes.cut_stages import stages_of
 from autoparallel.plan import Plan
-from autoparallel.predict.optimizer import Kept, cost_at_rest
+from autoparallel.predict.optimizer import Kept, parameter_cost
 
 MEMORY = "parameters, states, gradients and activations"
 
@@ -27,7 +26,8 @@ def predict_stages(captured: Captured, plan: Plan, profile: Profile) -> Predicti
     share = forward / (forward + sum(stage.backward for stage in pipeline.stages) or 1.0)
     updates = [Kept(0)] * pipeline.ranks
     for node, rank in parameter_ranks(captured, plan).items():
-        updates[rank] += _cost(node, captured, plan, profile)
+        layout, sizes = plan.at_rest(captured.parameters[node.name]), plan.axis_sizes
+        updates[rank] += parameter_cost(captured, node, layout, sizes, profile, offloaded=plan.offload_optimizer)
     spent = parameter_seconds(captured, plan)
     gradients = [max(0.0, all_ - update.seconds) for all_, update in zip(spent, updates, strict=True)]
     most = max(range(pipeline.ranks), key=lambda rank: gradients[rank] + updates[rank].seconds)
@@ -56,32 +56,11 @@ def parameter_seconds(captured: Captured, plan: Plan) -> list[float]:
 
 
 def parameter_ranks(captured: Captured, plan: Plan) -> dict[fx.Node, int]:
-    """The rank of the pipeline on which each parameter lies: that of the first stage that uses it."""
+    """The rank of the pipeline on which each parameter lies: that of the first stage that uses it, itself or what
+    follows from it alone."""
     assert plan.pipeline is not None
-    stages = stages_of(captured, plan.pipeline.cuts)
-    return {
-        node: plan.pipeline.rank_of(min(_stages_reading(node, stages), default=0))
-        for node in captured.graph.nodes
-        if node.op == "placeholder" and node.name in captured.parameters
-    }
-
-
-def _stages_reading(node: fx.Node, stages: dict[fx.Node, int]) -> set[int]:
-    """The stages that read a node, also through what follows from it alone."""
-    reading: set[int] = set()
-    pending, visited = list(node.users), set()
-    while pending:
-        user = pending.pop()
-        if user in stages:
-            reading.add(stages[user])
-        elif user not in visited:
-            visited.add(user)
-            pending += user.users
-    return reading
-
-
-def _cost(node: fx.Node, captured: Captured, plan: Plan, profile: Profile) -> Kept:
-    name = captured.parameters[node.name]
-    itemsize = captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
-    shape, layout, trainable = Sizes(captured.actual).shape(node), plan.at_rest(name), bool(node.meta["differentiable"])
-    return cost_at_rest(profile, plan.axis_sizes, shape, layout, itemsize, trainable, plan.offload_optimizer)
+    stages, last = stages_of(captured, plan.pipeline.cuts), plan.pipeline.count
+    first: dict[fx.Node, int] = {}
+    for node in reversed(captured.graph.nodes):
+        first[node] = stages.get(node, min((first[user] for user in node.users), default=last))
+    return {node: plan.pipeline.rank_of(first[node] % last) for node in captured.parameter_nodes}

@@ -19,11 +19,11 @@ from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.calls import Call, input_layouts, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured, InputSpec
-from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.adapt_captured import pad
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.cut_stages import staged_nodes
 from autoparallel.passes.recompute_layers import checkpointed_layers, find_layers
+from autoparallel.placements import Invariant
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.fits import differing, returns_loss_alone
@@ -37,6 +37,7 @@ from autoparallel.planner.space.subject import Subject
 from autoparallel.planner.stages.stages import StagePlanner
 from autoparallel.planner.thresholds import THRESHOLDS
 from autoparallel.predict.forecast import Forecast, Short, extrapolated
+from autoparallel.predict.optimizer import parameter_cost
 from autoparallel.predict.predict import predict
 from autoparallel.predict.stages import parameter_seconds
 from autoparallel.program.program import LocalProgram
@@ -101,12 +102,10 @@ class Evaluator:
     @cached_property
     def states(self) -> float:
         """Bytes of a rank's share of the optimizer's states."""
-        captured, size, total = self.captured, Sizes(self.captured.actual), 0.0
-        for node in captured.graph.nodes:
-            if node.op == "placeholder" and node.name in captured.parameters and node.meta["differentiable"]:
-                dtype = captured.rest_dtypes.get(captured.parameters[node.name], node.meta["val"].dtype)
-                total += math.prod(size.shape(node)) * dtype.itemsize
-        return total * self.request.profile.optimizer.states / math.prod(self.request.sizes)
+        captured, sizes, profile = self.captured, self.request.sizes, self.request.profile
+        whole = (Invariant,) * len(sizes)
+        costs = [parameter_cost(captured, node, whole, sizes, profile) for node in captured.parameter_nodes]
+        return sum(cost.states for cost in costs) / math.prod(sizes)
 
     def closed_means(self, plan: Plan) -> list[str]:
         """The options that would save memory beside what a plan does, were outputs beside the loss given up."""

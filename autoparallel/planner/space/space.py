@@ -36,7 +36,7 @@ from autoparallel.planner.space.permits import Permits
 from autoparallel.planner.space.prices import Pricer, Prices, most_hidden
 from autoparallel.planner.space.problem import Problem, Reader, Variable
 from autoparallel.planner.space.subject import Subject
-from autoparallel.predict.optimizer import cost_at_rest
+from autoparallel.predict.optimizer import parameter_cost
 from autoparallel.program.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -296,22 +296,19 @@ class SearchSpace:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def _parameter_options(self, node: fx.Node) -> list[Option]:
-        name = self.captured.parameters[node.name]
-        shape = self.size.shape(node)
-        itemsize = self.captured.rest_dtypes.get(name, node.meta["val"].dtype).itemsize
-        if name in self.pinned:
-            layouts, gathers = [parse_layout(self.pinned[name].at_rest)], [self.pinned[name].gather]
-        else:
+        pinned, subject = self.pinned.get(self.captured.parameters[node.name]), self.subject
+        if pinned is None:
             layouts, gathers = self.permits.at_rest(node)
+        else:
+            layouts, gathers = [parse_layout(pinned.at_rest)], [pinned.gather]
         options = []
         for layout in layouts:
             sharded = any(p.kind == "S" for p in layout)
-            trainable = bool(node.meta["differentiable"])
-            offloaded = self.subject.offloads
-            rest = cost_at_rest(self.profile, self.axis_sizes, shape, layout, itemsize, trainable, offloaded)
-            update = rest.seconds / self.subject.microbatches
-            for gather in gathers if sharded else ["per_step"]:
-                options.append(Option((), (), layout, update, rest.bytes / self.subject.stages, gather=gather))
+            rest = parameter_cost(
+                self.captured, node, layout, self.axis_sizes, self.profile, offloaded=subject.offloads
+            )
+            seconds, held = rest.seconds / subject.microbatches, rest.bytes / subject.stages
+            options += [Option((), (), layout, seconds, held, gather=g) for g in (gathers if sharded else ["per_step"])]
         return options
 
     # -- prices between variables -----------------------------------------------------------------------------------

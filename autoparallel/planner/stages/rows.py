@@ -25,7 +25,7 @@ from autoparallel.placements.redistribution import local_numel
 from autoparallel.plan import Plan
 from autoparallel.planner.calls.options import operator_options
 from autoparallel.planner.space.subject import Subject
-from autoparallel.predict.optimizer import cost_at_rest
+from autoparallel.predict.optimizer import parameter_cost
 from autoparallel.rules import Rule
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.typing import Typed
@@ -200,18 +200,16 @@ class RowPricer:
 
         While a schedule runs, gradients are added up in the layout in which they are made, beside what lies at rest.
         """
-        name = self.captured.parameters[x.name]
-        dtype = self.captured.rest_dtypes.get(name, x.meta["val"].dtype)
-        shape, layout, trainable = size.shape(x), self.plan.at_rest(name), bool(x.meta["differentiable"])
-        offloaded = self.plan.offload_optimizer
-        rest = cost_at_rest(self.subject.profile, self.sizes, shape, layout, dtype.itemsize, trainable, offloaded)
+        name, subject = self.captured.parameters[x.name], self.subject
+        layout, itemsize = self.plan.at_rest(name), self.captured.rest_dtype(x).itemsize
+        rest = parameter_cost(self.captured, x, layout, self.sizes, subject.profile, offloaded=subject.offloads)
         at_rest = rest.parameter
-        if not trainable:
+        if not x.meta["differentiable"]:
             return float(at_rest), float(at_rest)
-        sums = max(dtype.itemsize, 4) * local_numel(shape, layout, self.sizes)
+        sums = max(itemsize, 4) * local_numel(size.shape(x), layout, self.sizes)
         gathered = 0
         if used is not None and math.prod(size.shape(by)) == math.prod(size.shape(x)):
-            sums = max(dtype.itemsize, 4) * local_numel(size.shape(by), dual_layout(used), self.sizes)
+            sums = max(itemsize, 4) * local_numel(size.shape(by), dual_layout(used), self.sizes)
             held = x.meta["val"].element_size() * local_numel(size.shape(by), used, self.sizes)
             gathered = held if held > at_rest and self.plan.parameters[name].gather != "per_use" else 0
         return float(rest.bytes + max(0, sums - at_rest) + gathered), float(at_rest + sums + gathered)
