@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -64,14 +64,13 @@ def grads_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         return list(map(attrgetter("grad"), tensors))
 
 
-def storage_mark(tensor: torch.Tensor) -> int:
-    """A number of a tensor's storage, which no other has while there is a reference to that, a weak one at least."""
-    return tensor.untyped_storage()._cdata
+storage_mark: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+"""A number of a tensor's storage, which no other has while there is a reference to that, a weak one at least."""
 
 
 def storage_marks(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Numbers of the storages of tensors; a ``DTensor``'s own has no memory to compare."""
-    return list(map(torch._C._storage_id, tensors))  # type: ignore[attr-defined]
+    return list(map(storage_mark, tensors))
 
 
 __all__ = ["StorageWeakRef"]  # torch's own, handed on

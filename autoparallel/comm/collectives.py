@@ -89,18 +89,18 @@ class _Item:
         shape[self.dst.dim] = shape[self.dst.dim] // n if self.extent is None else self.extent.room
         return shape
 
-    def cut(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        """The value as n rows: for each rank of the group its piece along the dim that is cut."""
-        dim, shape = self.dst.dim, self.piece(n)
+    def cut(self, x: torch.Tensor, shape: list[int], n: int) -> torch.Tensor:
+        """The value as n rows: for each rank of the group its piece, of a shape, along the dim that is cut."""
+        dim = self.dst.dim
         if self.extent is not None:
             x = torch.stack([_filled_up(x.narrow(dim, *chunk(x.shape[dim], n, i)), shape) for i in range(n)])
         elif dim:
             x = x.unflatten(dim, (n, shape[dim])).movedim(dim, 0)
         return x.reshape(n, math.prod(shape))
 
-    def part(self, piece: torch.Tensor, index: int, n: int) -> torch.Tensor:
-        """The part that rank ``index`` keeps of its piece along the dim that is cut."""
-        piece = piece.view(self.piece(n))
+    def part(self, piece: torch.Tensor, shape: list[int], index: int, n: int) -> torch.Tensor:
+        """The part that rank ``index`` keeps of its piece, of a shape, along the dim that is cut."""
+        piece = piece.view(shape)
         if self.extent is None:
             return piece
         shape = list(self.shape)
@@ -257,17 +257,23 @@ def _start_all_gather(
 
 def _start_cut(
     send: Callable[[Communicator, torch.Tensor, str], Wait],
-    receive: Callable[[_Item, torch.Tensor, int, int], torch.Tensor],
+    receive: Callable[[_Item, torch.Tensor, list[int], int, int], torch.Tensor],
 ) -> Starter:
     """A collective that sends every rank its own piece."""
 
     def start(tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str) -> Callable[[], list[torch.Tensor]]:
         communicator, axis = communicator_of(group)
         n, index = communicator.size(axis), communicator.index(axis)
-        rows = [item.cut(x, n) for x, item in zip(tensors, items, strict=True)]
+        shapes = [item.piece(n) for item in items]
+        rows = [item.cut(x, shape, n) for x, item, shape in zip(tensors, items, shapes, strict=True)]
         flat = torch.cat(rows, dim=1) if len(rows) > 1 else settled(rows[0]).contiguous()
         wait, sizes = send(communicator, flat, axis), [row.shape[1] for row in rows]
-        return lambda: [receive(item, x, index, n) for x, item in zip(wait().split(sizes, dim=-1), items, strict=True)]
+
+        def finish() -> list[torch.Tensor]:
+            parts = zip(items, wait().split(sizes, dim=-1), shapes, strict=True)
+            return [receive(item, x, shape, index, n) for item, x, shape in parts]
+
+        return finish
 
     return start
 
@@ -306,7 +312,7 @@ _STARTERS: dict[str, Starter] = {
     "all_gather": _start_all_gather,
     "reduce_scatter": _start_cut(lambda c, flat, axis: c.reduce_scatter(flat, axis), _Item.part),
     "all_to_all": _start_cut(
-        lambda c, flat, axis: c.all_to_all(flat, axis), lambda item, x, i, n: item.joined(x, item.piece(n), i)
+        lambda c, flat, axis: c.all_to_all(flat, axis), lambda item, x, shape, i, n: item.joined(x, shape, i)
     ),
     "slice": _local(_slice),
     "pad": _local(_pad),

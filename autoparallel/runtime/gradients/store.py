@@ -353,14 +353,14 @@ class GradientStore:
         sums: Tensors = []
         addends: Tensors = []
         parameters = [self.parameters[chain.name] for chain in chains]
-        grads = _torch.tensors.grads_of(parameters)
-        rows = zip(chains, parameters, grads, cast(values, chains[0].rest_dtype), strict=True)
-        for chain, parameter, grad, value in rows:
+        grads, specs = _torch.tensors.grads_of(parameters), _torch.dtensor.specs_of(parameters)
+        rows = zip(chains, parameters, grads, specs, cast(values, chains[0].rest_dtype), strict=True)
+        for chain, parameter, grad, spec, value in rows:
             if grad is None:
                 # A slice would keep the whole gradient alive, and fused optimizers read strides as the parameter's.
                 contiguous = torch.contiguous_format
                 value = value.clone(memory_format=contiguous) if chain.ends_in_slice else value.contiguous()
-                parameter.grad = as_parameter(value, parameter)
+                parameter.grad = _torch.dtensor.wrap_local(value, spec)
             else:
                 sums.append(_torch.dtensor.local_of(grad))
                 addends.append(value)
