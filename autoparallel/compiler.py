@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel import _torch
 from autoparallel.comm.groups import bind, inner_mesh, other_slices, whole_group, whole_group_name
-from autoparallel.comm.world import PIPELINE_AXIS, count_ranks, device_of, make_mesh, mesh_text
+from autoparallel.comm.world import PIPELINE_AXIS, count_ranks, device_of, make_mesh, mesh_size, mesh_text
 from autoparallel.data import from_json, to_json
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
@@ -313,7 +312,7 @@ def _attributes_in_pipeline(captured: Captured) -> str:
 def mesh_of(plan: Plan, model: nn.Module) -> DeviceMesh:
     """The mesh that a plan was made for, over all ranks. Raises ValueError where there are not as many."""
     world, axes = count_ranks(), plan.whole_mesh
-    needed = math.prod(size for _, size in axes)
+    needed = mesh_size(axes)
     if needed != world:
         raise ValueError(f"the plan is for the mesh {mesh_text(axes)} of {needed} ranks, the world has {world}")
     return make_mesh(device_of(model), axes)

@@ -11,6 +11,7 @@ import copy
 import itertools
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from autoparallel import _torch
 from autoparallel.checkpoint.conversion import Stored, stored_tensors
-from autoparallel.checkpoint.folder import CheckpointError, require_room
+from autoparallel.checkpoint.folder import CheckpointError, bytes_of, require_room
 from autoparallel.checkpoint.saving import World
 from autoparallel.checkpoint.writers import is_writer, layout_of
 from autoparallel.placements.regions import Region, own_region, whole_region
@@ -108,7 +109,9 @@ def _laid_out(
     """The tensors, the files that they go to, and the text of the index, where there are several."""
     split_shards = _hub().split_state_dict_into_shards_factory
     stored = stored_tensors(plain, {name: tensor for name, (tensor, _) in tensors_of(plain).items()})
-    split = split_shards(stored, get_storage_size=_size, filename_pattern=WEIGHTS, max_shard_size=max_shard_size)
+    split = split_shards(
+        stored, get_storage_size=operator.attrgetter("nbytes"), filename_pattern=WEIGHTS, max_shard_size=max_shard_size
+    )
     files = []
     for name, members in split.filename_to_tensors.items():
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -129,10 +132,6 @@ def _laid_out(
         files.append(_File(path / name, header, len(header) + end, offsets))
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     return stored, files, json.dumps(index, indent=2, sort_keys=True) if split.is_sharded else None
-
-
-def _size(stored: Stored) -> int:
-    return stored.nbytes
 
 
 def _hub() -> Any:
@@ -187,7 +186,7 @@ def _write(world: World, tensors: Mapping[str, Tensor], stored: Mapping[str, Sto
 
 def _write_block(descriptor: int, offset: int, stored: Stored, place: Region, block: Tensor) -> None:
     """Writes a block of a tensor: as many runs of bytes as it has in the file."""
-    memory: memoryview = block.to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
+    memory = bytes_of(block.to("cpu").contiguous())
     dims = len(stored.shape)
     while dims and place.shape[dims - 1] == stored.shape[dims - 1]:
         dims -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,11 @@ def axes_of(mesh: MeshShape) -> Axes:
     if not axes or len(dict(axes).keys() - {PIPELINE_AXIS}) > 3 or any(size < 1 for _, size in axes):
         raise ValueError(f"a mesh has one to three axes of at least one rank each, and 'pp', got {mesh!r}")
     return axes
+
+
+def mesh_size(mesh: Sequence[tuple[str, int]]) -> int:
+    """The number of ranks of a mesh."""
+    return math.prod(size for _, size in mesh)
 
 
 def mesh_text(mesh: Sequence[tuple[str, int]]) -> str:

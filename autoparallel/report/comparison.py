@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoparallel.comm.world import mesh_text
+from autoparallel.comm.world import mesh_size, mesh_text
 from autoparallel.decisions.decisions import Decisions
 from autoparallel.decisions.prediction import Prediction, Workload
 from autoparallel.hardware import Profile
@@ -74,7 +73,7 @@ def comparison_blocks(compared: Comparison) -> list[Block]:
     rows = []
     for name, (plan, prediction) in compared.plans.items():
         seconds, memory = prediction.seconds(), prediction.total_memory
-        mfu = work.mfu(seconds, _devices(plan))
+        mfu = work.mfu(seconds, mesh_size(plan.whole_mesh))
         over = " (too much)" if compared.capacity is not None and memory > compared.capacity else ""
         cells = [duration(seconds), f"{work.count / seconds:,.0f}", f"{100 * mfu:.1f}%", units(memory) + over]
         rows.append([name, *cells, *(units(volumes[name].get(kind, 0.0)) for kind in kinds)])
@@ -88,19 +87,15 @@ def _blocks_of_larger(compared: Comparison) -> list[Block]:
     """What the same step would take on more devices, and what would be decided there; nothing where none was asked."""
     if not compared.larger:
         return []
-    base = compared.predicted.seconds() * _devices(compared.plan)
+    base = compared.predicted.seconds() * mesh_size(compared.plan.whole_mesh)
     rows = []
     for one in (compared, *compared.larger):
-        plan, prediction, devices = one.plan, one.predicted, _devices(one.plan)
+        plan, prediction, devices = one.plan, one.predicted, mesh_size(one.plan.whole_mesh)
         seconds, memory = prediction.seconds(), prediction.total_memory
         cells = [duration(seconds), f"{base / devices / seconds:.0%}", units(memory)]
         rows.append([f"{devices}", mesh_text(plan.whole_mesh), *cells, means(plan.tried(seconds, memory))])
     heads = ("devices", "mesh", "step", "efficiency", "memory", "saves memory by")
     return ["The same step on more devices:", Table(heads, rows, right=("devices", "step", "efficiency", "memory"))]
-
-
-def _devices(plan: Decisions) -> int:
-    return math.prod(size for _, size in plan.whole_mesh)
 
 
 def _limit_words(compared: Comparison) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from autoparallel.comm.waiting import waited_seconds
+from autoparallel.comm.world import mesh_size
 from autoparallel.runtime.module import ParallelModule
 
 
@@ -72,7 +72,7 @@ class Meter:
         if plan.work is not None and calls:
             units = calls * plan.work.count if count is None else count
             record[f"{plan.work.unit}_per_second"] = units / seconds
-            record["mfu"] = plan.work.mfu(seconds / calls, math.prod(size for _, size in plan.whole_mesh))
+            record["mfu"] = plan.work.mfu(seconds / calls, mesh_size(plan.whole_mesh))
         if plan.prediction is not None and calls:
             record["predicted_seconds"] = plan.prediction.seconds(calls)
         elif plan.pipeline is not None and plan.pipeline.stages and calls:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -17,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from autoparallel.comm.world import Axes, axes_of, make_mesh, mesh_text
+from autoparallel.comm.world import Axes, axes_of, make_mesh, mesh_size, mesh_text
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
@@ -216,14 +215,15 @@ def _explain_on_rank(process: Process, task: Task) -> str:
 def _calibrate(options: argparse.Namespace) -> int:
     require_writable(options.out)
     axes: Axes = options.mesh
-    ranks = math.prod(size for _, size in axes)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         text = _measure(axes, options.name, "cuda" if torch.cuda.is_available() else "cpu")
         if not text:
             return 0
     else:
         with _busy("measuring"):
-            text = run_processes(ranks_of_mesh(ranks), _calibrate_on_rank, (axes, options.name), options.timeout)[0]
+            text = run_processes(
+                ranks_of_mesh(mesh_size(axes)), _calibrate_on_rank, (axes, options.name), options.timeout
+            )[0]
     profile = Profile.from_json(text)
     profile.save(options.out)
     print(plain_text(f"{profile.name}, on {mesh_text(axes)}:", *profile_tables(profile)))

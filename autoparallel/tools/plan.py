@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.comm.world import Axes, axes_of, mesh_text
+from autoparallel.comm.world import Axes, axes_of, mesh_size, mesh_text
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.prediction import Prediction
@@ -253,7 +252,7 @@ def prepare(options: argparse.Namespace) -> tuple[Source, Request, Call, Axes | 
 
 def _devices(mesh: Axes | int) -> int:
     """How many devices a mesh has, or a number of them is."""
-    return mesh if isinstance(mesh, int) else math.prod(size for _, size in mesh)
+    return mesh if isinstance(mesh, int) else mesh_size(mesh)
 
 
 def _refusal(request: Request) -> str:

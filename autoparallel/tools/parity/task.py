@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch, api
-from autoparallel.comm.world import MeshShape, axes_of, count_ranks
+from autoparallel.comm.world import MeshShape, axes_of, count_ranks, mesh_size
 from autoparallel.graph.plain_tensors import not_copied
 from autoparallel.plan import Plan
 from autoparallel.planner.request.presets import PRESETS, Preset
@@ -69,7 +68,7 @@ class Task:
 
     @property
     def ranks(self) -> int:
-        return math.prod(size for _, size in self.axes)
+        return mesh_size(self.axes)
 
     def batch(self, step: int, number: int = 1) -> Batch:
         """A batch of a step; the first step is 1, and so is its first batch."""
