@@ -158,7 +158,13 @@ def _dim_of(size: torch.SymInt, traced: Sequence[Any]) -> tuple[int, int] | None
 
 
 class _Scope(nn.Module):
-    """Stands for one of the model's modules, so that what it computes is named after it."""
+    """Stands for one of the model's modules, so that what it computes is named after it.
+
+    Attributes:
+        stands_for: the class of the module, where it is called.
+    """
+
+    stands_for: type = nn.Module
 
     def forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -276,7 +282,10 @@ class GraphModel(nn.Module):
         paths = {node: self._path(node) for node in piece.module.graph.nodes}
         for node, path in paths.items():
             self._scope(path)
-            node.meta.pop("nn_module_stack", None)  # the scopes that are entered name what is traced now
+            # The scopes that are entered name what is traced now.
+            for source, kind in (node.meta.pop("nn_module_stack", None) or {}).values():
+                if isinstance(owner := self._scope(self._path_of(source)), _Scope):
+                    owner.stands_for = kind
         self._paths = _Shared({node: path for node, path in paths.items() if path and self._scope(path) is not self})
 
     @contextmanager
@@ -294,7 +303,11 @@ class GraphModel(nn.Module):
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         if not stack or node.op not in ("call_function", "call_method"):
             return ""
-        path = _path(str(stack[-1][0]).partition("@")[0])
+        return self._path_of(stack[-1][0])
+
+    def _path_of(self, source: object) -> str:
+        """The path of a module in Dynamo's words."""
+        path = _path(str(source).partition("@")[0])
         path = path if self._piece.value.scopes_with_root else path[1:]
         return ".".join(path) if _is_path(path) else ""
 

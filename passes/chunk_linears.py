@@ -122,7 +122,7 @@ def _merge_into_begin(node: fx.Node, linears: Sequence[fx.Node], between: Sequen
     parameters = [(weight, *(bias or [None])) for _, weight, *bias in (linear.args for linear in linears)]
     weights, biases = zip(*parameters, strict=True)
     node.target, node.args = redistribute_then_linear, (*node.args, chunks, list(weights), list(biases))
-    node.meta = {**node.meta, "module": first.meta["module"]}
+    node.meta = {**node.meta, "module": first.meta["module"], "layer": layer_of(first)}
     del node.meta["val"]  # it is several tensors
     point = node
     for i, linear in enumerate(linears):

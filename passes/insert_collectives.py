@@ -151,7 +151,7 @@ class _Writer:
                 group = group_name(self.prefix, self.names, step.axes)
                 version = self.graph.call_function(redistribute, (here, str(step.src), str(step.dst), group))
                 version.meta = {
-                    k: v for k, v in node.meta.items() if k in ("val", "differentiable", "backward", "module")
+                    k: v for k, v in node.meta.items() if k in ("val", "differentiable", "backward", "module", "layer")
                 }
                 version.meta["key"] = f"{node.meta['key']}->{','.join(map(str, after))}"
                 version.meta["placements"] = after

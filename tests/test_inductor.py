@@ -29,6 +29,7 @@ import autoparallel
 from autoparallel import operators
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import use_communicator
+from autoparallel.passes.mark_layers import mark_layers
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.runtime.gradients.backwards import Gather
 from autoparallel.runtime.programs.compiled import CompiledRegion, RegionCompiler, find_regions, forms_of, one_at_a_time
@@ -305,6 +306,7 @@ def _two_layers() -> fx.Graph:
         x = call(layer, operators.dropout, call(layer, aten.mm.default, y, weight), 0.5, 3 + layer)
     graph.output((x,))
     name_nodes(graph)
+    mark_layers(graph, {})
     return graph
 
 

@@ -196,8 +196,9 @@ def attempt_capture(
         captured.draws = draws
         captured.rebound = frozenset(owners[name] for name in wrapper.recorder.rebound)
         require_own_memory(captured, model)
-        if stacks:
-            run_passes(filling_passes(stacks, captured), captured.module)
+        modules = model.named_modules(remove_duplicate=False)
+        kinds = {path: getattr(module, "stands_for", type(module)) for path, module in modules}
+        run_passes(filling_passes(stacks, captured, kinds), captured.module)
         return captured
 
     rehearsals: list[Trace] = []

@@ -1,4 +1,4 @@
-"""The layers of a graph: the items of a model's lists of modules, and which of them repeat."""
+"""The layers of a graph, as ``passes.mark_layers`` has noted them, and which of them repeat."""
 
 from __future__ import annotations
 
@@ -16,16 +16,8 @@ from autoparallel.operators.draws import NUMBERS
 
 
 def layer_of(node: fx.Node) -> str | None:
-    """The item of the outermost list or sequence of modules that a node belongs to, such as ``"blocks.3"``."""
-    return layer_around(str(node.meta.get("module", "")))
-
-
-@functools.lru_cache(maxsize=4096)
-def layer_around(path: str) -> str | None:
-    """The item of the outermost list or sequence of modules that a module's path goes through."""
-    parts = path.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else None
+    """The path of the layer that a node belongs to, such as ``"blocks.3"``; None where it belongs to none."""
+    return node.meta.get("layer")
 
 
 def mark_checkpointed(node: fx.Node) -> None:
@@ -51,14 +43,17 @@ def with_draw(node: fx.Node, number: int) -> tuple[Any, ...]:
 
 
 def layers_of(node: fx.Node) -> tuple[str, ...]:
-    """The modules with a number that a node belongs to, the outermost first: ``"stage1"``, ``"stage1.blocks.3"``."""
-    return _layer_prefixes(str(node.meta.get("module", "")))
+    """The layer that a node belongs to, and the modules with a number in it, the outermost first: ``"blocks.3"``,
+    ``"blocks.3.experts.1"``."""
+    layer = layer_of(node)
+    return () if layer is None else _modules_with_numbers(layer, str(node.meta["module"]))
 
 
 @functools.lru_cache(maxsize=4096)
-def _layer_prefixes(path: str) -> tuple[str, ...]:
+def _modules_with_numbers(layer: str, path: str) -> tuple[str, ...]:
     parts = path.split(".")
-    return tuple([".".join(parts[: i + 1]) for i, part in enumerate(parts) if part[-1:].isdigit()])
+    inner = range(layer.count(".") + 1, len(parts))
+    return (layer, *[".".join(parts[: i + 1]) for i in inner if parts[i][-1:].isdigit()])
 
 
 def stretches_of_layers(graph: fx.Graph) -> dict[str, list[fx.Node]]:

@@ -28,7 +28,7 @@ def marks_of(node: fx.Node) -> dict[str, Any]:
     return {name: node.meta[name] for name in _MARKS if name in node.meta}
 
 
-_MARKS = ("module", "nn_module_stack", "stack_trace", "torch_fn")
+_MARKS = ("module", "layer", "nn_module_stack", "stack_trace", "torch_fn")
 
 
 def noted_line(node: fx.Node) -> str:

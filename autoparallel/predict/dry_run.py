@@ -307,6 +307,7 @@ class _Body(fx.Interpreter):
         module = self.rank.clock.module = n.meta.get("module", self.rank.clock.module)
         result = super().run_node(n)
         if n.op == "call_function":
+            self.rank.clock.layers[module] = layer_of(n)
             _torch.autograd.mark_module(result, module)
         return result
 

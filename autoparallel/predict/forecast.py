@@ -17,7 +17,7 @@ from torch import fx
 
 from autoparallel.decisions.prediction import Prediction
 from autoparallel.graph.captured import Captured
-from autoparallel.graph.layers import Run, layer_around, layer_of
+from autoparallel.graph.layers import Run, layer_of
 from autoparallel.passes.leave_out_layers import leave_out_layers
 from autoparallel.plan import Plan
 
@@ -80,6 +80,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
     # One model with two layers of each run, and for each run one with a layer more.
     if 2 * (len(runs) + 1) * len(runs) + len(runs) >= layers:
         return None
+    layers_of_modules = {node.meta["module"]: layer_of(node) for node in captured.graph.nodes}
     # A node of a layer is known by its place in the layer, which all layers of a run share.
     places: dict[str, Hashable] = {
         name: (number, place)
@@ -98,7 +99,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
         key = decisions, tuple(counts), calls
         if key not in models:
             prediction = predict(short, replace(plan, recompute=recompute))
-            models[key] = Short(prediction.seconds(), _by_place(prediction, runs, counts))
+            models[key] = Short(prediction.seconds(), _by_place(prediction, runs, counts, layers_of_modules))
         return models[key]
 
     least = shortened([2] * len(runs))
@@ -112,14 +113,20 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
     return Forecast(seconds, memory, False)
 
 
-def _by_place(prediction: Prediction, runs: Sequence[Run], counts: Sequence[int]) -> dict[Hashable, float]:
-    """The most bytes at each moment; of layers that are alike, at those of the first and of the last two."""
+def _by_place(
+    prediction: Prediction, runs: Sequence[Run], counts: Sequence[int], layers: Mapping[str, str | None]
+) -> dict[Hashable, float]:
+    """The most bytes at each moment; of layers that are alike, at those of the first and of the last two.
+
+    Args:
+        layers: by the paths of modules, those that they are of.
+    """
     places: dict[str | None, list[Hashable]] = {}
     for number, (run, count) in enumerate(zip(runs, counts, strict=True)):
         for end in (0, -1, -2):
             places.setdefault(run.members[:count][end], []).append((number, end))
     most: dict[Hashable, float] = {}
     for (phase, module), size in prediction.most.items():
-        for place in places.get(layer_around(module), [module]):
+        for place in places.get(layers.get(module), [module]):
             most[phase, place] = max(size, most.get((phase, place), 0.0))
     return most

@@ -27,7 +27,6 @@ from autoparallel.comm.collectives import local_shape
 from autoparallel.comm.groups import axis_size, communicator_of
 from autoparallel.comm.traffic import CountingMode
 from autoparallel.decisions.prediction import COMPUTE, NETWORK, PredictedSpan
-from autoparallel.graph.layers import layer_around
 from autoparallel.hardware import Profile
 from autoparallel.placements import COLLECTIVES, action, parse_placement
 from autoparallel.predict.fusion import Fusion, is_fused
@@ -40,6 +39,7 @@ class Clock:
 
     Attributes:
         phase, module: of a step, and whose operators run.
+        layers: those that the modules are of.
         spans: what it takes; those of what computes follow each other without a gap.
     """
 
@@ -47,6 +47,7 @@ class Clock:
         self.overlap = overlap
         self.now = 0.0
         self.phase = self.module = ""
+        self.layers: dict[str, str | None] = {}
         self.spans: list[PredictedSpan] = []
         self._network = 0.0
         self._held: list[tuple[float, Any]] = []
@@ -216,7 +217,7 @@ class Meter(TorchDispatchMode):
         self.clock.wait(end)
         self.ledger.add(result)
         self._follow_module()
-        layer = layer_around(self.clock.module) if self.layered else None
+        layer = self.clock.layers.get(self.clock.module) if self.layered else None
         fused = is_fused(func) and (layer is not None or not self.layered)
         self.clock.compute(self.seconds(name, args, kwargs, result, kind, fused=fused, layer=layer))
         return result

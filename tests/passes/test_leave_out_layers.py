@@ -9,6 +9,7 @@ from torch import fx
 
 from autoparallel.graph.layers import Run, find_runs
 from autoparallel.passes.leave_out_layers import leave_out_layers
+from autoparallel.passes.mark_layers import mark_layers
 from autoparallel.passes.name_nodes import name_nodes
 
 aten = torch.ops.aten
@@ -26,6 +27,7 @@ def _graph(finish: Callable[[fx.Graph, list[fx.Node]], fx.Node], layers: int = 4
         made.append(x)
     graph.output((finish(graph, made),))
     name_nodes(graph)
+    mark_layers(graph, {})
     for node in graph.nodes:
         node.meta["val"] = torch.empty(4, 4, device="meta")
     return graph

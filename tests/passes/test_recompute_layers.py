@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.passes.insert_collectives import Redistribution
+from autoparallel.passes.mark_layers import mark_layers
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.passes.recompute_layers import find_layers, kept_calls, recompute_layers, regions_of
 from autoparallel.placements import Invariant, Partial, Replicate, Shard
@@ -34,6 +35,7 @@ def _module() -> fx.GraphModule:
     z = call(1, aten.tanh.default, call(1, aten.mm.default, y, w1))
     graph.output((call(1, aten.mul.Tensor, z, y),))
     name_nodes(graph)
+    mark_layers(graph, {})
     for node in graph.nodes:
         node.meta.update(backward=True, val=torch.empty(4, 4), differentiable=True)
     return fx.GraphModule(torch.nn.Module(), graph)
@@ -151,9 +153,9 @@ def test_layers_are_items_whose_calls_stand_together_and_that_save_something() -
     module = _module()
     assert find_layers(module.graph) == ["layers.0", "layers.1"]
     nodes = {node.name: node for node in module.graph.nodes}
-    nodes["mul_tensor"].meta["module"] = "layers.1"  # now one between the others
-    nodes["tanh_default"].meta["module"] = "layers.0"
-    nodes["mm_default_1"].meta["module"] = "layers.0"
+    nodes["mul_tensor"].meta["layer"] = "layers.1"  # now one between the others
+    nodes["tanh_default"].meta["layer"] = "layers.0"
+    nodes["mm_default_1"].meta["layer"] = "layers.0"
     assert find_layers(module.graph) == []
     with pytest.raises(ValueError, match=r"no layer 'layers\.7'"):
         recompute_layers(module, {"layers.7": False})

@@ -6,7 +6,7 @@ is decomposed, and the graph that is described; layers that were left out of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from autoparallel.passes.expand_row_losses import expand_row_losses
 from autoparallel.passes.inline_gradient_modes import inline_gradient_modes
 from autoparallel.passes.interleave_projections import interleave_projections
 from autoparallel.passes.mark_gradients import detach_outputs, mark_differentiable
+from autoparallel.passes.mark_layers import mark_layers
 from autoparallel.passes.name_nodes import name_nodes
 from autoparallel.passes.raise_row_views import raise_row_views
 from autoparallel.passes.replace_random_operators import replace_random_operators
@@ -111,8 +112,14 @@ def describing_passes(
     )
 
 
-def filling_passes(stacks: Sequence[Stack], captured: Captured) -> PassList:
-    """The layers that were not traced take their places; ``captured`` learns their parameters, buffers and draws."""
+def filling_passes(stacks: Sequence[Stack], captured: Captured, kinds: Mapping[str, type]) -> PassList:
+    """The layers that were not traced take their places; ``captured`` learns their parameters, buffers and draws.  Then
+    all layers are noted.
+
+    Args:
+        kinds: the classes of the model's modules, by path.
+    """
     inner = [replace(stack, path=stack.path.removeprefix("model.")) for stack in stacks]
     passes = [Pass(partial(on_graph(fill_up), stack=stack, captured=captured), requires=CAPTURED) for stack in inner]
+    passes.append(Pass(partial(on_graph(mark_layers), kinds=kinds), requires=CAPTURED))
     return PassList(passes, premises=CAPTURED, promised=CAPTURED)

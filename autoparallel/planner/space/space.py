@@ -122,8 +122,7 @@ class SearchSpace:
         operators = [n for n in self.captured.graph.nodes if n.op == "call_function" and self.options(n) is not None]
         for node in operators:
             if (layer := self.open.get(node)) is not None and layer not in problem.again:
-                path = tuple([outer for outer in layers_of(node) if len(outer) <= len(layer)])
-                problem.again[layer] = variable = problem.add(1 + len(RECOMPUTED), path)
+                problem.again[layer] = variable = problem.add(1 + len(RECOMPUTED), (layer,))
                 if layer in self.subject.checkpointed:
                     answers = np.array([0.0 if much == FULL else np.inf for much in (None, *RECOMPUTED)])
                     problem.factors.add((variable,), answers)
