@@ -125,6 +125,13 @@ def test_what_cannot_be_cut_says_why() -> None:
         microbatch_counts(8, 2, Pipeline(microbatches=3))
     with pytest.raises(PlanError, match=r"a batch of 3 rows does not divide into 4 to 32 microbatches"):
         microbatch_counts(3, 4, Pipeline())
+    with pytest.raises(PlanError, match=r"each of which divides by the 2 ranks that shard it.* a multiple of 8"):
+        microbatch_counts(4, 4, Pipeline(), sharing=2)
+
+
+def test_the_ranks_that_shard_a_microbatch_get_as_many_rows_each() -> None:
+    assert microbatch_counts(8, 2, Pipeline()) == [8, 4, 2]
+    assert microbatch_counts(8, 2, Pipeline(), sharing=2) == [4, 2]
     with pytest.raises(ValueError, match="2 stages per rank, not 1"):
         require_schedule("zero_bubble_v", 2, 1, 4)
 

@@ -8,6 +8,7 @@ layers run again, cutting decides in either case.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
@@ -108,10 +109,11 @@ def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
         PlanError: where the batch cannot be cut, or the model not be run in stages; before anything is searched.
     """
     captured, call, request, settled = evaluator.captured, evaluator.call, evaluator.request, evaluator.settled
+    ranks = math.prod(request.sizes[axis] for axis in request.constraints().data)
     if settled.pipeline is not None:
         first: tuple[int, ...] = (microbatches_of(settled.pipeline, captured, call),)
     else:
-        first = tuple(microbatch_counts(call.batch, request.stages, evaluator.pipeline))
+        first = tuple(microbatch_counts(call.batch, request.stages, evaluator.pipeline, ranks))
     if not captured.batches and max(first) > 1 and any(isinstance(s, InputSpec) for s in call.specs):
         raise PlanError(
             f"the batch size is fixed at {call.batch}, so that it cannot be cut into microbatches: {captured.why_fixed}"
@@ -120,13 +122,18 @@ def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
     yield first
     count = 2 * first[0]
     if request.memory_limit is not None and evaluator.pipeline.microbatches is None:
-        while call.batch % count == 0:
+        while call.batch % (count * ranks) == 0:
             yield (count,)
             count *= 2
 
 
-def microbatch_counts(batch: int, ranks: int, request: Pipeline) -> list[int]:
-    """The numbers of microbatches to try, the largest first; each divides it.
+def microbatch_counts(batch: int, ranks: int, request: Pipeline, sharing: int = 1) -> list[int]:
+    """The numbers of microbatches to try, the largest first; each divides the batch.
+
+    Args:
+        batch: its rows.
+        ranks: of the pipeline.
+        sharing: the ranks that shard a microbatch; the rows of each must divide by them.
 
     Raises:
         PlanError: when the batch cannot be cut.
@@ -137,11 +144,12 @@ def microbatch_counts(batch: int, ranks: int, request: Pipeline) -> list[int]:
                 f"a batch of {batch} rows does not divide into {request.microbatches} microbatches: change one of them"
             )
         return [request.microbatches]
-    fitting = [m for m in range(ranks, min(8 * ranks, batch) + 1) if batch % m == 0]
+    fitting = [m for m in range(ranks, min(8 * ranks, batch) + 1) if batch % (m * sharing) == 0]
     if not fitting:
+        each = f", each of which divides by the {sharing} ranks that shard it" if sharing > 1 else ""
         raise PlanError(
-            f"a batch of {batch} rows does not divide into {ranks} to {8 * ranks} microbatches, for a pipeline over "
-            f"{ranks} ranks: use a batch that is a multiple of {ranks}"
+            f"a batch of {batch} rows does not divide into {ranks} to {8 * ranks} microbatches{each}, for a pipeline "
+            f"over {ranks} ranks: use a batch that is a multiple of {ranks * sharing}"
         )
     most = max(fitting, key=lambda m: (m % ranks == 0, m <= 4 * ranks, m))
     return sorted((m for m in fitting if most % m == 0), reverse=True)
