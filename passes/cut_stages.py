@@ -27,6 +27,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.lines import line_of
+from autoparallel.operators.flex import is_flex
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands, with_argument
 from autoparallel.rules.shapes import expression
@@ -265,6 +266,8 @@ class _Cutter:
                 copies[node].meta = dict(node.meta)
                 if node.target in operators.DRAWS:
                     _note_microbatches(copies[node], self.captured)
+                elif is_flex(node.target) and self.captured.is_batch(shape_of(node)[0]):
+                    copies[node].kwargs = {**node.kwargs, "rows": operators.MICROBATCH}
         names = {node.name: node for node in self.order}
         numbers = self.produced.get(stage, [])
         values = [copies[self.results[i]] for i in numbers] + [copies[names[c.name]] for c in outgoing]

@@ -1,4 +1,4 @@
-"""Puts plain Python around the graphs of ``torch.cond``, ``while_loop``, ``scan`` and their like.
+"""Puts plain Python around the graphs of ``torch.cond``, ``while_loop``, ``scan`` and their like, and FlexAttention.
 
 Before (true_graph_0 and false_graph_0 are submodules):
     cond = torch.ops.higher_order.cond(gt, true_graph_0, false_graph_0, (h, weight));  getitem = cond[0]
@@ -8,20 +8,17 @@ After, the graphs inside of the operator:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import fx
 
 from autoparallel.graph.captured import refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.operators.control_flow import RUNS, control_operator
+from autoparallel.operators.flex import flex_operator, is_flex
 from autoparallel.passes.canonicalize_operators import canonicalize_operators
-
-INSTEAD_OF_FLEX = (
-    "use F.scaled_dot_product_attention(q, k, v, attn_mask=...), with what score_mod adds, or -inf where block_mask "
-    "masks, as a tensor, or with is_causal=True"
-)
-"""What to do instead of FlexAttention, whose functions speak of whole heads and positions, and which has no gradient
-on the fake CPU tensors of a trace."""
 
 
 def resolve_control_flow(module: fx.GraphModule) -> None:
@@ -41,12 +38,14 @@ def resolve_control_flow(module: fx.GraphModule) -> None:
                 line_of(node),
                 "let it return new tensors (mutates_args=()), and write them with copy_()",
             )
+        if name == "flex_attention":
+            _resolve_flex(module, node)
+            continue
         if name not in RUNS:
-            instead = "write it with torch.cond, while_loop or scan, or without a higher-order operator"
             raise refusal(
                 f"the model calls torch.ops.higher_order.{name}, which no program can make",
                 line_of(node),
-                INSTEAD_OF_FLEX if name == "flex_attention" else instead,
+                "write it with torch.cond, while_loop or scan, or without a higher-order operator",
             )
         arguments = [
             module.get_submodule(str(x.target)) if isinstance(x, fx.Node) and x.op == "get_attr" else x
@@ -62,3 +61,34 @@ def resolve_control_flow(module: fx.GraphModule) -> None:
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
+
+
+def _resolve_flex(module: fx.GraphModule, node: fx.Node) -> None:
+    """Makes each result of FlexAttention that is read a call of its own: rules speak of operators with one."""
+    calls: Any = node.args
+    q, k, v, score, (*blocks, mask), scale, options, score_reads, mask_reads = calls
+    functions = [module.get_submodule(str(x.target)) for x in (score, mask)]
+    target = flex_operator(*functions)  # type: ignore[arg-type]
+    for user in list(node.users):
+        with node.graph.inserting_before(node):
+            arguments = (q, k, v, tuple(blocks), score_reads, mask_reads, scale, dict(options), user.args[1])
+            new = node.graph.call_function(target, arguments)
+        new.meta = {**node.meta, "val": user.meta["val"]}
+        user.replace_all_uses_with(new)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def price_masks(graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+    """Tells each FlexAttention which part of its scores the blocks of its mask leave, where they are constants.
+
+    Args:
+        constants: of the graph, by the names of their placeholders.
+    """
+    for node in graph.nodes:
+        if is_flex(node.target):
+            blocks = [constants.get(x.name) if isinstance(x, fx.Node) else x for x in node.args[3]]
+            count, places, full = blocks[2:5]
+            if isinstance(count, torch.Tensor) and isinstance(places, torch.Tensor):
+                visited = count if full is None else count + full
+                node.kwargs = {**node.kwargs, "density": float(visited.double().mean()) / places.shape[-1]}

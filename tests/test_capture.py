@@ -149,23 +149,16 @@ class _Clusters(nn.Module):
         return self.head(x, x.argmax(-1)).loss  # the line
 
 
-class _Flex(nn.Module):
-    """FlexAttention; it may carry a gradient, which torch has none of on CPUs."""
+class _FlexOfModule(nn.Module):
+    """The function reads the module itself."""
 
-    def __init__(self, trains: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(8), requires_grad=trains)
+        self.window = 3
 
     def forward(self, x: Tensor) -> Tensor:
-        q = (x * self.scale).expand(1, 1, 8, 8)
-        return flex_attention(q, q, q, score_mod=lambda score, *at: score + at[2] - at[3])  # the line
-
-
-class _TrainsFlex(_Flex):
-    def __init__(self) -> None:
-        super().__init__(trains=True)
-
-    forward = _Flex.forward
+        q = x.expand(1, 1, 8, 8)
+        return flex_attention(q, q, q, score_mod=lambda s, *at: s.where(at[2] - at[3] < self.window, -1.0))  # the line
 
 
 class _Outer(nn.Module):
@@ -192,8 +185,7 @@ REFUSED = {
     "changes its input": (_ChangesInput, r"changes its input x in place", r"x\.clone\(\)"),
     "changes a part of its input": (_ChangesPart, r"changes its input x in place", r"x\.clone\(\)"),
     "changes a parameter": (_ChangesParameter, r"changes its parameter .*scale in place", "buffer|optimizer"),
-    "flex attention": (_Flex, "flex_attention|FlexAttention", "scaled_dot_product_attention"),
-    "flex attention that trains": (_TrainsFlex, "FlexAttention", "scaled_dot_product_attention"),
+    "flex attention of a module": (_FlexOfModule, "FlexAttention scores or masks reads a _FlexOfM", "window = self"),
     "an error of the model's own": (_Breaks, r"cannot be captured", "What to change|mat"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,19 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.node import has_side_effect
+from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+VALIDATE_DEVICE = flex, "_validate_device"
+"""The function of FlexAttention that raises where a CPU is to differentiate, and where it stands."""
+
+
+def indexing_by_tensors() -> AbstractContextManager[Any]:
+    """Inside, a tensor of one number indexes without being read."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # it imports Dynamo
+
+    return TransformGetItemToIndex()
+
 
 _ONE_LAYER_LSTM = decompositions.one_layer_lstm
 

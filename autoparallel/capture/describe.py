@@ -26,6 +26,7 @@ from autoparallel.capture.refusals.refusals import (
 from autoparallel.capture.training import Findings
 from autoparallel.graph.captured import Captured, CaptureError, Constant, InputSpec, Leaf, NumberSpec, Size, SizeGuard
 from autoparallel.passes.mark_gradients import Detached
+from autoparallel.passes.resolve_control_flow import price_masks
 from autoparallel.passes.runner import run_passes
 
 
@@ -112,6 +113,7 @@ def describe(
                 results.append(nodes[out.arg.name])
         else:
             raise refused_mutation(str(out.target), nodes[out.arg.name], model)
+    price_masks(graph, constants)
     require_static(graph, {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)})
     require_positions(graph)
     require_same_dtypes(graph)

@@ -128,14 +128,14 @@ def _positions(shape: Sequence[int], shards: str, device: torch.device) -> Tenso
     stride = 1
     for dim in range(len(shape) - 1, -1, -1):
         local = shape[dim]
-        coordinate, count = _coordinate(groups[dim])
-        positions = torch.arange(local, dtype=torch.int64, device=device) + coordinate * local
+        place, count = coordinate(groups[dim])
+        positions = torch.arange(local, dtype=torch.int64, device=device) + place * local
         index = index + (positions * stride).view([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= local * count
     return index
 
 
-def _coordinate(groups: str) -> tuple[int, int]:
+def coordinate(groups: str) -> tuple[int, int]:
     """This rank's position and the number of positions along a dim sharded by ``groups`` (outermost first)."""
     index, count = 0, 1
     for group in groups.split(",") if groups else ():

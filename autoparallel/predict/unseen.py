@@ -1,5 +1,5 @@
-"""Calls of the user's own Python in a dry run, which has no data to give it: their results have the right shapes, and
-keep what they read and made for the backward, as most do."""
+"""Calls of the user's own Python in a dry run, which has no data to give it, and of kernels that have none for shapes:
+their results have the right shapes, and keep what they read and made for the backward, as most do."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, fx
 
 from autoparallel import _torch
+from autoparallel.operators.flex import is_flex
 from autoparallel.operators.opaque import exit_module, function_class, has_own_backward
 from autoparallel.rules.calls import is_tensor
 
 
 def is_unseen(node: fx.Node) -> bool:
-    """Whether a node calls Python of the user's."""
-    return node.op == "call_function" and has_own_backward(node.target)
+    """Whether a node calls Python of the user's, or FlexAttention."""
+    return node.op == "call_function" and (has_own_backward(node.target) or is_flex(node.target))
 
 
 def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor], tuple[int, ...]]) -> Any:
@@ -27,7 +28,7 @@ def stand_in(node: fx.Node, args: Any, kwargs: Any, shape_of: Callable[[Tensor],
     """
     if node.target is exit_module:
         return args[1:]
-    if function_class(node.target) is None:
+    if function_class(node.target) is None and not is_flex(node.target):
         return args[0] if is_tensor(node) else (*args[1:], None)
     read = _torch.tensors.tensors_in((args, kwargs))
     traced = node.meta["val"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
-from autoparallel.rules.calls import arguments, operand_shapes
+from autoparallel.rules.calls import Shape, arguments, is_tensor, operand_shapes, shape_of
 from autoparallel.rules.core import Notation, Rule, dimwise, make_rule, parse_factors
 from autoparallel.rules.localize import LocalCall
 
@@ -114,3 +114,41 @@ def attention(node: fx.Node) -> Rule | None:
         flops=(2 / q[-1] + 2 / v[-1]) * (0.5 if values["is_causal"] else 1),
     )
     return replace(rule, attention=True)
+
+
+def flex_attention(node: fx.Node) -> Rule:
+    """The rule of attention whose scores are changed and masked by functions, which read whole tensors."""
+    v = arguments(node)
+    heads, shared = shape_of(v["q"])[1], shape_of(v["k"])[1]
+    grouped = heads != shared and shared != 1  # cut in whole groups, as in ``attention``
+    head = "(h r)" if grouped else "h"
+    wide = {"b": shape_of(v["q"])[0], "h": shared if grouped else heads, "r": heads // shared}
+    blocks = [x for x in v["blocks"] if isinstance(x, fx.Node) and is_tensor(x)]
+    places = [["b", "h" if shared != 1 else "1", "xs", "xe"], ["b", "h" if shared != 1 else "1", "xs", "xv"]]
+
+    def fit(dims: list[str], shape: Shape) -> list[str]:
+        return ["1" if isinstance(n, int) and n == 1 else dim for dim, n in zip(dims, shape, strict=True)]
+
+    inner = [[f"x{i}_{d}" for d in range(len(shape_of(x)) - 2)] for i, x in enumerate(blocks)]
+    others = operand_shapes(node)[3 + len(blocks) :]
+    rule = dimwise(
+        node,
+        [
+            ["b", head, "xl", "xe"],
+            *(fit(dims, shape_of(x)) for dims, x in zip(places, (v["k"], v["v"]), strict=True)),
+            *(fit(["b", head, *dims], shape_of(x)) for dims, x in zip(inner, blocks, strict=True)),
+            *([f"x{i}r{d}" for d in range(len(shape))] for i, shape in enumerate(others)),
+        ],
+        ["b", head, "xl", *(["xv"] if v["result"] == 0 else [])],
+        sizes=wide if grouped else None,
+        linear=[(2,)] if v["result"] == 0 else [],
+        localize=_localize_flex,
+        flops=(2 / shape_of(v["q"])[-1] + 2 / shape_of(v["v"])[-1]) * v["density"],
+    )
+    return replace(rule, attention=True)
+
+
+def _localize_flex(call: LocalCall) -> None:
+    rows = ",".join(filter(None, [arguments(call.node)["rows"], *(call.groups[i] for i in call.axes_of("b"))]))
+    call.set_argument("rows", rows)
+    call.set_argument("heads", ",".join(call.groups[i] for i in call.axes_of("h")))

@@ -56,7 +56,7 @@ def _maker_of(target: Any) -> RuleMaker | None:
         registered = USER_RULES.get(f"{name}.{target._overloadname}") or USER_RULES.get(name)
     else:
         registered = USER_RULES.get(function_class(target))
-    return registered or RULES.get(target) or (pointwise if is_pointwise(target) else None)
+    return registered or RULES.get(getattr(target, "family", target)) or (pointwise if is_pointwise(target) else None)
 
 
 def has_rule(target: Any) -> bool:

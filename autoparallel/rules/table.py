@@ -15,6 +15,7 @@ import torch
 from autoparallel import operators
 from autoparallel.operators import draws
 from autoparallel.operators.experts import grouped_linear
+from autoparallel.operators.flex import flex_operator
 from autoparallel.operators.recurrent import recurrent
 from autoparallel.rules import convolution, indexing, layers, losses, matmul, random, reductions, shapes
 from autoparallel.rules.core import RuleMaker, make_rule
@@ -166,6 +167,7 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten.einsum.default: matmul.einsum,
     aten.tensordot.default: matmul.tensordot,
     aten.scaled_dot_product_attention.default: matmul.attention,
+    flex_operator: matmul.flex_attention,
     grouped_linear: matmul.grouped,
     recurrent: layers.recurrent,
     aten.grid_sampler.default: layers.grid_sample,

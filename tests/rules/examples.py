@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoparallel import operators
 from autoparallel.operators import draws
 from autoparallel.operators.experts import grouped_linear
+from autoparallel.operators.flex import flex_operator
 from autoparallel.operators.recurrent import recurrent
 from autoparallel.rules.pointwise import is_pointwise
 from autoparallel.rules.table import RULES
@@ -208,6 +210,31 @@ def _matmul() -> list[Example]:
     for shape in ((4, 3), (12, 4, 3), (1, 4, 3), (6, 12, 4, 3), (6, 1, 4, 3), (1, 12, 4, 3)):
         args = (real(6, 12, 4, 2), real(6, 6, 3, 2), real(6, 6, 3, 2), real(*shape))
         found.append(e(attention, args, {"enable_gqa": True}, label=f"grouped, mask {shape}"))
+    return found
+
+
+def _flex() -> list[Example]:
+    """Attention whose score reads a slope of its head, and whose mask documents of its row."""
+    place = [torch.tensor(0) for _ in range(4)]
+    slopes, documents = real(12), whole(6, 3, high=2)
+
+    def score(x: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor, slopes: Tensor) -> Tensor:
+        return x + aten.index.Tensor(slopes, [head]) * (query - key)
+
+    def mask(row: Tensor, head: Tensor, query: Tensor, key: Tensor, documents: Tensor) -> Tensor:
+        return (key == 0) | (aten.index.Tensor(documents, [row, key]) == head % 2)
+
+    attend = flex_operator(make_fx(score)(real(), *place, slopes), make_fx(mask)(*place, documents))
+    cases = {"alike": (6, 6, 0), "grouped": (12, 6, 0), "one head for all": (6, 1, 0), "logsumexp": (6, 6, 1),
+             "largest": (12, 6, 2)}  # fmt: skip
+    found = []
+    for label, (heads, shared, result) in cases.items():
+        q, k, v = real(6, heads, 4, 2), real(6, shared, 3, 2), real(6, shared, 3, 2)
+        for sizes in ((1, 1), (6, 1), (1, heads), (6, heads)):
+            blocks = (4, 3, whole(*sizes, 1), whole(*sizes, 1, 1), *[None] * 6, 128, 128)
+            args = (q, k, v, blocks, (slopes,), (documents,), 0.7, {}, result)
+            constant = (frozenset(), frozenset({2}), frozenset(range(8)))[result]
+            found.append(Example(attend, args, constant=constant, label=f"{label}, blocks {sizes}"))
     return found
 
 
@@ -558,6 +585,7 @@ FAMILIES: dict[str, list[Example]] = {
     "elementwise": _elementwise(),
     "complexes": _complexes(),
     "matmul": _matmul(),
+    "flex": _flex(),
     "convolution": _convolution(),
     "layers": _layers(),
     "random": _random(),

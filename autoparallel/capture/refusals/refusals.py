@@ -20,7 +20,6 @@ from autoparallel.graph.captured import Captured, CaptureError, refusal
 from autoparallel.graph.lines import line_of
 from autoparallel.graph.plain_tensors import tensor_at
 from autoparallel.graph.python_state import OURS
-from autoparallel.passes.resolve_control_flow import INSTEAD_OF_FLEX
 from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
@@ -161,9 +160,6 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
         where = f'"{code.co_filename}", line {code.co_firstlineno}, in forward'
     text = str(error).strip()
     kind = type(error).__name__
-    if any(f.filename.endswith("/nn/attention/flex_attention.py") for f in frames):
-        what, advice = "FlexAttention is no operator that a program can make", INSTEAD_OF_FLEX
-        return f"{type(model).__name__} cannot be captured at {where}\n{what}\nWhat to change: {advice}."
     if "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text or "DynamicOutput" in kind:
         what, advice = _explain_value(error, own_frames[-1].line or "" if own_frames else "")
         return f"{type(model).__name__} cannot be captured at {where}\n{what}\nWhat to change: {advice}."
@@ -179,8 +175,8 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
         advice = "torch cannot trace x.random_(low, high): write torch.randint(low, high, x.shape)"
     elif "Dynamo" in kind and "RecursionError" in text:
         advice = (
-            "a function that torch.cond, while_loop or scan runs reads an attribute of a module: read the parameters "
-            "before (w = self.layer.weight), and let the function use them (F.linear(h, w)) instead of the module"
+            "a function that torch.cond, while_loop, scan or flex_attention runs reads an attribute of a module: read "
+            "it before (w = self.layer.weight), and let the function use that (F.linear(h, w)) instead of the module"
         )
     elif kind == "UncapturedHigherOrderOpError":
         advice = next((line.strip().removeprefix("Hint: ") for line in text.splitlines() if "Hint: " in line), "")

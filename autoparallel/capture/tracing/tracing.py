@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
@@ -146,6 +146,35 @@ def _sync_batch_norm(self: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Ten
     return _SYNC_BATCH_NORM(self, x) if listening() is None else super(torch.nn.SyncBatchNorm, self).forward(x)
 
 
+def _validate_device(*tensors: torch.Tensor) -> None:
+    """A trace on a CPU may carry gradients, too: the program that comes of it has them on any device.
+
+    Dynamo traces the functions of FlexAttention without running them: here they run once, to be seen reading globals
+    and cells.
+    """
+    trace = listening()
+    if trace is None:
+        return _VALIDATE_DEVICE(*tensors)
+    call = sys._getframe(1).f_locals
+    score, place = torch.zeros(()), [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    functions = (call["score_mod"], [score, *place]), (getattr(call["block_mask"], "mask_mod", None), place)
+    for function, arguments in functions:
+        if function is None:
+            continue
+        plain = getattr(function, "fn", function)  # a mask's is wrapped
+        held = [cell.cell_contents for cell in getattr(plain, "__closure__", None) or ()]
+        modules = [x for x in (getattr(plain, "__self__", None), *held) if isinstance(x, torch.nn.Module)]
+        if modules:
+            raise refuse(
+                f"a function by which FlexAttention scores or masks reads a {type(modules[0]).__name__}, whose changes "
+                "torch does not see there,",
+                "read its attributes before (window = self.window), and let the function use these",
+            )
+        with suppress(Exception), _torch.export.indexing_by_tensors():  # Dynamo's error is the one to be told
+            function(*arguments)
+    return None
+
+
 def _as_told(answer: Callable[[], bool]) -> bool:
     """The code that a function has meanwhile; it stays the object by which Dynamo, and a model's imports, know it."""
     return answer()
@@ -166,6 +195,7 @@ def _answer(ask: Callable[[], bool]) -> bool:
 
 
 _ASKED: tuple[Any, ...] = (torch.compiler.is_compiling, torch.compiler.is_exporting)
+_VALIDATE_DEVICE = getattr(*_torch.export.VALIDATE_DEVICE)
 _TO = torch.nn.Module.to
 _SYNC_BATCH_NORM = torch.nn.SyncBatchNorm.forward
 _SET_REPLACEMENT = _torch.export.ShapeEnv._set_replacement
@@ -183,6 +213,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
     *DRAWS,
     *SEEDS,
+    (*_torch.export.VALIDATE_DEVICE, _validate_device),
     (torch.nn.Module, "to", _to),
     (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),
     (torch.inference_mode, "__enter__", _enter_inference_mode),

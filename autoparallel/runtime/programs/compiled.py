@@ -32,7 +32,7 @@ from autoparallel import _torch, operators
 from autoparallel.comm import ranges
 from autoparallel.comm.groups import axis_size
 from autoparallel.graph.layers import layer_of
-from autoparallel.operators import control_flow, opaque, selective_checkpoint
+from autoparallel.operators import control_flow, flex, opaque, selective_checkpoint
 from autoparallel.passes import split_weight_gradients
 from autoparallel.passes.recompute_layers import outline
 from autoparallel.program.program import LocalProgram
@@ -40,8 +40,8 @@ from autoparallel.rules.calls import arguments, is_tensor, with_argument
 
 Body = Callable[..., Any]
 
-_PYTHON = {control_flow.__name__, opaque.__name__, selective_checkpoint.__name__, split_weight_gradients.__name__}
-"""Where the operators stand that look at values, or have Python in their backward: never compiled."""
+_PYTHON = {module.__name__ for module in (control_flow, flex, opaque, selective_checkpoint, split_weight_gradients)}
+"""Where the operators stand that look at values, have Python in their backward, or compile what they run."""
 
 
 _PATIENCE = 600.0
