@@ -9,7 +9,7 @@ Ranks that share a core cannot wait for each other: what one leaves, the other t
 So the time that each rank computes is measured, too, and played through the schedule: what a step takes where each rank
 has a core to itself.
 
-    python benchmarks/pipeline.py [--stages 2] [--microbatches 8] [--rounds 8] [--steps 2]
+    python benchmarks/pipeline.py [--stages 2] [--microbatches 8] [--rounds 6] [--steps 1]
 """
 
 from __future__ import annotations
@@ -106,19 +106,29 @@ def theirs(stages: int, microbatches: int, rows: int) -> Callable[[], None]:
     return step
 
 
-def computing(step: Callable[[], None], rounds: int, steps: int) -> list[float]:
-    """Seconds in which each rank computes in a step, all its threads together: medians over rounds."""
-    times = []
-    for _ in range(rounds):
-        dist.barrier()
-        begin = time.process_time()
-        for _ in range(steps):
-            step()
-        times.append((time.process_time() - begin) / steps)
-    mine = torch.tensor([statistics.median(times)], dtype=torch.float64)
-    ranks = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, mine)
-    return [float(rank) for rank in ranks]
+class Watched:
+    """A way to train that notes how long each of its steps takes on this rank.
+
+    Attributes:
+        step: a step.
+        times: of each step the seconds on the clock and those on a processor, of all threads together.
+    """
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.step = step
+        self.times: list[tuple[float, float]] = []
+
+    def __call__(self) -> None:
+        begin, own = time.perf_counter(), time.process_time()
+        self.step()
+        self.times.append((time.perf_counter() - begin, time.process_time() - own))
+
+    def medians(self) -> tuple[float, list[float]]:
+        """Seconds of a step on the clock, and those in which each rank computes."""
+        clock, own = (statistics.median(column) for column in zip(*self.times, strict=True))
+        ranks = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, torch.tensor([own], dtype=torch.float64))
+        return clock, [float(rank) for rank in ranks]
 
 
 def played(seconds: list[float], microbatches: int) -> tuple[float, float]:
@@ -142,36 +152,35 @@ def _run(arguments: argparse.Namespace) -> None:
     table = Comparison(title, "what")
     notes = [f"{len(os.sched_getaffinity(0))} cores for {stages} ranks"]
     if not arguments.no_even:
-        mine, _ = ours(mesh, microbatches, rows, equal_cuts(stages))
-        theirs_ = theirs(stages, microbatches, rows)
-        pair = [Contender("ours", mine), Contender("written by hand", theirs_)]
-        table.measure("1F1B, equal cuts", pair, 1.05, rounds, steps)
-        dist.barrier()
-        begin = time.perf_counter()
-        used = computing(mine, rounds, steps)
-        whole = (time.perf_counter() - begin) / rounds / steps
+        mine = Watched(ours(mesh, microbatches, rows, equal_cuts(stages))[0])
+        by_hand = Watched(theirs(stages, microbatches, rows))
+        table.measure(
+            "1F1B, equal cuts", [Contender("ours", mine), Contender("written by hand", by_hand)], 1.0, rounds, steps
+        )
+        whole, used = mine.medians()
         alone, bubble = played(used, microbatches)
         formula = (stages - 1) / (microbatches + stages - 1)
-        their_use = computing(theirs_, rounds, steps)
         notes += [
             f"the bubble of 1F1B: {formula:.0%} by its formula, for stages that are alike; {bubble:.0%} by what the "
             "ranks compute, played through",
             f"a step of ours takes {alone * 1e3:.0f} ms with a core for each rank, one written by hand "
-            f"{played(their_use, microbatches)[0] * 1e3:.0f} ms",
+            f"{played(by_hand.medians()[1], microbatches)[0] * 1e3:.0f} ms",
             f"here ranks wait for {1 - sum(used) / stages / whole:.0%} of a step of ours",
         ]
     if not arguments.no_uneven:
         hardware = calibrate(mesh)
         planned, chosen = ours(mesh, microbatches, rows, None, LARGE_VOCABULARY, hardware)
         equal, _ = ours(mesh, microbatches, rows, equal_cuts(stages), LARGE_VOCABULARY)
-        pair = [Contender("planned", planned), Contender("equal layers", equal)]
-        table.measure("planned cuts", pair, 1 / 1.15, rounds, steps)
-        times = [played(computing(contender.step, rounds, steps), microbatches)[0] for contender in pair]
+        pair = [Watched(planned), Watched(equal)]
+        contenders = [Contender("planned", pair[0]), Contender("equal layers", pair[1])]
+        table.measure("planned cuts", contenders, 1 / 1.15, rounds, steps)
+        (ours_alone, bubble), (equal_alone, _) = (played(step.medians()[1], microbatches) for step in pair)
         assert chosen.plan.pipeline is not None
         notes += [
             f"planned cuts: {', '.join(chosen.plan.pipeline.cuts)}",
-            f"with a core for each rank, a step takes {times[0] * 1e3:.0f} ms planned, {times[1] * 1e3:.0f} ms with "
-            f"equal layers: {times[1] / times[0]:.2f}x faster (wanted 1.15x)",
+            f"with a core for each rank, a step takes {ours_alone * 1e3:.0f} ms planned, ranks wait for {bubble:.0%} "
+            f"of it; with equal layers {equal_alone * 1e3:.0f} ms, "
+            f"{equal_alone / ours_alone:.2f}x as long (wanted 1.15x)",
         ]
     table.print()
     if dist.get_rank() == 0:
@@ -184,8 +193,8 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=2, help="rows of a microbatch")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=2, help="steps per contender and round")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=1, help="steps per contender and round")
     parser.add_argument("--no-even", action="store_true", help="leaves the comparison with torch's out")
     parser.add_argument("--no-uneven", action="store_true", help="leaves the planned cuts out")
     arguments = parser.parse_args()
