@@ -28,7 +28,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.operators.draws import traced_dropout
 from autoparallel.passes.canonicalize_layers import LAYER_REWRITES
-from autoparallel.passes.emitter import Emitter, Rewrite
+from autoparallel.passes.emitter import Emitter, Rewrite, rewrite_calls
 from autoparallel.passes.settle_memory import MEMORY_REWRITES
 from autoparallel.passes.ungroup_experts import ungroup_experts
 from autoparallel.rules.calls import COPIES, arguments, shape_of
@@ -43,28 +43,10 @@ BATCH_STATISTIC = "batch_statistic"
 def canonicalize_operators(module: fx.GraphModule) -> None:
     """Rewrites the graph of ``module`` in place."""
     graph = module.graph
-    for node in list(graph.nodes):
-        if node.op == "call_function" and not node._erased and node.target in _REWRITES:
-            _rewrite(node)
+    rewrite_calls(graph, _REWRITES)
     _drop_dead(graph)
     if ungroup_experts(module):
         _drop_dead(graph)
-
-
-def _rewrite(node: fx.Node) -> None:
-    """Puts what a rewrite makes in the place of a call; one whose several results are read all at once stays."""
-    single = not isinstance(node.meta.get("val"), tuple | list)
-    if not single and any(user.target is not operator.getitem for user in node.users):
-        return
-    result = _REWRITES[node.target](Emitter(node), node)
-    if result is None:
-        return
-    if single:
-        node.replace_all_uses_with(result)
-    for user in list(node.users):
-        user.replace_all_uses_with(result(user.args[1]))
-        node.graph.erase_node(user)
-    node.graph.erase_node(node)
 
 
 def _drop_dead(graph: fx.Graph) -> None:

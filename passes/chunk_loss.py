@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoparallel import _torch
 from autoparallel.graph.layers import layer_of
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.passes.recompute_layers import Region, outline
@@ -63,7 +64,7 @@ class _Chunked(torch.autograd.Function):
         size = max(1, -(-length // loss.chunks))
         sums: list[torch.Tensor] = []
         # What is saved for the gradients of a chunk is used at once: no hook of the program around it is asked.
-        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        with _torch.autograd.saved_as_they_are():
             for begin in range(0, max(length, 1), size):
                 count = min(size, length - begin)
                 part = [x.narrow(dim, begin, count) if i in loss.rows else x for i, x in enumerate(whole)]
@@ -98,10 +99,6 @@ def _accumulator(x: torch.Tensor, *, is_rows: bool) -> torch.Tensor:
     if is_rows:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def _itself(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def chunkable(graph: fx.Graph) -> list[str]:

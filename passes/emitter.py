@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +50,25 @@ class Emitter:
 Rewrite = Callable[[Emitter, fx.Node], Any]
 """What makes that which takes the place of a call: a node, or of a call with several results a function from a result's
 index to its node; None where the call may stay."""
+
+
+def rewrite_calls(graph: fx.Graph, rewrites: Mapping[Any, Rewrite]) -> None:
+    """Puts what rewrites make in the places of the calls of their targets; a call stays whose several results are read
+    all at once."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not node._erased and node.target in rewrites:
+            single = not isinstance(node.meta.get("val"), tuple | list)
+            if not single and any(user.target is not operator.getitem for user in node.users):
+                continue
+            result = rewrites[node.target](Emitter(node), node)
+            if result is None:
+                continue
+            if single:
+                node.replace_all_uses_with(result)
+            for user in list(node.users):
+                user.replace_all_uses_with(result(user.args[1]))
+                graph.erase_node(user)
+            graph.erase_node(node)
 
 
 def _mode_in(values: Any) -> Any:

@@ -12,12 +12,10 @@ After:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from autoparallel.passes.emitter import Emitter
+from autoparallel.passes.emitter import Emitter, rewrite_calls
 from autoparallel.rules.calls import arguments, shape_of
 
 aten = torch.ops.aten
@@ -27,18 +25,14 @@ _LOSSES = (aten.nll_loss_nd.default, aten.cross_entropy_loss.default)
 
 def expand_row_losses(module: fx.GraphModule) -> None:
     """Rewrites the graph of ``module`` in place."""
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or node.target not in _LOSSES:
-            continue
-        values = arguments(node)
-        if values["reduction"] or values["target"].meta["val"].is_floating_point() or not shape_of(values["target"]):
-            continue
-        node.replace_all_uses_with(_loss_of_rows(Emitter(node), values))
-        module.graph.erase_node(node)
+    rewrite_calls(module.graph, dict.fromkeys(_LOSSES, _loss_of_rows))
 
 
-def _loss_of_rows(emit: Emitter, values: dict[str, Any]) -> fx.Node:
+def _loss_of_rows(emit: Emitter, node: fx.Node) -> fx.Node | None:
+    values = arguments(node)
     x, target, weight = values["self"], values["target"], values["weight"]
+    if values["reduction"] or target.meta["val"].is_floating_point() or not shape_of(target):
+        return None
     smoothing = values.get("label_smoothing", 0.0)
     if "label_smoothing" in values:
         x = emit(aten.log_softmax.int, x, 1)

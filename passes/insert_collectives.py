@@ -26,7 +26,7 @@ from torch import fx
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
 from autoparallel.passes.specification import Specification
-from autoparallel.placements import Invariant, Layout, count_pieces, divides
+from autoparallel.placements import Layout, count_pieces
 from autoparallel.placements.modes import Mode
 from autoparallel.placements.redistribution import Redistributor, Step
 from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
@@ -75,7 +75,7 @@ def insert_collectives(
         elif node.op == "call_function" and tensor_operands(node):
             writer.keep_global(node)
         elif node.op == "output":
-            writer.finish(node, specification.outputs)
+            writer.finish(node)
 
 
 class _Writer:
@@ -87,6 +87,7 @@ class _Writer:
         redistributor: Redistributor,
     ) -> None:
         self.graph, self.shared, self.redistributor = graph, shared, redistributor
+        self.specification = specification
         self.names, self.prefix, self.sizes = specification.names, specification.prefix, specification.sizes
         self.uneven = specification.parameters.keys()
         self.axis_sizes = redistributor.axis_sizes
@@ -160,15 +161,11 @@ class _Writer:
             here, at = version, after
         return here
 
-    def finish(self, node: fx.Node, outputs: Sequence[Layout | None]) -> None:
+    def finish(self, node: fx.Node) -> None:
         """Brings the outputs into the layouts they leave in."""
-        results: list[Any] = []
+        results: list[Any] = list(node.args[0])  # type: ignore[arg-type]
         with self.graph.inserting_before(node):
-            for value, layout in zip(node.args[0], outputs, strict=True):  # type: ignore[arg-type]
-                if isinstance(value, fx.Node) and is_tensor(value):
-                    source: Layout = value.meta["placements"]
-                    even = divides(self.sizes.shape(value), source, self.axis_sizes)
-                    whole = tuple(p if p.kind == "S" and even else Invariant for p in source)
-                    value = self.redistribute_to(value, layout if layout is not None else whole)
-                results.append(value)
+            for i, value in enumerate(results):
+                if (layout := self.specification.output_layout(i)) is not None:
+                    results[i] = self.redistribute_to(value, layout)
         node.args = (tuple(results),)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel._torch.nn import modules
 from autoparallel.graph.captured import CaptureError
+from autoparallel.graph.python_state import Same
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
 
 _OF_A_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -44,20 +45,11 @@ def _hooks(table: dict[int, Any]) -> Iterator[Hashable]:
     return map(_Registered, table.values())
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _Registered:
-    """A hook, equal to itself only, and written the same on every rank."""
-
-    hook: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Registered) and self.hook is other.hook
-
-    def __hash__(self) -> int:
-        return id(self.hook)
+class _Registered(Same):
+    """A hook, written the same on every rank."""
 
     def __repr__(self) -> str:
-        return str(getattr(self.hook, "__qualname__", type(self.hook).__name__))
+        return str(getattr(self.value, "__qualname__", type(self.value).__name__))
 
 
 def refuse_direct_call(module: nn.Module, args: object) -> None:
@@ -128,17 +120,8 @@ class _Function:
         return f"{self.function.__code__.co_name}@{id(self.function.__code__)}{self.parts()}"
 
 
-@dataclass(frozen=True)
-class _Object:
+class _Object(Same):
     """Something that a hook holds as it is: a module of the user's, a list that outlives the call."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
     def __repr__(self) -> str:
         return f"object{id(self.value)}"

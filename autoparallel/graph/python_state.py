@@ -43,7 +43,7 @@ LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "aut
 """Top-level packages whose own state is no model's."""
 
 
-class _Same:
+class Same:
     """An object that is compared by identity, and kept alive so that another cannot take its place."""
 
     __slots__ = ("value",)
@@ -52,7 +52,7 @@ class _Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, Same) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -87,8 +87,8 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
     if isinstance(value, partial):
         return "partial", freeze((value.func, value.args, value.keywords), deep, outer)
     if not deep or isinstance(value, (torch.Tensor, OPAQUE)) or not is_data(value) or len(outer) > _DEEPEST:
-        return _Same(value)
-    return _Same(value), tuple([(name, freeze(x, deep, outer)) for name, x in vars(value).items()])
+        return Same(value)
+    return Same(value), tuple([(name, freeze(x, deep, outer)) for name, x in vars(value).items()])
 
 
 def is_data(value: Any) -> bool:

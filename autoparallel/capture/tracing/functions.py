@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
+from autoparallel._torch.tensors import storage_mark
 from autoparallel.capture.tracing.trace import CURRENT, Trace, fresh, listening, refuse, register, with_results
 from autoparallel.operators.opaque import Arguments, Unsupported, fill_template
 from autoparallel.operators.torch_random import arguments_of, silent
@@ -64,7 +65,7 @@ class _Watcher(TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.met = set(map(id, tensors))
-        self.memory = {_memory(t) for t in tensors}
+        self.memory = {storage_mark(t) for t in tensors}
         self.held: list[Any] = [*tensors]
         self.foreign = self.changes = False
         self.draws = ""
@@ -80,16 +81,12 @@ class _Watcher(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
                 written = _torch.tensors.tensors_in(value)
-                self.changes |= any(_memory(x) in self.memory for x in written)
+                self.changes |= any(storage_mark(x) in self.memory for x in written)
         out = func(*args, **(kwargs or {}))
         results = _torch.tensors.tensors_in(out)
         self.met.update(map(id, results))
         self.held += results
         return out
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
@@ -142,7 +139,7 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
             "return a tensor or a tuple of tensors",
         )
     places = tuple(i for i, x in enumerate(row) if isinstance(x, Tensor))
-    aliases = any(_memory(row[i]) in watcher.memory for i in places)
+    aliases = any(storage_mark(row[i]) in watcher.memory for i in places)
     call = FunctionCall(cls, template, len(row), places, single, aliases)
     key = register(trace, f"{name}{template[0]}{template[1] or ''} -> {places}{' alias' if aliases else ''}", call)
     tensors_out = torch.ops.autoparallel.call(tensors, arguments.numbers, key)
