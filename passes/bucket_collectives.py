@@ -101,7 +101,7 @@ def bucket_collectives(
     def when(chain: ParameterChain) -> str:
         return gather.get(chain.name, "per_microbatch") if chain.gathered else ""
 
-    placeholders = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
+    placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
 
     def layer(chain: ParameterChain) -> str | None:
         readers = {layer_of(user) for name in chain.placeholders for user in placeholders[name].users}
@@ -122,13 +122,13 @@ def bucket_collectives(
     for bucket in buckets:
         if bucket.per_use:
             module.add_submodule(bucket.name, Unattached())
-            _call_in_body(module.graph, bucket)
+            _call_in_body(
+                module.graph, bucket, [placeholders[n] for chain in bucket.chains for n in chain.placeholders]
+            )
     return Buckets(tuple(buckets))
 
 
-def _call_in_body(graph: fx.Graph, bucket: Bucket) -> None:
-    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
-    uses = [placeholders[name] for chain in bucket.chains for name in chain.placeholders]
+def _call_in_body(graph: fx.Graph, bucket: Bucket, uses: Sequence[fx.Node]) -> None:
     users = {user for use in uses for user in use.users}
     first = next(n for n in graph.nodes if n in users)
     with graph.inserting_before(first):

@@ -210,12 +210,11 @@ def _hoist(
     at_rest: Layout = node.meta["placements"]
     first = min(order[u] for version, _ in versions for u in version.users if u.target is not redistribute)
     placeholders, uses, paths = [], [], []
-    consumers = [(v, [u for u in v.users if u.target is not redistribute], p) for v, p in versions]
-    for i, (version, users, path) in enumerate(consumers):
+    for i, (version, path) in enumerate(versions):
         with graph.inserting_after(node):
             use = graph.placeholder(node.name if i == 0 else f"{node.name}_{i}")
         use.meta = {k: v for k, v in version.meta.items() if k != "redistribution"}
-        for user in users:
+        for user in [u for u in version.users if u.target is not redistribute]:
             user.replace_input_with(version, use)
         placeholders.append(use)
         uses.append(version.meta["placements"])

@@ -88,16 +88,12 @@ class _Writer:
     ) -> None:
         self.graph, self.shared, self.redistributor = graph, shared, redistributor
         self.specification = specification
-        self.names, self.prefix, self.sizes = specification.names, specification.prefix, specification.sizes
-        self.uneven = specification.parameters.keys()
-        self.axis_sizes = redistributor.axis_sizes
-        self.invariant = specification.whole_layout
-        self.groups = [group_name(self.prefix, self.names, (i,)) for i in range(len(self.names))]
+        self.axis_sizes, self.invariant = specification.axis_sizes, specification.whole_layout
         self.versions: dict[tuple[fx.Node, Layout], fx.Node] = {}
 
     def localize(self, node: fx.Node, modes: Sequence[Mode]) -> None:
         """Makes a call of the global graph this rank's, in place."""
-        call = local_call(node, modes, self.redistribute_to, self.axis_sizes, self.groups)
+        call = local_call(node, modes, self.redistribute_to, self.axis_sizes, self.specification.groups)
         node.target, node.args, node.kwargs = call.target, call.args, call.kwargs
         node.meta["modes"], node.meta["needs"] = tuple(modes), tuple(call.operand_layouts)
         node.meta["placements"] = call.result_layout
@@ -138,18 +134,17 @@ class _Writer:
         return self._extend(node, shared if shared is not None else node.meta["placements"], layout)
 
     def _extend(self, node: fx.Node, start: Layout, layout: Layout) -> fx.Node:
-        val = node.meta["val"]
-        differentiable = bool(node.meta["differentiable"])
+        shape, itemsize = self.specification.sizes.shape(node), node.meta["val"].element_size()
         steps = self.redistributor.path(
-            start, layout, self.sizes.shape(node), val.element_size(), differentiable, bool(node.meta["backward"]),
-            uneven=node.name in self.uneven,
+            start, layout, shape, itemsize, bool(node.meta["differentiable"]), bool(node.meta["backward"]),
+            uneven=node.name in self.specification.parameters,
         )  # fmt: skip
         here, at = (self.versions.get((node, start), node)), start
         for step in steps:
             after = step.apply(at)
             version = self.versions.get((node, after))
             if version is None:
-                group = group_name(self.prefix, self.names, step.axes)
+                group = group_name(self.specification.prefix, self.specification.names, step.axes)
                 version = self.graph.call_function(redistribute, (here, str(step.src), str(step.dst), group))
                 version.meta = {
                     k: v for k, v in node.meta.items() if k in ("val", "differentiable", "backward", "module", "layer")

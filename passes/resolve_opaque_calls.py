@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -54,13 +54,10 @@ def resolve_opaque_calls(module: fx.GraphModule, calls: Mapping[str, Any], hooks
         _insert_hooks(graph, node, marks, hooks)
 
 
-def _parts(node: fx.Node) -> dict[int, list[fx.Node]]:
-    """The readers of each result."""
-    readers: dict[int, list[fx.Node]] = {}
-    for user in node.users:
-        assert user.target is operator.getitem
-        readers.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
-    return readers
+def _readers(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """What reads the results, each with the number of the one that it reads."""
+    assert all(user.target is operator.getitem for user in node.users)
+    return [(cast(int, user.args[1]), user) for user in node.users]
 
 
 def _insert_function(graph: fx.Graph, node: fx.Node, call: Any) -> None:
@@ -79,13 +76,12 @@ def _insert_function(graph: fx.Graph, node: fx.Node, call: Any) -> None:
         new.meta["val"] = vals[0]
     else:
         new.meta["val"] = tuple(vals[call.tensors.index(i)] if i in call.tensors else None for i in range(call.count))
-    for index, users in _parts(node).items():
-        for user in users:
-            if call.single:
-                user.replace_all_uses_with(new)
-                graph.erase_node(user)
-            else:
-                user.args = (new, call.tensors[index])
+    for index, user in _readers(node):
+        if call.single:
+            user.replace_all_uses_with(new)
+            graph.erase_node(user)
+        else:
+            user.args = (new, call.tensors[index])
     graph.erase_node(node)
 
 
@@ -108,11 +104,10 @@ def _insert_boundary(graph: fx.Graph, node: fx.Node, call: Any) -> None:
     for place, value in zip(call.tensors, node.meta["val"], strict=False):
         vals[place] = value
     new.meta = {**marks_of(node), "val": tuple(vals)}
-    for index, users in _parts(node).items():
-        for user in users:
-            user.args = (new, call.tensors[index] if index < len(call.tensors) else call.count)
-            if index >= len(call.tensors):
-                user.meta = {**user.meta, "val": None}
+    for index, user in _readers(node):
+        user.args = (new, call.tensors[index] if index < len(call.tensors) else call.count)
+        if index >= len(call.tensors):
+            user.meta = {**user.meta, "val": None}
     graph.erase_node(node)
 
 

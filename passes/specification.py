@@ -106,6 +106,11 @@ class Specification:
     def axis_sizes(self) -> list[int]:
         return [size for _, size in self.axes]
 
+    @cached_property
+    def groups(self) -> list[str]:
+        """The names of the groups along each mesh axis."""
+        return [group_name(self.prefix, self.names, (axis,)) for axis in range(len(self.axes))]
+
     @property
     def whole_layout(self) -> Layout:
         """The layout of what all ranks hold alike."""
@@ -157,9 +162,7 @@ class Specification:
             # A call that gives several tensors reads whole ones.
             args, kwargs = map_tensor_operands(node, lambda i, x: Operand(x, whole))
             return ExpectedCall(node.target, args, kwargs, whole if is_tensor(node) else None, flows(node))
-        groups = [group_name(self.prefix, self.names, (axis,)) for axis in range(len(self.axes))]
-        sizes = self.axis_sizes
-        call = local_call(node, self.modes[node.meta["key"]], Operand, sizes, groups)
+        call = local_call(node, self.modes[node.meta["key"]], Operand, self.axis_sizes, self.groups)
         completion = (torch.ops.aten.div.Tensor, call.divisor) if call.divisor > 1 else None
         return ExpectedCall(call.target, call.args, call.kwargs, call.result_layout, flows(node), completion)
 
