@@ -24,6 +24,7 @@ from torch import fx
 from autoparallel.passes.emitter import Emitter, Rewrite
 from autoparallel.passes.mark_gradients import stops_gradient
 from autoparallel.rules.calls import ancestors, arguments, is_tensor, may_have_gradient, shape_of
+from autoparallel.rules.shapes import expression, hint
 
 aten = torch.ops.aten
 
@@ -110,14 +111,12 @@ def relative_start(node: fx.Node) -> int | None:
     return int(start) if inside else None
 
 
-def _size(size: Any) -> Any:
-    value = size.meta["val"] if isinstance(size, fx.Node) else size
-    return sympy.Integer(value) if isinstance(value, int) else value.node.expr
+def _size(size: Any) -> sympy.Expr:
+    return expression(size.meta["val"] if isinstance(size, fx.Node) else size)
 
 
 def _hint(size: Any) -> int:
-    value = size.meta["val"] if isinstance(size, fx.Node) else size
-    return value if isinstance(value, int) else int(value.node.hint)
+    return hint(size.meta["val"] if isinstance(size, fx.Node) else size)
 
 
 MEMORY_REWRITES: dict[Any, Rewrite] = {

@@ -19,6 +19,7 @@ import autoparallel
 from autoparallel.capture import capture as capture_module
 from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
+from autoparallel.graph.sizes import Sizes
 from tests.models import build
 
 
@@ -255,12 +256,11 @@ def test_capture_leaves_the_model_as_it_is() -> None:
 
 def test_the_batch_is_symbolic_and_nothing_else() -> None:
     result = captured(nn.Linear(4, 6), torch.rand(3, 5, 4))
-    inputs = {n.name: n for n in result.graph.nodes if n.op == "placeholder"}
-    shape = inputs[result.inputs[0]].meta["val"].shape
+    shape = result.placeholders[result.inputs[0]].meta["val"].shape
     assert isinstance(shape[0], torch.SymInt) and shape[1:] == (5, 4)
     assert list(result.actual.values()) == [3]
-    out = result.graph.output_node().args[0][0].meta["val"].shape
-    assert result.size(out[0]) == 3 and out[1:] == (5, 6)
+    assert Sizes(result.actual).shape(result.results[0]) == (3, 5, 6)
+    assert result.results[0].meta["val"].shape[1:] == (5, 6)
 
 
 def test_a_batch_of_one_is_traced_like_any_other() -> None:

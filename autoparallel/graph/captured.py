@@ -188,12 +188,6 @@ class Captured:
         """Whether a traced size is the batch's, or a multiple of it."""
         return not isinstance(size, int) and any(_is_multiple(size.node.expr, s) for s in self.batches)
 
-    def size(self, value: Any) -> int:
-        """A traced size as it is in the actual call."""
-        if isinstance(value, int):
-            return value
-        return int(value.node.expr.subs(self.actual))
-
     @property
     def saved_buffers(self) -> frozenset[str]:
         """The buffers that a call changes although the backward may need what they were."""
