@@ -86,8 +86,8 @@ class RegionCompiler:
         opened = open_dims(program.body.graph)
 
         def run(*arguments: Any) -> Any:
-            # The marks are on views, not on the caller's tensors.
-            return body(*[mark(x.view_as(x), dims) if dims else x for x, dims in zip(arguments, opened, strict=True)])
+            # Regions mark what they are given: views, not the caller's tensors.
+            return body(*[x.view_as(x) if dims else x for x, dims in zip(arguments, opened, strict=True)])
 
         return run
 
@@ -127,7 +127,7 @@ class RegionCompiler:
 
         def run(*arguments: Any) -> Any:
             for i, dims in opened:
-                mark(arguments[i], dims)
+                _torch.dynamo.leave_open(arguments[i], dims)
             return compiled(*arguments)
 
         return run
@@ -192,12 +192,6 @@ def open_dims(graph: fx.Graph) -> list[list[int]]:
         for node in graph.nodes
         if node.op == "placeholder"
     ]
-
-
-def mark(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """The tensor, for any size of whose dims a region is compiled."""
-    _torch.dynamo.leave_open(x, dims)
-    return x
 
 
 # -------------------------------------------------------------------------------------------------- where regions are
