@@ -35,11 +35,10 @@ from autoparallel.rules.ways import call_modes
 aten = torch.ops.aten
 
 _ACROSS: dict[Any, int | None] = {
-    aten.renorm.default: None, aten.masked_scatter.default: None, aten.put.default: None,
-    aten.take.default: 0, aten.isin.Tensor_Tensor: 1,
+    aten.renorm.default: None, aten.masked_scatter.default: None, aten.put.default: None, aten.take.default: 0,
 }  # fmt: skip
 """Operators without a rule that read across rows, and of which operand (None: any): norms over all dims but one, places
-counted from the start, values among which others are looked for."""
+counted from the start."""
 _DIMS = ("dim", "dims", "dim1", "dim2")
 _OF_MATRICES = ("linalg_", "cholesky", "lu_", "triangular_solve", "ormqr", "geqrf")
 _ALIKE = (aten.expand.default, aten.full.default, aten.zeros.default, aten.ones.default)

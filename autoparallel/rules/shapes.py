@@ -145,12 +145,6 @@ def pad(node: fx.Node) -> Rule:
     return along(node, dims, linear=not constant or values["value"] in (None, 0))
 
 
-def triangle(node: fx.Node) -> Rule:
-    """The rule of a triangle of the last two dims."""
-    rank = len(shape_of(node))
-    return along(node, {rank - 2, rank - 1}, linear=True)
-
-
 def slice_scatter(node: fx.Node) -> Rule:
     """The rule of a tensor of which a slice is replaced."""
     rank, dims = len(shape_of(node)), dims_of(node)

@@ -94,6 +94,8 @@ PLACES: dict[Any, str] = {
     aten._upsample_bicubic2d_aa.vec: "... x y -> ... u v",
     aten.channel_shuffle.default: "... c x y -> ... d x y",
     aten.view_as_real.default: "... -> ... c",
+    aten.tril.default: "... x y -> ... u v",
+    aten.triu.default: "... x y -> ... u v",
     aten.max_unpool2d.default: "... x y, ... x y -> ... u v",
     aten.max_unpool3d.default: "... x y z, ... x y z -> ... u v w",
 }
@@ -233,8 +235,6 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten.diagonal.default: shapes.diagonal,
     aten.pad.default: shapes.pad,
     aten.constant_pad_nd.default: shapes.pad,
-    aten.tril.default: shapes.triangle,
-    aten.triu.default: shapes.triangle,
     aten.slice_scatter.default: shapes.slice_scatter,
     aten.select_scatter.default: shapes.select_scatter,
     aten.unfold.default: shapes.unfold,
