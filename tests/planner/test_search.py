@@ -80,6 +80,16 @@ class TestPresets:
         assert {_kinds(plan, name) for name in plan.parameters} == {"SS"}
         assert {p.gather for p in plan.parameters.values()} == {"per_use"}
 
+    def test_what_the_backward_does_not_read_is_gathered_once(self) -> None:
+        with torch.device("meta"):
+            model, ids = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256, bias=False)), torch.zeros(32).long()
+        graph = captured(model, ids, ids, loss_fn=F.cross_entropy, least_batch=16)
+        for chunks in (1, 2):  # a head whose loss goes through its rows in chunks is differentiated in the forward
+            plan = cheapest(SearchSpace(Subject(graph, Request(ONE, H100, "fsdp"), loss_chunks=chunks)))
+            assert plan.estimate is not None
+            table, head = (plan.estimate.parameters[f"{i}.weight"] for i in (0, 1))
+            assert head == table if chunks > 1 else head > table
+
     def test_tensor_parallel_pairs_columns_with_rows(self) -> None:
         plan = cheapest(_space(_captured(1024, 4096, 32), (("tp", 4),), "tensor_parallel"))
         assert plan.parameters["up.weight"].at_rest == "S0"

@@ -52,7 +52,7 @@ class Pricer:
         overlaps: Overlaps,
     ) -> None:
         self.captured, self.size, self.searched = subject.captured, subject.size, subject.searched
-        self.saved_tensors, self.products = subject.saved_tensors, subject.products
+        self.saved_tensors, self.products, self.heads = subject.saved_tensors, subject.products, {*subject.heads}
         self.redistributor, self.profile = subject.redistributor, subject.profile
         self.axis_sizes, self.microbatches, self.stages = subject.axis_sizes, subject.microbatches, subject.stages
         self.forbidden, self.overlaps = forbidden, overlaps
@@ -126,7 +126,8 @@ class Pricer:
         return table.seconds[np.ix_(table.places(rows), table.places(columns))]
 
     def _source_prices(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:
-        """What it costs to bring each option's result into each layout; gathers per use are paid again in backward."""
+        """What it costs to bring each option's result into each layout; of what is gathered per use what a reader
+        saves is gathered again in the backward."""
         node = producer.node
         if not is_tensor(node):
             return np.zeros((len(producer.options), len(columns)))
@@ -135,10 +136,11 @@ class Pricer:
             table = self._table(node, backward=False)
             gathers = table.seconds[:, table.places(columns)]
             once = 1 / self.microbatches  # a step: gradients are reduced, and what is kept is gathered
+            is_saved = self.saved_tensors.parts.get(node, 0.0) >= 1.0 and not self.heads.issuperset(node.users)
             for i, option in enumerate(producer.options):
                 gather = gathers[table.index[option.result]]
                 if option.gather == "per_use":
-                    prices[i] = once * (prices[i] - gather) + gather * (1 + bool(node.meta["backward"]))
+                    prices[i] = once * (prices[i] - gather) + gather * (1 + is_saved)
                 else:
                     prices[i] *= once
             prices = prices + self.forbidden(node, producer.options, columns)
