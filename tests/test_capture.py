@@ -20,7 +20,9 @@ from autoparallel.capture import capture as capture_module
 from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
 from autoparallel.graph.sizes import Sizes
+from tests.distributed import run_distributed
 from tests.models import build
+from tests.runtime.support import mesh_of
 
 
 def captured(
@@ -416,3 +418,36 @@ def test_what_cannot_be_captured_is_said_once_and_not_in_torchs_log(caplog: pyte
     with pytest.raises(autoparallel.CaptureError, match=r"same reduction dim, but got \[4, 7\] X \[8, 2\]"):
         autoparallel.compile(nn.Linear(8, 2))(torch.randn(4, 7))
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+class _Shares(nn.Module):
+    """Reads one buffer after it has changed the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("total", torch.zeros(4))
+        self.register_buffer("read", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(x.mean(0))
+        return self.linear(x) + self.read
+
+
+def _share_after_a_call() -> list[str]:
+    errors = []
+    for called in (False, True):
+        model, x = _Shares(), torch.rand(4, 4)
+        compiled = autoparallel.compile(model, mesh_of(1), plan="fsdp")
+        if called:
+            compiled(x)
+        compiled.read = compiled.total
+        with pytest.raises(CaptureError) as error:
+            compiled(x)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_two_buffers_that_are_made_one_are_not_taken_for_two() -> None:
+    for error in run_distributed(_share_after_a_call, world_size=1)[0]:
+        assert "registered twice is changed in place" in error and "register it once" in error

@@ -29,7 +29,8 @@ class Call:
         trainable: for every submodule's parameters, whether they are trained.
         gradients: whether it is made with gradients enabled.
         hooks: the hooks that it runs (see ``graph.hooks.hooks_of``).
-        structure: the number of the model's set of submodules, of which one may be replaced between calls.
+        structure: the number of the model's set of submodules, of which one may be replaced between calls, and of
+            buffers that are one tensor.
         autocast: the dtype of ``torch.autocast`` around it; None outside.
     """
 

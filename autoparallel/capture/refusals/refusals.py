@@ -168,6 +168,9 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
     elif "torch._C.Generator" in text:  # of torch 2.11, which does not trace it
         text = "this draws from a torch.Generator of its own, whose numbers would be those of the trace in every call"
         advice = "leave out generator=, or draw outside of the model and pass the numbers in"
+    elif "expected compiled_fn to be GraphModule" in text:  # of torch.export, for a tensor under two names
+        text = "a buffer that is registered twice is changed in place, which torch cannot trace"
+        advice = "register it once, and reach it through the module that has it"
     elif "is mutated in the forward method" in text:
         text = "a tensor is changed in place that is reached otherwise than through the model, as by a hook's closure"
         advice = "register it as a buffer, and reach it through the module that the hook or the function is given"
