@@ -78,7 +78,8 @@ def _compare(shape: tuple[int, ...], plans: list[str]) -> list[float]:
     return far
 
 
-@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_a_rank_scores_its_rows_and_heads_by_their_places_in_the_whole(shape: tuple[int, ...]) -> None:
     plans = ["tensor_parallel"] if len(shape) == 1 else ["auto", "fsdp", "tensor_parallel"]
     for far in run_distributed(_compare, shape, plans, world_size=2 ** len(shape)):
