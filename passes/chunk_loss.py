@@ -9,6 +9,10 @@ Before (x is [6, 8], w [100, 8]):
     linear = aten.linear(x, w);  cross_entropy_sum = operators.cross_entropy_sum(linear, target)
 After, with the two calls as the program of the submodule "chunked_loss_0":
     chunked_loss_0 = self.chunked_loss_0(x, w, target);  getitem = chunked_loss_0[0]
+
+[Note: the same gradient] A collective in the gradient of the logits joins what ranks have computed for a gradient of
+one, so it is right only where the gradient of the sum is the same on the ranks that it joins.  Of a sum that is
+Replicate it is not: each rank has a summand.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ import torch
 from torch import fx
 
 from autoparallel import _torch
+from autoparallel.comm.collectives import redistribute
 from autoparallel.graph.layers import layer_of
 from autoparallel.passes.raise_row_views import find_heads
 from autoparallel.passes.recompute_layers import Region, outline
+from autoparallel.placements import Replicate
 from autoparallel.rules.calls import arguments
 
 
@@ -114,7 +120,8 @@ def chunk_loss(module: fx.GraphModule, losses: Collection[str], chunks: int) -> 
         chunks: of the rows of each.
 
     Raises:
-        ChunkError: where the logits of a loss are redistributed along their rows, so that they must be there whole.
+        ChunkError: where the logits of a loss are redistributed along their rows, so that they must be there whole, or
+            between a product and a loss that is Replicate (see [Note: the same gradient]).
     """
     heads = {head.loss.meta["key"]: head for head in find_heads(module.graph)}
     for number, key in enumerate(losses):
@@ -124,6 +131,11 @@ def chunk_loss(module: fx.GraphModule, losses: Collection[str], chunks: int) -> 
                 "pin the layout of what the product before it reads, or leave loss_chunks out"
             )
         head = heads[key]
+        if Replicate in head.loss.meta.get("placements", ()) and any(n.target is redistribute for n in head.between):
+            raise ChunkError(
+                f"{key} cannot be computed in chunks of rows, because the plan redistributes its logits, and runs it "
+                "as R: plan again, or leave loss_chunks out"
+            )
         nodes = [head.product, *head.between, head.loss]
         name = f"chunked_loss_{number}"
         entering = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in nodes))

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoparallel.passes.chunk_loss import chunk_loss, chunkable
+from autoparallel.comm.collectives import redistribute
+from autoparallel.passes.chunk_loss import ChunkError, chunk_loss, chunkable
 from autoparallel.passes.recompute_layers import regions_of
+from autoparallel.placements import Replicate
 from tests.passes.support import captured, show
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -104,3 +106,17 @@ def test_it_computes_the_same_and_holds_no_logits(loss: str, rows: int) -> None:
 def test_logits_that_others_read_are_not_cut() -> None:
     both = captured(Head(lambda x, y: F.cross_entropy(x, y) + x.mean()).double(), *_inputs(23))
     assert not chunkable(both.graph)
+
+
+def test_logits_that_are_redistributed_for_a_replicated_loss_are_refused() -> None:
+    module = captured(Head(LOSSES["sum"]).double(), *_inputs(23)).module
+    losses = chunkable(module.graph)
+    (logits,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    (loss,) = logits.users
+    with module.graph.inserting_before(loss):
+        replicated = module.graph.call_function(redistribute, (logits, "I", "R", "mesh0/tp"))
+    replicated.meta = dict(logits.meta)
+    loss.replace_input_with(logits, replicated)
+    loss.meta["placements"] = (Replicate,)
+    with pytest.raises(ChunkError, match="redistributes its logits, and runs it as R"):
+        chunk_loss(module, losses, 4)

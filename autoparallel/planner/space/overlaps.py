@@ -30,7 +30,8 @@ class Overlaps:
     def __init__(self, subject: Subject) -> None:
         request, self.profile, self.axis_sizes = subject.request, subject.profile, subject.axis_sizes
         self.size, chunks = subject.size, request.linear_chunks
-        self._heads = subject.heads  # which are not cut: the losses behind them go through their rows in chunks
+        # These are not cut: the losses behind them go through their rows in chunks.
+        self._heads = [head.product for head in subject.heads]
         counts = THRESHOLDS.linear_chunks if chunks is None and not request.stages else (chunks or 1,)
         self.counts = tuple(count for count in counts if count > 1 and self.profile.overlap)
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.placements import Invariant, Layout, Shard
+from autoparallel.placements.modes import REPLICATE_MODE
 from autoparallel.planner.calls.options import Option
 from autoparallel.planner.request.pins import ResolvedPins
 from autoparallel.planner.space.at_rest import every_layout, permitted, without_needless_padding
@@ -36,6 +37,7 @@ class Permits:
         pins: the user's.
         experts: what runs expert by expert, where a preset shards that.
         sequence: the factors of operators that run over the sequence, where a preset shards it.
+        chunked: the losses that go through their rows in chunks (see [Note: the same gradient] in ``chunk_loss``).
 
     Raises:
         PlanError: for a preset that shards what the graph does not have, or what does not divide.
@@ -48,9 +50,13 @@ class Permits:
         self.pins = ResolvedPins(request.pins, captured, request.axes)
         self.experts = experts_of(captured.graph, captured.parameters, self.constraints, self.axis_sizes, size)
         self.sequence = sequence_factors(captured, self.constraints, self.axis_sizes, size)
+        self.chunked = {head.loss for head in subject.heads}
 
     def allows(self, node: fx.Node, rule: Rule | None, ways: Sequence[Typed], way: Typed, axis: int) -> bool:
-        """Whether a preset permits this mode: data axes cut the batch wherever there is one, tensor axes never do."""
+        """Whether this mode is permitted: a preset's data axes cut the batch wherever there is one, tensor axes never
+        do."""
+        if way.mode == REPLICATE_MODE and node in self.chunked:
+            return False
         if axis in self.constraints.tensor and self.cuts_batch(node, rule, way):
             return False
         if axis in self.constraints.sequence:

@@ -284,7 +284,7 @@ class SearchSpace:
             return "parameter", self.size.tensor(node), rest, experts, pinned, users, label
         if node.op != "call_function" or self.size.tensor(node) < 0 or node not in self.searched:
             return "whole", node.op, self.size.call(node) if node.op == "call_function" else -1
-        followed = self.permits.experts.factors.get(node), self.permits.sequence.get(node)
+        followed = self.permits.experts.factors.get(node), self.permits.sequence.get(node), node in self.permits.chunked
         return "call", self.size.call(node), followed, node in self.open, self.subject.parts(node)
 
     def _rule_is_known(self, node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from torch import fx
 
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import layer_of
-from autoparallel.passes.raise_row_views import find_heads
+from autoparallel.passes.raise_row_views import Head, find_heads
 from autoparallel.passes.recompute_layers import checkpointed_layers, kept_in_layers
 from autoparallel.placements import Invariant, Layout
 from autoparallel.planner.calls.saved_tensors import Kept, kept_parts
@@ -71,10 +71,10 @@ class Subject:
         outside = float(layer is not None and any(self.open.get(user) != layer for user in node.users))
         return self.saved_tensors.parts.get(node, 0.0), max(outside, float(self.products.get(node, False))), outside
 
-    @property
-    def heads(self) -> list[fx.Node]:
-        """The linear layers that make the logits of losses that go through their rows in chunks."""
-        return [head.product for head in find_heads(self.captured.graph)] if self.loss_chunks > 1 else []
+    @cached_property
+    def heads(self) -> list[Head]:
+        """The losses that go through their rows in chunks, with the linear layers that make their logits."""
+        return list(find_heads(self.captured.graph)) if self.loss_chunks > 1 else []
 
     def _descendants(self) -> set[fx.Node]:
         """Nodes that depend on a parameter or an input; the others (masks, positions) are set aside: every rank
