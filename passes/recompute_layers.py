@@ -183,7 +183,10 @@ def recompute_layers(module: fx.GraphModule, layers: Mapping[str, bool]) -> None
     for number, layer in enumerate(order):
         assert layer is not None
         name = f"recompute_{number}"
-        program = outline(module, _stretch(graph, layer), name)
+        stretch = _stretch(graph, layer)
+        if not stretch:
+            continue
+        program = outline(module, stretch, name)
         if layers[layer]:
             nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
             for node, wanted in kept_calls(nodes).items():
@@ -193,9 +196,12 @@ def recompute_layers(module: fx.GraphModule, layers: Mapping[str, bool]) -> None
 
 
 def _stretch(graph: fx.Graph, layer: str) -> list[fx.Node]:
-    """All nodes from the first of a layer to its last, with the gathers of parameters that only they read."""
+    """All nodes from the first of a layer to its last, with the gathers of parameters that only they read; but not what
+    another layer's region, between whose nodes it stood, returns of it."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    places = [i for i, node in enumerate(nodes) if layer_of(node) == layer]
+    places = [i for i, node in enumerate(nodes) if layer_of(node) == layer and not _is_returned(node)]
+    if not places:
+        return []
     first, last = places[0], places[-1]
     inside = set(nodes[first : last + 1])
     while first and "bucket" in nodes[first - 1].meta and inside.issuperset(nodes[first - 1].users):
@@ -209,6 +215,10 @@ def _stretch(graph: fx.Graph, layer: str) -> list[fx.Node]:
                 start.prepend(node)
                 stretch.remove(node)
     return stretch
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return node.target is operator.getitem and "region" in node.args[0].meta  # type: ignore[union-attr]
 
 
 def outline(owner: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> fx.GraphModule:

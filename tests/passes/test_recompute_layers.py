@@ -66,6 +66,17 @@ def test_before_and_after() -> None:
     ]
 
 
+def test_what_stands_among_the_calls_of_another_layer_stays_there() -> None:
+    module = _module()
+    early = module.graph.find_nodes(op="call_function", target=aten.tanh.default)[0]
+    early.meta["nn_module_stack"] = {"": ("model.layers.1", torch.nn.Module)}
+    with module.graph.inserting_before(module.graph.output_node()):
+        module.graph.output_node().args = ((*module.graph.output_node().args[0], early),)  # type: ignore[misc]
+    recompute_layers(module, {"layers.0": False, "layers.1": False})
+    first, second = module.graph.find_nodes(op="call_module")
+    assert first not in second.args and second.args[0].args[0] is first, "it is given a tensor, not all that returns"
+
+
 def test_all_but_the_products_before_and_after() -> None:
     module = _module()
     recompute_layers(module, {"layers.0": True})
