@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -188,6 +189,16 @@ class Captured:
         """Whether a traced size is the batch's, or a multiple of it."""
         return not isinstance(size, int) and any(_is_multiple(size.node.expr, s) for s in self.batches)
 
+    def is_open(self, specs: Sequence[object]) -> bool:
+        """Whether the trace serves fewer rows of the batch, in all of a call's inputs that have them."""
+        placeholders = self.placeholders
+        rows = [
+            placeholders[name].meta["val"].shape[0]
+            for name, spec in zip(self.inputs, specs, strict=True)
+            if name in placeholders and isinstance(spec, InputSpec) and spec.batch
+        ]
+        return bool(self.batches) and all(map(self.is_batch, rows))
+
     @property
     def saved_buffers(self) -> frozenset[str]:
         """The buffers that a call changes although the backward may need what they were."""
@@ -221,9 +232,17 @@ class Captured:
         )
 
 
+_MANY = math.factorial(20)  # rows, which all small numbers divide
+
+
 @cache
 def _is_multiple(size: sympy.Expr, batch: sympy.Symbol) -> bool:
-    return batch in size.free_symbols and size.subs(batch, 0) == 0
+    """Whether a size is the batch's, times or divided by something: a batch twice as large makes it a multiple."""
+    if batch not in size.free_symbols:
+        return False
+    others = dict.fromkeys(size.free_symbols - {batch}, 97)
+    once, twice = (int(size.subs({**others, batch: rows})) for rows in (_MANY, 2 * _MANY))
+    return once > 0 and twice % once == 0
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

@@ -133,7 +133,7 @@ def unable(captured: Captured, call: Call) -> str:
         return "an input is a DTensor"
     if any(isinstance(s, InputSpec) and s.requires_grad for s in call.specs):
         return "an input is differentiated"
-    if not captured.batches:
+    if not captured.is_open(call.specs):
         return f"the batch size is fixed at {call.batch}: {captured.why_fixed}"
     return ""
 

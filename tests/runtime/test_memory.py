@@ -143,6 +143,15 @@ def test_microbatches_that_would_differ_are_refused() -> None:
             model.prepare(*batch)
     with pytest.raises(PlanError, match="it has no loss"):
         autoparallel.compile(nn.Linear(WIDTH, WIDTH), microbatches=2).prepare(batch[0])
+    with pytest.raises(PlanError, match="the batch size is fixed at 8"):
+        autoparallel.compile(_Summed(WIDTH, WIDTH), microbatches=2).prepare(*batch, batch[1])
+
+
+class _Summed(nn.Linear):
+    """Fixes the number of one input's rows, not that of the others'."""
+
+    def forward(self, x: Tensor, y: Tensor, target: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": F.mse_loss(super().forward(y), target), "sums": x.mT @ x.new_ones(8, 1)}
 
 
 class Labelled(Classifier):

@@ -114,7 +114,7 @@ def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
         first: tuple[int, ...] = (microbatches_of(settled.pipeline, captured, call),)
     else:
         first = tuple(microbatch_counts(call.batch, request.stages, evaluator.pipeline, ranks))
-    if not captured.batches and max(first) > 1 and any(isinstance(s, InputSpec) for s in call.specs):
+    if max(first) > 1 and not captured.is_open(call.specs) and any(isinstance(s, InputSpec) for s in call.specs):
         raise PlanError(
             f"the batch size is fixed at {call.batch}, so that it cannot be cut into microbatches: {captured.why_fixed}"
         )
