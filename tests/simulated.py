@@ -72,7 +72,7 @@ class Simulation:
         return combine(held, self.plan.at_rest(name), self.request.sizes) if held else None
 
     def _is_home(self, name: str, place: tuple[int, ...]) -> bool:
-        return not self.owners or self.owners.get(name, 0) == place[0]
+        return not self.request.stages or self.owners.get(name, 0) == place[0]
 
 
 class Rank:
@@ -89,13 +89,13 @@ class Rank:
         meshes = [
             _torch.dtensor.mesh_without_groups("cpu", ranks.view(request.sizes), names, number) for ranks in everyone
         ]
-        here, parameters = of.places[number][0] if of.owners else 0, {}
+        here, parameters = of.places[number][0] if of.request.stages else 0, {}
         for name, whole in self.model.named_parameters():
             home, layout = meshes[of.owners.get(name, 0)], of.plan.at_rest(name)
             local = local_slice(whole.detach(), layout, home).clone()
             spec = _torch.dtensor.make_spec(home, to_dtensor_placements(layout), whole.shape, whole.dtype)
             parameters[name] = nn.Parameter(_torch.dtensor.wrap_local(local, spec), whole.requires_grad)
-        groups = f"{PREFIX}/{'+'.join(of.names)}" if of.owners else None
+        groups = f"{PREFIX}/{'+'.join(of.names)}" if of.request.stages else None
         self.store = GradientStore(meshes[here], PREFIX, parameters, groups)
         program = of.programs[number]
         if isinstance(program, StagedProgram):

@@ -274,7 +274,7 @@ def examples(count: int, *, fixed: bool) -> settings:
 
 
 @pytest.mark.wide
-@examples(20, fixed=True)
+@examples(12, fixed=True)
 @given(PROGRAMS)
 def test_some_programs(program: Program) -> None:
     check(program)
