@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from autoparallel.graph.sizes import Sizes
 from autoparallel.hardware import H100
 from autoparallel.operators.experts import grouped_linear
 from autoparallel.placements.modes import parse_mode
@@ -67,7 +68,7 @@ def _graph(name: str) -> tuple[fx.Graph, fx.Node, Any, int]:
     model = Scaled()
     captured = Planner(model, Request((("x", 2),), H100)).capture(call_of((torch.empty(ROWS, CHANNELS, *places),)))
     (node,) = (n for n in captured.graph.nodes if n.op == "call_function" and "conv" in str(n.target))
-    return captured.graph, node, captured.size, _counted(model.layer, places)
+    return captured.graph, node, Sizes(captured.actual), _counted(model.layer, places)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -109,7 +110,9 @@ def test_fused_attention_reaches_a_part_of_the_peak_and_makes_its_scores_again()
     (node,) = (n for n in captured.graph.nodes if "attention" in str(n.target))
     rule = rule_for(node)
     assert rule is not None and H100.attention < 1
-    forward, backward = operator_seconds(ARITHMETIC, rule, [parse_mode("I")], (2,), captured.size, 1.0, torch.float32)
+    forward, backward = operator_seconds(
+        ARITHMETIC, rule, [parse_mode("I")], (2,), Sizes(captured.actual), 1.0, torch.float32
+    )
     product = 2 * batch * heads * length * length * width / 2  # half of the scores are masked
     assert forward == pytest.approx(2 * product / ARITHMETIC.flops[torch.float32] / H100.attention)
     assert backward == pytest.approx(forward * 5 / 2)
@@ -149,7 +152,7 @@ def test_rows_that_are_exchanged_are_paid_for_once(modes: str, ranks: int) -> No
     rule, chosen = rule_for(node), [parse_mode(mode) for mode in modes.split(",")]
     assert rule is not None
     without = dataclasses.replace(rule, exchange=None)
-    size, axes = captured.size, [i for i, mode in enumerate(modes.split(",")) if "@" in mode]
+    size, axes = Sizes(captured.actual), [i for i, mode in enumerate(modes.split(",")) if "@" in mode]
     found, alone = (operator_seconds(ARITHMETIC, r, chosen, sizes, size, 1.0, torch.float32) for r in (rule, without))
     group = math.prod(sizes[axis] for axis in axes)
     sent, returned = (

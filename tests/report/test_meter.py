@@ -336,6 +336,7 @@ class TestFusion:
     def test_layers_are_compiled_each_apart_and_what_stands_between_them_is_not(self) -> None:
         def layered(x: torch.Tensor) -> torch.Tensor:
             self.meter.layered = True
+            self.clock.layers |= {"blocks.0.norm": "blocks.0", "blocks.1.norm": "blocks.1"}
             for self.clock.module in ("blocks.0.norm", "blocks.1.norm"):
                 x = x.relu().exp()
             self.clock.module = "norm"
