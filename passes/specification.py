@@ -89,8 +89,9 @@ class Specification:
 
     @cached_property
     def calls(self) -> dict[str, fx.Node]:
-        """The calls of the global graph, by key."""
-        return {node.meta["key"]: node for node in self.whole.nodes if node.op == "call_function"}
+        """The calls of the global graph, by key; what divides sizes for calls that were derived has none."""
+        calls = [node for node in self.whole.nodes if node.op == "call_function" and "key" in node.meta]
+        return {node.meta["key"]: node for node in calls}
 
     @cached_property
     def inputs(self) -> dict[str, fx.Node]:

@@ -173,6 +173,24 @@ class TestSeveralAxes:
         assert len(sums) == 1 and "'mesh0/dp+tp'" in sums[0], lines
 
 
+def test_an_output_may_be_reshaped_to_sizes_that_are_divided() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).flatten(0, 1)
+
+    graph = captured(Rows(), torch.rand(8, 3, 4))
+    modes = {node.meta["key"]: ["shard:...0"] for node in graph.graph.nodes if "linear" in node.name}
+    (rows,) = [node for node in graph.graph.nodes if "reshape" in node.name]
+    modes[rows.meta["key"]] = [str(way.mode) for way in call_modes(rows) if way.result == Shard(0)]
+    program, specification = placed(graph, modes, axes=[("dp", 2)], outputs=[None])
+    assert any("floordiv" in line for line in show(program)), show(program)
+    verify_placements(program, specification)
+
+
 def test_what_an_operator_cannot_do_is_refused_by_its_key() -> None:
     with pytest.raises(ValueError, match=r"w1/aten\.linear#0 cannot run as shard:zz"):
         localized(captured(MLP(), torch.rand(8, 4)), {"w1/aten.linear#0": ["shard:zz"]})
