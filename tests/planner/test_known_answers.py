@@ -67,17 +67,19 @@ def test_a_limit_too_small_for_replication_gathers_every_weight_for_each_use() -
     assert {p.gather for p in _drafted(make, F.mse_loss).plan.parameters.values()} == {"per_step"}
     tight = _drafted(make, F.mse_loss, limit=1.0001 * _drafted(make, F.mse_loss, plan="fsdp").prediction.total_memory)
     rows_of = {r.path: {p.name: p for p in r.parameters} for r in tight.prediction.modules}
-    kept = 0
+    kept = apart = 0
     for i in range(layers):
         layer = f"{2 * i}"
         assert tight.plan.operators[f"{layer}/aten.linear#0"] == ("shard:...0",)
         weight = tight.plan.parameters[f"{layer}.weight"]
         assert weight.at_rest == "S0"
         kept += weight.gather != "per_use"
+        apart += tight.plan.parameters[f"{layer}.bias"].gather == "per_use"  # as it is reduced at another time
         assert rows_of[layer]["weight"].uses == ((Replicate,),)
+    assert apart <= 1  # the first, which the backward does not gather again
     assert kept <= 1  # the next one is gathered ahead, so that one may stay without more memory at the worst moment
     sent = tight.prediction
-    assert sent.forward.collectives["all_gather", "x"] == layers - kept
+    assert sent.forward.collectives["all_gather", "x"] == layers - kept + apart
     assert sent.backward.collectives["all_gather", "x"] >= layers - 1 - kept  # the last is still there
     assert sent.step().collectives["reduce_scatter", "x"] in (layers, layers + 1)  # biases may travel by themselves
     assert sent.total_memory <= _drafted(make, F.mse_loss, plan="fsdp").prediction.total_memory * 1.0001

@@ -52,7 +52,8 @@ class Pricer:
         overlaps: Overlaps,
     ) -> None:
         self.captured, self.size, self.searched = subject.captured, subject.size, subject.searched
-        self.saved_tensors, self.products, self.heads = subject.saved_tensors, subject.products, {*subject.heads}
+        self.saved_tensors, self.products = subject.saved_tensors, subject.products
+        self.heads = {head.product for head in subject.heads}
         self.redistributor, self.profile = subject.redistributor, subject.profile
         self.axis_sizes, self.microbatches, self.stages = subject.axis_sizes, subject.microbatches, subject.stages
         self.forbidden, self.overlaps = forbidden, overlaps
@@ -126,8 +127,7 @@ class Pricer:
         return table.seconds[np.ix_(table.places(rows), table.places(columns))]
 
     def _source_prices(self, producer: Variable, columns: Sequence[Layout]) -> np.ndarray:
-        """What it costs to bring each option's result into each layout; of what is gathered per use what a reader
-        saves is gathered again in the backward."""
+        """What it costs to bring each option's result into each layout."""
         node = producer.node
         if not is_tensor(node):
             return np.zeros((len(producer.options), len(columns)))
@@ -136,11 +136,11 @@ class Pricer:
             table = self._table(node, backward=False)
             gathers = table.seconds[:, table.places(columns)]
             once = 1 / self.microbatches  # a step: gradients are reduced, and what is kept is gathered
-            is_saved = self.saved_tensors.parts.get(node, 0.0) >= 1.0 and not self.heads.issuperset(node.users)
+            again = self._is_gathered_again(node)
             for i, option in enumerate(producer.options):
                 gather = gathers[table.index[option.result]]
                 if option.gather == "per_use":
-                    prices[i] = once * (prices[i] - gather) + gather * (1 + is_saved)
+                    prices[i] = once * (prices[i] - gather) + gather * (1 + again)
                 else:
                     prices[i] *= once
             prices = prices + self.forbidden(node, producer.options, columns)
@@ -148,6 +148,13 @@ class Pricer:
             shape = self.size.shape(node)
             prices = prices + dealing_seconds(node, shape, producer.options, columns, self.axis_sizes, self.profile)
         return prices
+
+    def _is_gathered_again(self, parameter: fx.Node) -> bool:
+        """Whether the backward gathers once more what is gathered per use: where a reader saves it, or another
+        parameter that it reads, which is gathered with it."""
+        parts, names = self.saved_tensors.parts, self.captured.parameters
+        beside = [x for user in parameter.users for x in user.all_input_nodes if x.name in names]
+        return any(parts.get(x, 0.0) >= 1.0 for x in beside) and not self.heads.issuperset(parameter.users)
 
     def again(self, producer: Variable, columns: Sequence[Layout]) -> tuple[np.ndarray, np.ndarray]:
         """What it takes to bring each option's result into each layout once more: where all of its layer runs again,
