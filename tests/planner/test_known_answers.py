@@ -81,7 +81,7 @@ def test_a_limit_too_small_for_replication_gathers_every_weight_for_each_use() -
     sent = tight.prediction
     assert sent.forward.collectives["all_gather", "x"] == layers - kept + apart
     assert sent.backward.collectives["all_gather", "x"] >= layers - 1 - kept  # the last is still there
-    assert sent.step().collectives["reduce_scatter", "x"] in (layers, layers + 1)  # biases may travel by themselves
+    assert sent.step().collectives["reduce_scatter", "x"] in (layers, layers + 1 + apart)  # biases by themselves
     assert sent.total_memory <= _drafted(make, F.mse_loss, plan="fsdp").prediction.total_memory * 1.0001
 
 
