@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils import _pytree as pytree
 
 from autoparallel.capture import attempt
 from autoparallel.capture.functional.layers import Stack, find_stacks
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import draw_of
+from autoparallel.operators.flex import is_flex
 from tests import captures
 
 LAYERS = 7
@@ -204,3 +206,19 @@ def test_what_is_not_alike_is_traced(
     captured = _capture(model)
     assert stacks == ([[]] if first is None else [[Stack("model.blocks", first, LAYERS - first)]])
     _require_same(captured, _whole(model, monkeypatch))
+
+
+class Attention(Block):
+    """Scores by a function that knows its scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, rows = self.scale, x[:, None, None]
+        return x + self.down(self.up(flex_attention(rows, rows, rows, score_mod=lambda s, *_: s * scale)[:, 0, 0]))
+
+
+@pytest.mark.parametrize("other", [2, 3])
+def test_functions_of_flex_attention_are_compared(other: int, stacks: list[list[Stack]]) -> None:
+    captured = _capture(Model(lambda i: Attention(i, 2 if i != 4 else other)))
+    assert stacks == [[Stack("model.blocks", 1, LAYERS - 1)] if other == 2 else []]
+    functions = [node.target for node in captured.graph.nodes if is_flex(node.target)]
+    assert [function is functions[0] for function in functions] == [i != 4 or other == 2 for i in range(LAYERS)]

@@ -7,6 +7,7 @@ every call, and a value that has changed makes another kind.
 from __future__ import annotations
 
 import enum
+import itertools
 import sys
 import types
 from argparse import Namespace
@@ -106,14 +107,12 @@ class Guard:
     """One value that a trace has read.
 
     Attributes:
-        label: what it is called in messages.
         read: reads it now; ``MISSING`` where it is gone.
         value: what it was, frozen.
         shown: the same, in short.
         deep: whether objects are compared by their attributes.
     """
 
-    label: str
     read: Callable[[], Any]
     value: Hashable
     shown: str
@@ -132,10 +131,12 @@ class PythonState:
         attributes: values in the ``__dict__`` of an object or a module that do not change in place, by label: the dict,
             the name, the value.
         guards: all others.
+        places: of each label where its value stands. Two places have two labels, also where the model calls both alike.
     """
 
     attributes: dict[str, tuple[Mapping[str, Any], str, Any]] = field(default_factory=dict)
     guards: dict[str, Guard] = field(default_factory=dict)
+    places: dict[str, Hashable] = field(default_factory=dict)
 
     def changed(self) -> str | None:
         """The label of a value that is not what it was; None where all are."""
@@ -143,7 +144,7 @@ class PythonState:
             now = table.get(name, MISSING)
             if now is not value and (type(now) is not type(value) or not is_plain(value) or now != value):
                 return label
-        return next((guard.label for guard in self.guards.values() if not guard.holds()), None)
+        return next((label for label, guard in self.guards.items() if not guard.holds()), None)
 
     def describe(self, label: str) -> tuple[str, str]:
         """What a value was, and what it is now."""
@@ -154,23 +155,35 @@ class PythonState:
         now = shown(guard.read())
         return guard.shown, now if now != guard.shown else f"another {now.removeprefix('a ')}"
 
-    def add(self, label: str, table: Mapping[str, Any], name: str, deep: bool = False) -> None:
-        """Notes a value that is looked up in a dict; ``deep`` as for ``freeze``."""
-        value = table.get(name, MISSING)
-        if value is MISSING or is_plain(value) or isinstance(value, OPAQUE) or not deep and is_data(value):
-            self.attributes[label] = table, name, value
-        else:
-            self.watch(label, partial(table.get, name, MISSING), deep)
+    def add(
+        self, label: str, table: Mapping[str, Any], name: str, deep: bool = False, owner: object | None = None
+    ) -> None:
+        """Notes a value that is looked up in a dict; ``deep`` as for ``freeze``.
 
-    def watch(self, label: str, read: Callable[[], Any], deep: bool = False) -> None:
-        """Notes a value that a function reads."""
+        Args:
+            owner: whose dict that is, where it makes another one each time.
+        """
+        value, place = table.get(name, MISSING), (id(table if owner is None else owner), name)
+        if value is MISSING or is_plain(value) or isinstance(value, OPAQUE) or not deep and is_data(value):
+            self.attributes[self._label_at(place, label)] = table, name, value
+        else:
+            self.watch(label, partial(table.get, name, MISSING), place, deep)
+
+    def watch(self, label: str, read: Callable[[], Any], place: Hashable, deep: bool = False) -> None:
+        """Notes a value that a function reads at a place, which it keeps alive."""
         value = read()
-        self.guards[label] = Guard(label, read, freeze(value, deep), shown(value), deep)
+        self.guards[self._label_at(place, label)] = Guard(read, freeze(value, deep), shown(value), deep)
 
     def merge(self, other: PythonState) -> None:
         """Notes what another trace has read, too."""
-        self.attributes.update(other.attributes)
-        self.guards.update(other.guards)
+        labels = {label: self._label_at(place, label) for label, place in other.places.items()}
+        self.attributes.update({labels[label]: read for label, read in other.attributes.items()})
+        self.guards.update({labels[label]: guard for label, guard in other.guards.items()})
+
+    def _label_at(self, place: Hashable, label: str) -> str:
+        """The label of a place: this one, with a number where it is that of another place."""
+        labels = itertools.chain([label], (f"{label} ({number})" for number in itertools.count(2)))
+        return next(x for x in labels if self.places.setdefault(x, place) == place)
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.attributes, *self.guards))

@@ -218,6 +218,23 @@ def test_a_call_that_changes_what_it_reads_is_refused(forward: Callable[..., Ten
     assert not SEEN and (random.getstate(), freeze(np.random.get_state())) == states
 
 
+def test_a_variable_may_be_called_as_the_attribute_that_it_holds() -> None:
+    class Model(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = {"scale": 2.0}
+
+        def forward(self, x: Tensor) -> Tensor:
+            config = self.config
+            return (lambda y: y * config["scale"])(self.linear(x)).mean()
+
+    plain, x = Model(), torch.randn(4, 4, dtype=torch.float64)
+    model = autoparallel.compile(copy.deepcopy(plain))
+    for scale in (2.0, 3.0):
+        plain.config["scale"] = model.config["scale"] = scale
+        assert torch.equal(model(x), plain(x))
+
+
 def test_what_a_garbage_collection_calls_is_no_part_of_the_model() -> None:
     class Model(Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -253,6 +270,19 @@ class TestPythonState:
         table["b"][1]["c"] = 2.0
         table["gone"] = 0
         assert state.changed() == "gone"
+
+    def test_places_that_are_called_alike_are_told_apart(self) -> None:
+        tables: list[dict[str, Any]] = [{"a": 1}, {"a": [1]}, {"a": 1}]
+        state = PythonState()
+        for table in (*tables, *tables):
+            more = PythonState()
+            more.add("a", table, "a")
+            state.merge(more)
+        assert list(state) == ["a", "a (3)", "a (2)"]
+        for table, label in zip(tables, ("a", "a (2)", "a (3)"), strict=True):
+            before, table["a"] = table["a"], 7
+            assert state.changed() == label
+            table["a"] = before
 
     def test_frozen_values(self) -> None:
         loop: list[Any] = [1]

@@ -107,7 +107,17 @@ def _stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down every operator: what it is, its constants, what it reads, and the shapes of what it makes."""
+    """Writes down every operator: what it is, its constants, what it reads, and the shapes of what it makes.
+
+    Graphs that an operator runs are constants, known by their code.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Has Dynamo, by which torch traces those graphs, take no notice of it."""
+        return True
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()

@@ -191,7 +191,7 @@ class GlobalsRead:
             if root.table is not None:
                 state.add(root.label, root.table, root.label, deep=True)
             else:
-                state.watch(root.label, root.read, deep=True)
+                state.watch(root.label, root.read, root.key, deep=True)
         return state
 
     # -- while functions run ----------------------------------------------------------------------------------------
@@ -322,10 +322,12 @@ def read_of_loss(function: Any) -> PythonState:
     """What a loss function brings along beside globals and cells: defaults, arguments of a ``functools.partial``."""
     state = PythonState()
     if isinstance(function, partial):
-        state.watch("loss_fn", lambda: function, deep=True)
+        state.watch("loss_fn", lambda: function, id(function), deep=True)
         state.merge(read_of_loss(function.func))
     elif isinstance(function, types.FunctionType):
-        state.watch("the defaults of loss_fn", lambda: (function.__defaults__, function.__kwdefaults__), deep=True)
+        state.watch(
+            "the defaults of loss_fn", lambda: (function.__defaults__, function.__kwdefaults__), id(function), deep=True
+        )
     return state
 
 

@@ -364,18 +364,18 @@ class Recorder:
         table = vars(owner)
         if isinstance(owner, nn.Module) and name not in table:
             if name in table["_buffers"]:
-                state.watch(label, _tensor_reader(table["_buffers"], name))
+                state.watch(label, _tensor_reader(table["_buffers"], name), (id(table), name))
                 return
             if name in table["_parameters"] or name in table["_modules"]:
                 return  # a kind of call depends on which there are, whether they are read or not
         if isinstance(table.get(name), torch.Tensor) and not hasattr(type(owner), name):
-            state.watch(label, _tensor_reader(table, name))
+            state.watch(label, _tensor_reader(table, name), (id(table), name))
         elif name in table or not hasattr(type(owner), name):
             state.add(label, table, name)
         else:  # an attribute of the class, until the object has one of this name
             cls = next(c for c in type(owner).__mro__ if name in vars(c))
             state.add(label, table, name)
-            state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name)
+            state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name, owner=cls)
 
 
 def _is_bookkeeping(module: Any) -> bool:
