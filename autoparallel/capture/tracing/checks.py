@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from autoparallel import _torch
-from autoparallel.capture.tracing.trace import Trace
+from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
 from autoparallel.text import LOGGER
@@ -49,7 +49,7 @@ class _Place(NamedTuple):
 def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What Python is told that asks for a tensor's value; of a check that only raises, what lets it pass."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
+    while frame is not None and (frame.f_code.co_name == "__torch_function__" or frame.f_code is _bool.__code__):
         frame = frame.f_back
     tensor = next(iter((*args, *kwargs.values())))
     if frame is None or getattr(tensor, "constant", None) is not None:
@@ -64,8 +64,17 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return passes
 
 
+def _bool(self: Tensor) -> bool:
+    """Listens where torch's own Python asks, too (``F.gaussian_nll_loss``), to which no ``TorchFunctionMode`` does."""
+    trace = listening()
+    answer: bool = _BOOL(self) if trace is None else _ask(trace, _BOOL, self)
+    return answer
+
+
+_BOOL = Tensor.__bool__
+NAMES: tuple[tuple[Any, str, Any], ...] = ((Tensor, "__bool__", _bool),)
 CHECKED: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    (Tensor.__bool__, Tensor.item, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose), _ask
+    (Tensor.item, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose), _ask
 )
 """The functions that ask for a value, with what takes their place while a model is traced."""
 

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from autoparallel import _torch
 from autoparallel.capture.tracing.backward_hooks import HANDLERS, backward_hook
 from autoparallel.capture.tracing.checks import CHECKED
+from autoparallel.capture.tracing.checks import NAMES as ASKED
 from autoparallel.capture.tracing.drawn_numbers import NAMES as DRAWS
 from autoparallel.capture.tracing.functions import function_apply
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
@@ -211,6 +212,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     (_torch.export.ShapeEnv, "_set_replacement", _set_replacement),
     *[(f, "__defaults__", (partial(_answer, FunctionType(f.__code__, f.__globals__, f.__name__)),)) for f in _ASKED],
     *[(f, "__code__", _as_told.__code__) for f in _ASKED],
+    *ASKED,
     *DRAWS,
     *SEEDS,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),

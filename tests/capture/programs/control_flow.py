@@ -344,6 +344,15 @@ class ChecksThatOnlyRaise(Two):
             return h
 
 
+@program()
+class ChecksOfTorchThatOnlyRaise(Two):
+    """Python of torch's that asks for values, to which no TorchFunctionMode listens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return F.gaussian_nll_loss(self.b(h), x, h.exp(), reduction="none")
+
+
 @program(refused="torch.where")
 class CatchesItsCheck(Two):
     def forward(self, x: Tensor) -> Tensor:
