@@ -27,7 +27,7 @@ from torch import fx
 from autoparallel import operators
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.lines import line_of
-from autoparallel.operators.flex import is_flex
+from autoparallel.operators.flex import is_flex, reads_of_rows
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import arguments, is_tensor, shape_of, tensor_operands, with_argument
 from autoparallel.rules.shapes import expression
@@ -266,8 +266,8 @@ class _Cutter:
                 copies[node].meta = dict(node.meta)
                 if node.target in operators.DRAWS:
                     _note_microbatches(copies[node], self.captured)
-                elif is_flex(node.target) and self.captured.is_batch(shape_of(node)[0]):
-                    copies[node].kwargs = {**node.kwargs, "rows": operators.MICROBATCH}
+                elif is_flex(node.target):
+                    _note_rows(copies[node], self.captured)
         names = {node.name: node for node in self.order}
         numbers = self.produced.get(stage, [])
         values = [copies[self.results[i]] for i in numbers] + [copies[names[c.name]] for c in outgoing]
@@ -304,3 +304,22 @@ def _note_microbatches(draw: fx.Node, captured: Captured) -> None:
     if "shards" in values:
         shards = [operators.MICROBATCH if captured.is_batch(size) else "" for size in shape_of(draw)]
         draw.args, draw.kwargs = with_argument(draw.args, draw.kwargs, draw, "shards", ";".join(shards))
+
+
+def _note_rows(call: fx.Node, captured: Captured) -> None:
+    """Lets the functions of FlexAttention be told where the microbatch's rows stand in the batch.
+
+    Raises:
+        CutError: where they read other rows.
+    """
+    values = arguments(call)
+    reads = enumerate([*values["score_reads"], *values["mask_reads"]])
+    tensors = {i: x for i, x in reads if isinstance(x, fx.Node) and is_tensor(x)}
+    cut = [i for i, x in tensors.items() if any(map(captured.is_batch, shape_of(x)))]
+    if not reads_of_rows(call).issuperset(cut):
+        raise CutError(
+            f"the functions of {operator_name(call.target)} read other rows of the batch than that of the score, which "
+            f"a microbatch does not have, at {line_of(call)}"
+        )
+    if captured.is_batch(shape_of(call)[0]):
+        call.kwargs = {**call.kwargs, "rows": operators.MICROBATCH, "cut": tuple(cut)}

@@ -23,6 +23,7 @@ from torch import fx
 
 from autoparallel import operators
 from autoparallel.graph.captured import Captured, InputSpec, LossWeight
+from autoparallel.operators.flex import is_flex, reads_of_rows
 from autoparallel.operators.opaque import has_own_backward
 from autoparallel.passes.canonicalize_operators import BATCH_STATISTIC
 from autoparallel.passes.weigh_loss import ADDITIONS, NUMBERS, SCALED, clamps_of, terms_of
@@ -194,6 +195,12 @@ class _Walk:
         if all(x == Invariant for x in operands):
             rows = self._open_dims(node)
             return Invariant if not rows else Shard(rows[0]) if node.target in _ALIKE else None
+        if is_flex(node.target):  # its functions may read their own rows, which the rule does not know
+            reads, places = [*arguments(node)["score_reads"], *arguments(node)["mask_reads"]], reads_of_rows(node)
+            whole = {*arguments(node)["blocks"], *(x for i, x in enumerate(reads) if i not in places)}
+            lookups = {*reads} - whole
+            pairs = zip(tensor_operands(node), operands, strict=True)
+            operands = [Invariant if x in lookups and p == Shard(0) else p for x, p in pairs]
         return self._along_rule(node, operands) or _along_dim(node, operands)
 
     def _take_for_granted(self, node: fx.Node) -> Placement | None:

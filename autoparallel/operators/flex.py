@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import flex_attention as flex
 
-from autoparallel.operators.random import coordinate
+from autoparallel.operators.random import MICROBATCH, coordinate
 
 Body = Callable[..., Any]
 
@@ -50,6 +50,7 @@ def flex_operator(score: fx.GraphModule, mask: fx.GraphModule) -> Body:
         density: float = 1.0,
         rows: str = "",
         heads: str = "",
+        cut: Sequence[int] = (),
     ) -> Tensor:
         """One of the results of attention (see ``RESULTS``) on a rank's rows and heads.
 
@@ -63,7 +64,10 @@ def flex_operator(score: fx.GraphModule, mask: fx.GraphModule) -> Body:
             result: which of the results.
             density: the part of the scores that the blocks do not mask, for the cost model.
             rows, heads: the axes that shard them, outermost first and joined by commas.
+            cut: which of what the functions read, counted through both, has the microbatch's rows only.
         """
+        reads = [_in_the_batch(x) if i in cut else x for i, x in enumerate((*score_reads, *mask_reads))]
+        score_reads, mask_reads = reads[: len(score_reads)], reads[len(score_reads) :]
         first = [torch.tensor(coordinate(axes)[0] * n, device=q.device) for axes, n in
                  zip((rows, heads), q.shape[:2], strict=True)]  # fmt: skip
         run = _dense if q.device.type in ("cpu", "meta") else _compile_kernel()
@@ -78,6 +82,27 @@ def flex_operator(score: fx.GraphModule, mask: fx.GraphModule) -> Body:
     flex_attention.graphs = [score, mask]  # type: ignore[attr-defined]
     flex_attention.family = flex_operator  # type: ignore[attr-defined]
     return flex_attention if constants else _OPERATORS.setdefault((score.code, mask.code), flex_attention)
+
+
+def _in_the_batch(x: Tensor) -> Tensor:
+    """A microbatch's rows at their places in the batch, whose other rows nobody reads."""
+    here, count = coordinate(MICROBATCH)
+    return x.new_zeros(len(x) * count, *x.shape[1:]).slice_scatter(x, 0, here * len(x), (here + 1) * len(x))
+
+
+def reads_of_rows(node: fx.Node) -> set[int]:
+    """Of which of what the functions of FlexAttention read, counted through both, they read the score's row only."""
+    call: Any = node
+    numbers: set[int] = set()
+    first = 0
+    for graph, row, reads in zip(call.target.graphs, (1, 0), call.args[4:6], strict=True):
+        places = [x for x in graph.graph.nodes if x.op == "placeholder"]
+        for i, read in enumerate(places[row + 4 :]):
+            if all(x.target is torch.ops.aten.index.Tensor and x.args[0] is read and x.args[1][0] is places[row]
+                   and read not in x.args[1] for x in read.users):  # fmt: skip
+                numbers.add(first + i)
+        first += len(reads)
+    return numbers
 
 
 def _from(function: Body, first: Sequence[Tensor], scores: int, reads: Sequence[Any]) -> Body:

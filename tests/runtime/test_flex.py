@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -84,6 +85,53 @@ def test_a_rank_scores_its_rows_and_heads_by_their_places_in_the_whole(shape: tu
     plans = ["tensor_parallel"] if len(shape) == 1 else ["auto", "fsdp", "tensor_parallel"]
     for far in run_distributed(_compare, shape, plans, world_size=2 ** len(shape)):
         assert max(far) < 1e-12
+
+
+class Layers(nn.Module):
+    """Two layers of attention to documents, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x: Tensor, documents: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = x + layer(x, documents)
+        return {"loss": x.square().mean()}
+
+
+def _compare_microbatches(stages: int, microbatches: int) -> list[float]:
+    """How far losses, in training and evaluation, and gradients are from those of one process."""
+    torch.manual_seed(0)
+    model = Layers().double()
+    plain = copy.deepcopy(model)
+    for layer in plain.layers:
+        layer.plain = True  # type: ignore[assignment]
+    options: dict[str, Any] = {"microbatches": microbatches}
+    if stages > 1:
+        options = {"pipeline": autoparallel.Pipeline("1f1b", microbatches, 1)}
+    mesh = init_device_mesh("cpu", (stages,), mesh_dim_names=("pp" if stages > 1 else "dp",))
+    compiled = autoparallel.compile(model, mesh, plan="fsdp", **options)
+    x, documents = torch.randn(4, LENGTH, 8).double(), torch.randint(0, 3, (4, LENGTH)).sort(-1)[0]
+    assert not torch.equal(documents[:2], documents[2:])
+    results = []
+    for one in (compiled, plain):
+        loss = one(x, documents)["loss"]
+        loss.backward()
+        one.eval()
+        with torch.no_grad():
+            evaluated = one(x, documents)["loss"]
+        results.append({"loss": loss, "evaluated": evaluated, **{n: p.grad for n, p in one.named_parameters()}})
+    ours, theirs = results
+    here = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in ours.items() if x is not None}
+    return [(x - theirs[name]).abs().max().item() for name, x in here.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 2), (2, 2), (2, 4)])
+def test_functions_are_told_where_rows_of_a_microbatch_stand_and_read_theirs(stages: int, microbatches: int) -> None:
+    for far in run_distributed(_compare_microbatches, stages, microbatches, world_size=stages):
+        assert len(far) > 2 and max(far) < 1e-12
 
 
 class Windowed(nn.Module):
