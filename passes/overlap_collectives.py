@@ -41,7 +41,6 @@ def overlap_collectives(module: fx.GraphModule) -> None:
     for region in regions_of(module).values():
         if not isinstance(region, ChunkedLoss) and _overlap_all(region.program.graph):
             region.program.recompile()
-            region.function = region.program.forward
 
 
 def _overlap_all(graph: fx.Graph) -> bool:

@@ -28,7 +28,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoparallel import operators
-from autoparallel._torch.export import gives_view
+from autoparallel._torch.export import forward_of, gives_view, graph_module
 from autoparallel.comm import ranges
 from autoparallel.graph.layers import is_checkpointed, layer_of, stretches_of_layers
 from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
@@ -50,17 +50,18 @@ class Region(nn.Module):
 
     Attributes:
         around: is entered around each time that it runs again.
-        function: runs the program.
+        function: runs the program; made of it when it is first run, as a program that is predicted never is.
     """
 
     def __init__(self, layer: str, program: fx.GraphModule) -> None:
         super().__init__()
         self.layer, self.program = layer, program
-        # Not the program itself, which reports every exception: the second run ends in one, when it has made enough.
-        self.function: Callable[..., Any] = program.forward
+        self.function: Callable[..., Any] | None = None
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def forward(self, *arguments: Any) -> Any:
+        if self.function is None:  # the second run ends in an exception, when it has made enough
+            self.function = forward_of(self.program)
         return self.run(self.function, *arguments)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -246,7 +247,7 @@ def outline(owner: fx.GraphModule, nodes: Sequence[fx.Node], name: str) -> fx.Gr
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         graph.erase_node(node)
-    program = fx.GraphModule(nn.Module(), fx.Graph())
+    program = graph_module(fx.Graph())
     for node in nodes:
         if node.op == "call_module":
             program.add_submodule(str(node.target), owner.get_submodule(str(node.target)))

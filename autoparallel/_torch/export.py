@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -98,6 +98,12 @@ def graph_module(graph: fx.Graph) -> fx.GraphModule:
     """A graph without submodules as a module, whose Python is written when it is first run: most are rewritten or
     copied, and never are."""
     return _LazyGraphModule(nn.Module(), graph)
+
+
+def forward_of(module: fx.GraphModule) -> Callable[..., Any]:
+    """The method that runs a graph; not the module itself, which reports every exception."""
+    _LazyGraphModule.force_recompile(module)
+    return module.forward
 
 
 @contextmanager

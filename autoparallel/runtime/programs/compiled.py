@@ -111,10 +111,7 @@ class RegionCompiler:
 
     def _compile(self, program: fx.GraphModule) -> Body:
         """Sizes that the trace left open stay open and all others are fixed: were parameters' sizes open, too, Dynamo
-        would take those that happen to be equal for the same size, and compile again when one of them changes.
-
-        The forward and not the module itself, which reports every exception: see ``Region.function``."""
-
+        would take those that happen to be equal for the same size, and compile again when one of them changes."""
         sizes = _sizes_of_groups(program.graph)
 
         def inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -122,7 +119,7 @@ class RegionCompiler:
                 return _torch.dynamo.compile_by_inductor(graph, inputs, sizes)
 
         backend = inductor if self.backend == "inductor" else self.backend
-        compiled = torch.compile(program.forward, fullgraph=True, dynamic=False, backend=backend)
+        compiled = torch.compile(_torch.export.forward_of(program), fullgraph=True, dynamic=False, backend=backend)
         opened = [(i, dims) for i, dims in enumerate(open_dims(program.graph)) if dims]
 
         def run(*arguments: Any) -> Any:
