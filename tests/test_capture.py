@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils import _pytree as pytree
 
 import autoparallel
@@ -164,6 +164,14 @@ class _FlexOfModule(nn.Module):
         return flex_attention(q, q, q, score_mod=lambda s, *at: s.where(at[2] - at[3] < self.window, -1.0))  # the line
 
 
+class _Masked(nn.Module):
+    """The mask is made outside."""
+
+    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+        q = x.expand(1, 1, 8, 8)
+        return flex_attention(q, q, q, block_mask=mask)
+
+
 class _Outer(nn.Module):
     """The line is in a submodule."""
 
@@ -222,6 +230,12 @@ def test_what_fails_anyhow_is_not_tried_with_a_fixed_batch(
 
 def test_a_fork_of_the_generator_is_refused() -> None:
     assert "sets torch's generator (torch.set_rng_state)" in refusal(_Forks(), torch.rand(8, 8))
+
+
+def test_a_mask_of_flex_attention_that_is_passed_in_is_refused() -> None:
+    mask = create_block_mask(lambda row, head, query, key: query >= key, None, None, 8, 8, device="cpu", BLOCK_SIZE=4)
+    message = refusal(_Masked(), torch.rand(8, 8), mask)
+    assert "a BlockMask is passed in" in message and "inside of the model" in message
 
 
 def test_a_loss_with_parameters_of_its_own_is_refused() -> None:

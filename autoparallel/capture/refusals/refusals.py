@@ -181,6 +181,9 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
             "a function that torch.cond, while_loop, scan or flex_attention runs reads an attribute of a module: read "
             "it before (w = self.layer.weight), and let the function use that (F.linear(h, w)) instead of the module"
         )
+    elif "Unsupported input type" in text and "BlockMask" in text:
+        text = "a BlockMask is passed in, which torch cannot trace"
+        advice = "make it inside of the model, of tensors that are passed in, or keep it as an attribute of the model"
     elif kind == "UncapturedHigherOrderOpError":
         advice = next((line.strip().removeprefix("Hint: ") for line in text.splitlines() if "Hint: " in line), "")
         text = next((line for line in text.splitlines()[1:] if line.strip()), text)
