@@ -20,6 +20,7 @@ from autoparallel.capture import capture as capture_module
 from autoparallel.capture.capture import capture
 from autoparallel.graph.captured import Captured, CaptureError, describe_inputs
 from autoparallel.graph.sizes import Sizes
+from tests import captures
 from tests.distributed import run_distributed
 from tests.models import build
 from tests.runtime.support import mesh_of
@@ -230,6 +231,17 @@ def test_what_fails_anyhow_is_not_tried_with_a_fixed_batch(
 
 def test_a_fork_of_the_generator_is_refused() -> None:
     assert "sets torch's generator (torch.set_rng_state)" in refusal(_Forks(), torch.rand(8, 8))
+
+
+def test_what_the_model_has_compiled_runs_as_it_was_written() -> None:
+    sine = torch.compile(torch.sin)
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return sine(super().forward(x))
+
+    captured = captures.captured(Model(4, 4), torch.randn(8, 4))
+    assert torch.ops.aten.sin.default in [node.target for node in captured.graph.nodes]
 
 
 def test_a_mask_of_flex_attention_that_is_passed_in_is_refused() -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -24,6 +25,17 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 VALIDATE_DEVICE = flex, "_validate_device"
 """The function of FlexAttention that raises where a CPU is to differentiate, and where it stands."""
+
+
+@contextmanager
+def compiled_run_plainly() -> Iterator[None]:
+    """Inside, what ``torch.compile`` has made runs as it was written, as where torch itself traces: on tensors without
+    memory its code would end the process.  The graphs of operators are traced in any case."""
+    with (
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+        patch.object(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True),
+    ):
+        yield
 
 
 def indexing_by_tensors() -> AbstractContextManager[Any]:

@@ -42,7 +42,10 @@ def everything_seen(trace: Trace) -> Iterator[None]:
     """Inside, on this thread, a model's Python leaves calls for what it does to gradients."""
     enabled = torch.is_grad_enabled()
     try:
-        with CURRENT.using(trace), _replaced_names(), opaque_calls(trace.calls), _Listener(trace):
+        with (
+            CURRENT.using(trace), _replaced_names(), opaque_calls(trace.calls), _Listener(trace),
+            _torch.export.compiled_run_plainly(),
+        ):  # fmt: skip
             yield
     finally:
         changed = torch.is_grad_enabled() != enabled
