@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -31,11 +30,13 @@ VALIDATE_DEVICE = flex, "_validate_device"
 def compiled_run_plainly() -> Iterator[None]:
     """Inside, what ``torch.compile`` has made runs as it was written, as where torch itself traces: on tensors without
     memory its code would end the process.  The graphs of operators are traced in any case."""
-    with (
-        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
-        patch.object(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True),
-    ):
-        yield
+    tracer = torch.fx._symbolic_trace
+    before, tracer._is_fx_tracing_flag = tracer._is_fx_tracing_flag, True
+    try:
+        with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+            yield
+    finally:
+        tracer._is_fx_tracing_flag = before
 
 
 def indexing_by_tensors() -> AbstractContextManager[Any]:
