@@ -197,14 +197,6 @@ class DistancesAndTriplets(Two):
         return F.triplet_margin_loss(p, q, q.roll(1, 0)) + d.square().mean() + F.pairwise_distance(p, q).mean()
 
 
-@program(refused="tensor")
-class GaussianLikelihood(Two):
-    """torch itself asks for the sign of the variance."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gaussian_nll_loss(self.a(x), x, self.b(x).exp())  # refused
-
-
 @program()
 class LossesOfTorch(Two):
     def forward(self, x: Tensor) -> Tensor:
