@@ -66,11 +66,11 @@ class ScatterReduce(Two):
         return self.b(torch.cat([most, mean], 1))
 
 
-@program()
+@program(refused=None if torch.__version__ >= "2.12" else "keep it a tensor")
 class Quantiles(Two):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        q = torch.quantile(h, torch.tensor([0.25, 0.5, 0.9], dtype=h.dtype), dim=1)
+        q = torch.quantile(h, torch.tensor([0.25, 0.5, 0.9], dtype=h.dtype), dim=1)  # refused: torch 2.11 reads them
         return self.b(h - q.mean(0)[:, None]) + h.nanquantile(0.3, dim=1, keepdim=True)
 
 
