@@ -62,7 +62,7 @@ class _Layers:
         blocks: Counter[tuple[str, type | None]] = Counter()
         for path in self._owners:
             owner = path.rpartition(".")[0]
-            if self._is_item(path) and f"{owner}.".startswith(f"{layer}."):
+            if f"{owner}.".startswith(f"{layer}.") and self._is_item(path):
                 between = [part for part in _prefixes(owner) if len(part) >= len(layer)]
                 if self._computing.isdisjoint(map(self._kind, between)):
                     blocks[owner, self._kind(path)] += 1

@@ -35,14 +35,8 @@ from autoparallel.rules.registry import USER_RULES
 T = TypeVar("T")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_SEEN = (
-    "key",
-    "module",
-    "layer",
-    "differentiable",
-    "backward",
-    "interleaved",
-)  # of a node, beside its value and its batch
+_SEEN = ("key", "module", "layer", "differentiable", "backward", "interleaved")
+"""What is seen of a node, beside its value and its batch."""
 
 
 class PlanCache:

@@ -114,7 +114,7 @@ class Kinds:
         self.calls = 0
         self._kinds: dict[Key, Kind] = {}
         self._ready: dict[object, Kind] = {}  # by kind and shapes: calls whose sizes are known to fit
-        self._structures: list[tuple[tuple[nn.Module, ...], list[int]]] = []
+        self._structures: dict[tuple[tuple[nn.Module, ...], tuple[int, ...]], int] = {}
         self._states: dict[object, list[PythonState]] = {}  # by call: what Python was when each of its traces was made
         self._forms: dict[object, list[tuple[int | float, ...]]] = {}  # by form: sizes and numbers of such calls
         self._fixing: set[object] = set()  # forms of calls whose numbers the model fixes
@@ -132,11 +132,8 @@ class Kinds:
         had."""
         first: dict[int, int] = {}
         buffers = enumerate(b for module in modules for b in module._buffers.values() if b is not None)
-        structure = modules, [first.setdefault(id(buffer), place) for place, buffer in buffers]
-        if structure in self._structures:
-            return self._structures.index(structure)
-        self._structures.append(structure)
-        return len(self._structures) - 1
+        structure = modules, tuple([first.setdefault(id(buffer), place) for place, buffer in buffers])
+        return self._structures.setdefault(structure, len(self._structures))
 
     # -- before a call and before a backward ------------------------------------------------------------------------
 
