@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import sympy
 from torch import fx
 
 from autoparallel.placements import Layout, count_pieces
@@ -21,12 +22,12 @@ class Divisors:
     """What must divide evenly for a program to run: for each symbolic size that is cut its expression, and into how
     many pieces."""
 
-    pairs: tuple[tuple[object, int], ...]
+    pairs: tuple[tuple[sympy.Expr, int], ...]
 
 
 def find_divisors(module: fx.GraphModule, axis_sizes: Sequence[int]) -> Divisors:
     """Finds the symbolic sizes that a program cuts; rewrites nothing."""
-    pairs: dict[tuple[object, int], None] = {}
+    pairs: dict[tuple[sympy.Expr, int], None] = {}
     for node in module.graph.nodes:
         if not is_tensor(node) or "placements" not in node.meta:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,7 +137,7 @@ class UnevenSizeError(ValueError):
 
 
 def require_divisible(
-    divisors: Sequence[tuple[object, int]], actual: Mapping[Any, int], batch: int, lengths: Collection[Any]
+    divisors: Sequence[tuple[sympy.Expr, int]], actual: Mapping[Any, int], batch: int, lengths: Collection[Any]
 ) -> None:
     """Raises when one of some sizes, as expressions of traced symbols, cannot be cut into its pieces.
 
@@ -148,10 +148,10 @@ def require_divisible(
         UnevenSizeError: saying how the plan cuts it.
     """
     for expression, pieces in divisors:
-        if expression.free_symbols.issubset(lengths) and int(expression.subs(actual)) % pieces:  # type: ignore[attr-defined]
+        if expression.free_symbols.issubset(lengths) and int(expression.subs(actual)) % pieces:
             raise UnevenSizeError(f"the plan cuts a length into {pieces} parts")
     for expression, pieces in divisors:
-        size = int(expression.subs(actual))  # type: ignore[attr-defined]
+        size = int(expression.subs(actual))
         if size % pieces:
             raise UnevenSizeError(
                 f"a batch of {batch} rows does not divide over the mesh: the plan cuts {size} rows into "
@@ -179,6 +179,18 @@ def input_layouts(captured: Captured, specs: Sequence[object], layouts: Sequence
         for name, spec, layout in zip(captured.inputs, specs, layouts, strict=True)
         if name is not None and layout is not None and isinstance(spec, InputSpec)
     }
+
+
+def count_microbatches(most: int, rows: int, fits: Callable[[int], bool]) -> int:
+    """Into how many microbatches a call is cut that is not differentiated: as many as divide its rows and fit.
+
+    Args:
+        most: how many a call has that is differentiated; the count divides it.
+        rows: of the whole batch.
+        fits: whether one of so many microbatches divides over the mesh; where none does, rows only have to divide.
+    """
+    counts = [m for m in range(most, 0, -1) if most % m == 0 and rows % m == 0]
+    return next(filter(fits, counts), counts[0])
 
 
 def micro_specs(specs: Sequence[Any], count: int) -> list[Any]:

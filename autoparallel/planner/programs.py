@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from autoparallel.decisions.parameters import PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
-from autoparallel.graph.calls import Call, input_layouts, micro_specs, sizes_of
+from autoparallel.graph.calls import Call, count_microbatches, input_layouts, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
 from autoparallel.passes.chunk_loss import chunkable
@@ -87,10 +86,13 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
     if plan.microbatches > 1:
         require_cuttable(captured, call, plan.microbatches)
     if plan.staging is not None:
-        captured.actual = sizes_of(captured, micro_specs(call.specs, microbatches_of(plan.staging, captured, call)))
+        count = microbatches_of(request, plan.staging, captured, call)
+        captured.actual = sizes_of(captured, micro_specs(call.specs, count))
 
 
-def microbatches_of(pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
+def microbatches_of(request: Request, pipeline: PipelinePlan, captured: Captured, call: Call) -> int:
     """How many microbatches a call has, or at least may have."""
-    differentiated = captured.objective is not None and call.is_training and call.gradients
-    return pipeline.microbatches if differentiated else math.gcd(pipeline.microbatches, call.batch)
+    if captured.objective is not None and call.trains:
+        return pipeline.microbatches
+    ranks = request.batch_ranks
+    return count_microbatches(pipeline.microbatches, call.batch, lambda m: call.batch // m % ranks == 0)

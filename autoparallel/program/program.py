@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -37,7 +38,7 @@ class LocalProgram:
     body: fx.GraphModule
     buckets: list[Bucket]
     output_layouts: list[Layout]
-    divisors: list[tuple[object, int]]
+    divisors: list[tuple[sympy.Expr, int]]
     regions: dict[str, Region] = field(default_factory=dict)
 
     @property

@@ -8,7 +8,6 @@ layers run again, cutting decides in either case.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
@@ -109,9 +108,9 @@ def _counts(evaluator: Evaluator) -> Iterator[tuple[int, ...]]:
         PlanError: where the batch cannot be cut, or the model not be run in stages; before anything is searched.
     """
     captured, call, request, settled = evaluator.captured, evaluator.call, evaluator.request, evaluator.settled
-    ranks = math.prod(request.sizes[axis] for axis in request.constraints().data)
+    ranks = request.batch_ranks
     if settled.pipeline is not None:
-        first: tuple[int, ...] = (microbatches_of(settled.pipeline, captured, call),)
+        first: tuple[int, ...] = (microbatches_of(request, settled.pipeline, captured, call),)
     else:
         first = tuple(microbatch_counts(call.batch, request.stages, evaluator.pipeline, ranks))
     if max(first) > 1 and not captured.is_open(call.specs) and any(isinstance(s, InputSpec) for s in call.specs):

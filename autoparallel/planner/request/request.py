@@ -75,6 +75,11 @@ class Request:
     def sizes(self) -> tuple[int, ...]:
         return tuple(size for _, size in self.axes)
 
+    @property
+    def batch_ranks(self) -> int:
+        """The ranks over which a preset shards the batch."""
+        return math.prod(self.sizes[axis] for axis in self.constraints().data)
+
     @cached_property
     def redistributor(self) -> Redistributor:
         """The ways between layouts on these axes, at the profile's prices."""

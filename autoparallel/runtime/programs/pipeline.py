@@ -12,7 +12,6 @@ gradients are computed with each weight over a fixed reference, and divided when
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
@@ -23,7 +22,15 @@ from torch import nn
 from autoparallel.comm import ranges
 from autoparallel.comm.groups import Wait, group_name, settle
 from autoparallel.comm.waiting import cause_elsewhere
-from autoparallel.graph.calls import Call, batch_dim, micro_specs, microbatch, require_divisible, sizes_of
+from autoparallel.graph.calls import (
+    Call,
+    batch_dim,
+    count_microbatches,
+    micro_specs,
+    microbatch,
+    require_divisible,
+    sizes_of,
+)
 from autoparallel.graph.captured import InputSpec
 from autoparallel.operators import RandomState, draw_from
 from autoparallel.pipeline.schedules import (
@@ -140,6 +147,8 @@ class PipelineRunner:
         self._what = "a pipeline" if self.plan.axis else "a call that runs in microbatches"
         self._steps: dict[tuple[bool, int], tuple[Action | Transfer, ...]] = {}
         self._forms: dict[Any, dict[int, Form]] = {}
+        self._counts: dict[Any, int] = {}  # by shapes: the microbatches of a call that is not differentiated
+        self._divisors = [divisor for program in staged.programs for divisor in program.divisors]
 
     # -- before a call ----------------------------------------------------------------------------------------------
 
@@ -157,13 +166,21 @@ class PipelineRunner:
                 f"{count} (drop_last=True in the data loader), or another number of microbatches in compile()"
             )
         actual = sizes_of(self.captured, micro_specs(call.specs, count))
-        for program in self.staged.programs:
-            require_divisible(program.divisors, actual, call.batch // count, self.captured.lengths)
+        require_divisible(self._divisors, actual, call.batch // count, self.captured.lengths)
 
     def _microbatches(self, call: Call) -> int:
-        """How many microbatches a call is cut into: where nothing is differentiated, as many as divide it."""
-        whole = self.plan.microbatches
-        return whole if self._differentiates(call) else math.gcd(whole, call.batch)
+        """How many microbatches a call is cut into: where nothing is differentiated, as many as the plan can run."""
+        if self._differentiates(call):
+            return self.plan.microbatches
+        key = tuple([s.shape for s in call.specs if isinstance(s, InputSpec)])
+        if key not in self._counts:
+            self._counts[key] = count_microbatches(self.plan.microbatches, call.batch, lambda m: self._divides(call, m))
+        return self._counts[key]
+
+    def _divides(self, call: Call, count: int) -> bool:
+        """Whether a microbatch of so many divides over the mesh."""
+        actual = sizes_of(self.captured, micro_specs(call.specs, count))
+        return all(int(size.subs(actual)) % pieces == 0 for size, pieces in self._divisors)
 
     def _differentiates(self, call: Call) -> bool:
         return self.loss is not None and call.trains
