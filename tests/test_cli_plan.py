@@ -271,7 +271,7 @@ def test_a_profile_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--pin", "head.weight=S0,S1"], "gives 2 placements, the mesh has the axes (dp)"),
         (["--pin", "head.weight=S5"], "head.weight cannot lie so; it can lie as R, S0, S1"),
         (["--memory-limit", "much"], "'much' is not a limit"),
-        (["--memory-limit", "1kB"], "no plan fits in 0.0 MB per device"),
+        (["--memory-limit", "1kB"], "no plan fits in 1.0 kB per device"),
         (["--seq", "8"], "takes no argument 'seq'"),
         (["--compare", "best"], "unknown preset 'best' in --compare"),
         (["--plan", "best"], "unknown plan 'best'"),

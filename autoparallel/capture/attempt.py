@@ -57,6 +57,8 @@ AS_COMPILED = (
     "traced (%s)"
 )
 
+LEFT_OUT = "the program leaves out a check of values, which eager makes at every call, at %s"
+
 NOT_AGAIN = (
     "what torch.utils.checkpoint computes at %s is kept for the backward, because it belongs to no layer (an item of a "
     "ModuleList or a Sequential, whose calls stand together): only layers are computed again"
@@ -193,12 +195,15 @@ def attempt_capture(
             program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.findings, ranks
         )
         captured.state = wrapper.recorder.state()
-        captured.draws = draws
+        captured.draws, captured.python_draws = draws, len(calls.drawn)
         captured.rebound = frozenset(owners[name] for name in wrapper.recorder.rebound)
+        require_dropped(calls.drawn)
         require_own_memory(captured, model)
         modules = model.named_modules(remove_duplicate=False)
         kinds = {path: getattr(module, "stands_for", type(module)) for path, module in modules}
         run_passes(filling_passes(stacks, captured, kinds), captured.module)
+        for line in wrapper.findings.left_out:
+            LOGGER.warning(LEFT_OUT, line)
         return captured
 
     rehearsals: list[Trace] = []
@@ -249,7 +254,8 @@ def attempt_capture(
         reads.forget_cached()
         for recorder in recorders:
             recorder.close()
-    captured.python_draws = len(drawn)
+    if failed is None:  # else all of the model was traced
+        captured.python_draws = len(drawn)
     captured.runs = find_runs(captured.graph)
     layers = {*checkpointed_layers(captured.graph)}
     rest = [n for n in captured.graph.nodes if is_checkpointed(n) and n.meta["backward"] and layer_of(n) not in layers]
@@ -316,7 +322,8 @@ def _calls_of(wrapper: nn.Module, as_compiled: bool) -> Trace:
     """What a trace of a copy of the model notes beside operators."""
     assert isinstance(wrapper, Training)
     paths = {id(module): path for path, module in wrapper.model.named_modules()}
-    return Trace(wrapper.findings.originals, paths, wrapper.findings.existing, as_compiled)
+    findings = wrapper.findings
+    return Trace(findings.originals, paths, findings.existing, findings.left_out, as_compiled)
 
 
 def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence[dict[int, Any] | None]) -> Any:

@@ -114,7 +114,8 @@ def describe(
         else:
             raise refused_mutation(str(out.target), nodes[out.arg.name], model)
     price_masks(graph, constants)
-    require_static(graph, {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)})
+    numbers = {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
+    trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers)))
     require_positions(graph)
     require_same_dtypes(graph)
     output = graph.output_node()

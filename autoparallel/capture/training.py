@@ -32,6 +32,7 @@ class Findings:
         originals: of the objects in the copy of the model, by id.
         copies: the copies themselves: an id is unique while its owner lives.
         existing: of the tensors that the copy and its inputs have before a call, by id.
+        left_out: the lines of checks of values that the trace leaves out.
     """
 
     counted: bool = False
@@ -40,6 +41,7 @@ class Findings:
     originals: dict[int, Any] = field(default_factory=dict)
     copies: dict[int, Any] = field(default_factory=dict)
     existing: set[int] = field(default_factory=set)
+    left_out: dict[str, None] = field(default_factory=dict)
 
 
 class Training(nn.Module):

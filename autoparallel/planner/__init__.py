@@ -1,7 +1,7 @@
 """Chooses a plan: candidates are proposed, each is searched and predicted, and the best is kept.
 
 May import ``predict``, ``program``, ``plan``, ``decisions``, ``hardware``, ``pipeline``, ``capture``, ``passes``,
-``report``, ``graph``, ``rules``, ``operators``, ``comm``, ``placements`` and ``_torch``.
+``report``, ``graph``, ``rules``, ``operators``, ``comm``, ``placements``, ``text`` and ``_torch``.
 
 From the ground up:
 

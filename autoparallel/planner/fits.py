@@ -15,6 +15,7 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import Captured, InputSpec, explain_ambiguity
 from autoparallel.graph.fingerprint import fingerprint
+from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.recompute_layers import find_layers
 from autoparallel.placements import Invariant, Layout, Shard, divides, fills_up, format_layout, reaches_all
 from autoparallel.planner.calls.signatures import Signatures
@@ -160,3 +161,13 @@ def require_cuttable(captured: Captured, call: Call, count: int) -> None:
     """Raises PlanError where a call cannot run in so many microbatches with the numbers of the whole batch."""
     if problem := differing(captured, call, count):
         raise PlanError(f"the batch cannot be cut into {count} microbatches with the same numbers: {problem}")
+
+
+def require_chunkable(captured: Captured, call: Call, chunks: int) -> None:
+    """Raises PlanError where the loss of a call cannot be computed in so many chunks of rows."""
+    if chunks > 1 and call.trains and captured.objective is not None and not chunkable(captured.graph):
+        raise PlanError(
+            f"the loss cannot be computed in {chunks} chunks of rows: that takes a linear layer whose logits go to "
+            "cross_entropy (or through log_softmax to nll_loss) with reduction 'mean' or 'sum', and which nothing else "
+            "reads, outputs included, unless the loss is known and outputs='auto'. Else leave loss_chunks out"
+        )

@@ -20,6 +20,7 @@ from autoparallel.predict.forecast import Forecast
 from autoparallel.rules import rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
 from autoparallel.rules.ways import call_modes
+from autoparallel.text import units
 
 SHOWN = 4
 """How many ways and consumers of memory a message lists."""
@@ -29,11 +30,11 @@ def explain_limit(error: Infeasible, space: SearchSpace, problem: Problem, limit
     """Why nothing fits into a limit, of which some room was to be left."""
     needs = ""
     if error.smallest_usage is not None:
-        needs = f"; the smallest that a plan needs is {(error.smallest_usage + room) / 1e6:.1f} MB"
+        needs = f"; the smallest that a plan needs is {units(error.smallest_usage + room)}"
     if error.choices is not None:
         needs += f", most of it for {_consumers(problem, error.choices)}"
     return (
-        f"no plan fits in {limit / 1e6:.1f} MB per device on the mesh {mesh_text(space.mesh)}{needs}: raise "
+        f"no plan fits in {units(limit)} per device on the mesh {mesh_text(space.mesh)}{needs}: raise "
         "memory_limit, or use a larger mesh or a smaller batch"
     )
 
@@ -49,17 +50,13 @@ def nothing_fits(least: Plan, limit: float, forecast: Forecast, closed: Sequence
     parts = sorted(forecast.parts.items(), key=lambda part: -part[1])
     chunks = f"{' and '.join(closed)} (a training call then returns its loss alone), " if closed else ""
     host = ", optimizer states in host memory" if least.offload_optimizer else ""
-    what = ", ".join(f"{name} {_size(size)}" for name, size in parts if size >= 0.01 * forecast.memory)
+    what = ", ".join(f"{name} {units(size)}" for name, size in parts if size >= 0.01 * forecast.memory)
     return PlanError(
-        f"no plan fits in {_size(limit)} per device on the mesh {mesh_text(least.mesh)}: with everything that saves "
+        f"no plan fits in {units(limit)} per device on the mesh {mesh_text(least.mesh)}: with everything that saves "
         f"memory under plan={least.origin!r} (parameters gathered for each use, {len(least.recompute)} layers run "
-        f"again in the backward{host}) a plan needs {_size(forecast.memory)} ({what}). Use {chunks}more ranks, fewer "
+        f"again in the backward{host}) a plan needs {units(forecast.memory)} ({what}). Use {chunks}more ranks, fewer "
         "rows at once, or a pipeline (a mesh with an axis 'pp') of more stages; or raise memory_limit"
     )
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e10 else f"{count / 1e6:.1f} MB"
 
 
 def _consumers(problem: Problem, choices: Sequence[int], count: int = 3) -> str:
@@ -69,7 +66,7 @@ def _consumers(problem: Problem, choices: Sequence[int], count: int = 3) -> str:
         name = str(node.meta.get("key", node.name))
         used[name] = used.get(name, 0.0) + size
     most = sorted(used.items(), key=lambda item: (-item[1], item[0]))[:count]
-    return ", ".join(f"{name.partition('#')[0].strip('/')} ({size / 1e6:.1f} MB)" for name, size in most)
+    return ", ".join(f"{name.partition('#')[0].strip('/')} ({units(size)})" for name, size in most)
 
 
 def explain_conflict(space: SearchSpace, node: fx.Node | None, options: Sequence[Option] = ()) -> str:

@@ -10,10 +10,9 @@ from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.graph.calls import Call, count_microbatches, input_layouts, micro_specs, sizes_of
 from autoparallel.graph.captured import Captured
 from autoparallel.passes.adapt_captured import leave_only_loss, leave_out_logits, pad
-from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.passes.runner import Watch, ignore
 from autoparallel.plan import Plan
-from autoparallel.planner.fits import require_cuttable, require_fits
+from autoparallel.planner.fits import require_chunkable, require_cuttable, require_fits
 from autoparallel.planner.request.request import Request
 from autoparallel.program.build import build_program
 from autoparallel.program.program import LocalProgram
@@ -74,13 +73,7 @@ def prepare(request: Request, captured: Captured, plan: Plan, call: Call) -> Non
     """
     adapt(request, captured, call, plan.padded, plan.microbatches, plan.loss_chunks)
     require_fits(plan, captured.graph, request.axes, captured.parameters)
-    chunks = max(plan.loss_chunks, request.loss_chunks or 1)
-    if chunks > 1 and call.trains and captured.objective is not None and not chunkable(captured.graph):
-        raise PlanError(
-            f"the loss cannot be computed in {chunks} chunks of rows: that takes a linear layer whose logits go to "
-            "cross_entropy (or through log_softmax to nll_loss) with reduction 'mean' or 'sum', and which nothing else "
-            "reads, outputs included, unless the loss is known and outputs='auto'. Else leave loss_chunks out"
-        )
+    require_chunkable(captured, call, max(plan.loss_chunks, request.loss_chunks or 1))
     if request.stages and (plan.pipeline is None or plan.pipeline.ranks != request.stages):
         raise PlanError(f"the plan is not for a pipeline over {request.stages} ranks: plan again")
     if plan.microbatches > 1:

@@ -309,5 +309,5 @@ class TestPlans:
         assert "no plan can be below" in again.explain()
 
     def test_a_limit_that_nothing_fits_names_what_takes_most(self) -> None:
-        with pytest.raises(PlanError, match=r"the smallest that a plan needs is [\d.]+ MB, most of it for .*MB\)"):
+        with pytest.raises(PlanError, match=r"the smallest that a plan needs is [\d.]+ .B, most of it for .*B\)"):
             cheapest(_space(256, 2, 256, (8,)), memory_limit=1e3)

@@ -123,5 +123,5 @@ class TestAuto:
         assert "per_use" in {p.gather for p in tight.parameters.values()}
 
     def test_a_limit_that_nothing_fits_names_what_is_needed(self) -> None:
-        with pytest.raises(PlanError, match=r"no plan fits in 0\.0 MB .* the smallest that a plan needs is [\d.]+ MB"):
+        with pytest.raises(PlanError, match=r"no plan fits in 1\.0 kB .* the smallest that a plan needs is [\d.]+ MB"):
             cheapest(_space(_captured(256, 256, 64), ONE), memory_limit=1e3)

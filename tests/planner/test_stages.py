@@ -114,7 +114,7 @@ def test_memory_by_stage_moves_the_cuts_and_counts_microbatches_in_flight() -> N
     assert [stage.in_flight for stage in free.stages] == [2, 1]
     limit = rank_memory(free) * 1.01
     assert planner(model, 64, 2, limit).choose([4], Pipeline("1f1b")).cuts == free.cuts
-    with pytest.raises(PlanError, match=r"stage \d \(layers\.\d to layers\.\d\).* MB per device.*memory_limit"):
+    with pytest.raises(PlanError, match=r"stage \d \(layers\.\d to layers\.\d\).* [kM]B per device.*memory_limit"):
         planner(model, 64, 2, limit / 4).choose([4], Pipeline("1f1b"))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoparallel
@@ -94,3 +94,25 @@ def test_draws_averages_and_lists(axis: str, plan: str) -> None:
         for what in [name for name in found if "elsewhere" in name]:
             assert axis == "pp" and "model.full_parameters()" in found.pop(what)
         assert found == dict.fromkeys(found, 0.0)
+
+
+def _copy_plain(axis: str) -> dict[str, Any]:
+    options = {"pipeline": autoparallel.Pipeline("1f1b", 2)} if axis == "pp" else {"plan": "fsdp"}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    model = autoparallel.compile(Net(), mesh, loss_fn=F.mse_loss, **options)
+    model.prepare(*batch(0, dtype=torch.float32))
+    p, value = model.up.weight, torch.arange(64.0).view(8, 8)
+    with torch.no_grad():
+        found: dict[str, Any] = {"refused": raised(lambda: p.copy_(value))}
+        p.copy_(distribute_tensor(value, p.device_mesh, p.placements))
+    found["copied"] = float((weights(model)["up.weight"] - value).abs().max())
+    model.load_state_dict({"up.weight": 2 * value}, strict=False)
+    found["loaded"] = float((weights(model)["up.weight"] - 2 * value).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_a_plain_tensor_is_not_copied_to_a_parameter_but_by_the_ways_that_the_error_names(axis: str) -> None:
+    for found in run_on_ranks(_copy_plain, axis, world_size=2):
+        assert "load_state_dict" in found.pop("refused")
+        assert found == {"copied": 0.0, "loaded": 0.0}

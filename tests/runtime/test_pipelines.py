@@ -265,7 +265,7 @@ REFUSED = {
     "a batch that does not divide at first": ("8 rows", "3 microbatches"),
     "a batch that does not divide later": ("6 rows", "4 microbatches", "drop_last"),
     "microbatches that the schedule cannot run": ("interleaved_1f1b", "7"),
-    "too little memory": ("stage 0", "MB", "memory_limit"),
+    "too little memory": ("stage 0", "100 B", "memory_limit"),
     "a DTensor": ("another mesh|plain tensors",),
     "another backward": ("second time",),
     "differentiating outputs": ("loss_fn",),

@@ -23,15 +23,18 @@ from autoparallel.graph.python_state import OURS
 from autoparallel.passes.settle_memory import STRIDED, relative_start
 from autoparallel.rules import operator_name
 from autoparallel.rules.calls import is_tensor, tensor_operands
-from autoparallel.text import LOGGER
 
 
-def require_static(graph: fx.Graph, numbers: Collection[str]) -> None:
+def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
     """Refuses sizes and numbers that are known only when the program runs; what is only checked is left out.
 
     Args:
         numbers: the placeholders of numbers that the call is given: what is computed of them is no size.
+
+    Returns:
+        The lines of the checks.
     """
+    checks: list[str] = []
     allowed: set[Any] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -40,9 +43,7 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> None:
                 allowed |= free_unbacked_symbols(value)
             elif _is_only_checked(node):
                 allowed |= free_unbacked_symbols(value)
-                LOGGER.warning(
-                    "the program leaves out a check of values, which eager makes at every call, at %s", line_of(node)
-                )
+                checks.append(line_of(node))
         unknown = [free_unbacked_symbols(v) for v in pytree.tree_leaves(value)]
         if any(symbols - (set() if isinstance(value, torch.Tensor) else allowed) for symbols in unknown):
             if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
@@ -54,6 +55,7 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> None:
                     "torch.where or ignore_index"
                 )
             raise refusal(what, line_of(node), f"{advice}, or compute it outside of the model and pass it in")
+    return checks
 
 
 def _is_only_checked(node: fx.Node) -> bool:
@@ -207,7 +209,6 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
 
 
 _OF_TORCH = {
-    "_BatchNorm": "give the batch norm a number as momentum: None reads the count of batches into Python",
     "AdaptiveLogSoftmaxWithLoss": "use a linear layer and F.cross_entropy, whose classes plans can shard: this module "
     "picks the rows of each cluster by the targets' values",
 }

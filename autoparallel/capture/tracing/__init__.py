@@ -4,5 +4,5 @@
 - ``functions``: ``autograd.Function``; ``backward_hooks``: those of tensors and modules.
 - ``positions``: those that count up, of which transformers asks the values.
 - ``checks``: those of values that only raise, left out; ``drawn_numbers``: draws that decide nothing; ``seeding``:
-  generators that a model sets.
+  generators that a model sets; ``values_read``: what torch's own functions read of values.
 """

@@ -25,7 +25,6 @@ from autoparallel import _torch
 from autoparallel.capture.tracing.trace import Trace, listening
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.graph.python_state import OURS
-from autoparallel.text import LOGGER
 
 _OUTERMOST = f"{OURS}capture/training.py"
 """Where the call of the model begins."""
@@ -57,10 +56,7 @@ def _ask(trace: Trace, func: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     passes = _passing_answer(frame.f_code, frame.f_lasti)
     if passes is None or _is_caught(frame):
         return func(*args, **kwargs)
-    line = line_of_frame(frame)
-    if line not in trace.left_out:
-        trace.left_out.add(line)
-        LOGGER.warning("the program leaves out a check of values, which eager makes at every call, at %s", line)
+    trace.left_out[line_of_frame(frame)] = None
     return passes
 
 

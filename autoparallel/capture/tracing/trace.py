@@ -28,6 +28,7 @@ class Trace:
         originals: of the objects in the traced copy of the model, by id, what they are copies of.
         paths: of the modules of the copy, by id.
         existing: the tensors that the copy and its inputs have before the call, by id.
+        left_out: the lines of checks of values that the trace leaves out are added.
         as_compiled: what the model is told that asks ``torch.compiler.is_compiling()``.
 
     Attributes:
@@ -38,7 +39,6 @@ class Trace:
         drawn: the numbers that it has drawn from Python's ``random``, with the lines, as long as they live.
         listening: whether the model's own Python runs.
         counting: tensors that count up by one along their last dim, by id, with their version.
-        left_out: the lines of checks of values that the trace leaves out.
         has_leaves: whether the model has made a tensor of its own require gradients, which nobody is given.
     """
 
@@ -46,7 +46,8 @@ class Trace:
         self,
         originals: Mapping[int, Any],
         paths: Mapping[int, str],
-        existing: Collection[int] = (),
+        existing: Collection[int],
+        left_out: dict[str, None],
         as_compiled: bool = False,
     ) -> None:
         self.originals, self.paths, self.existing, self.as_compiled = originals, paths, existing, as_compiled
@@ -58,7 +59,7 @@ class Trace:
         self.hooks: dict[str, HookTemplate] = {}
         self.fixed: dict[int, str] = {}
         self.drawn: list[tuple[str, weakref.ref[Any]]] = []
-        self.left_out: set[str] = set()
+        self.left_out = left_out
         self.listening = True
 
     def original(self, value: Any) -> Any:

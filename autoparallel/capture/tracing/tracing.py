@@ -32,6 +32,8 @@ from autoparallel.capture.tracing.functions import function_apply
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse
+from autoparallel.capture.tracing.values_read import NAMES as BATCH_NORM
+from autoparallel.capture.tracing.values_read import READING
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
 from autoparallel.operators.opaque import opaque_calls
@@ -57,7 +59,7 @@ def everything_seen(trace: Trace) -> Iterator[None]:
         )
 
 
-_FOLLOWED = {**FOLLOWED, **CHECKED}
+_FOLLOWED = {**FOLLOWED, **CHECKED, **READING}
 
 
 class _Listener(TorchFunctionMode):
@@ -218,6 +220,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *ASKED,
     *DRAWS,
     *SEEDS,
+    *BATCH_NORM,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),
     (torch.nn.Module, "to", _to),
     (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),

@@ -26,7 +26,7 @@ from autoparallel.passes.recompute_layers import checkpointed_layers, find_layer
 from autoparallel.placements import Invariant
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
-from autoparallel.planner.fits import differing, returns_loss_alone
+from autoparallel.planner.fits import differing, require_chunkable, returns_loss_alone
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.programs import adapt, build
 from autoparallel.planner.request.presets import possible_presets
@@ -52,6 +52,9 @@ class Evaluator:
     Attributes:
         request, call: what is planned for.
         settled: what an earlier plan of the model has settled.
+
+    Raises:
+        PlanError: where the loss cannot be cut into the chunks that are asked for.
     """
 
     def __init__(self, request: Request, captured: Captured, call: Call, settled: Settled = Settled()) -> None:  # noqa: B008 - frozen
@@ -59,6 +62,7 @@ class Evaluator:
         self.captured = captured
         if request.stages or (request.loss_chunks or 1) > 1:
             self.captured = self._adapted_graph()
+            require_chunkable(self.captured, call, request.loss_chunks or 1)
         self._outcomes: dict[Candidate, Outcome] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._subjects: dict[Candidate, Subject] = {}

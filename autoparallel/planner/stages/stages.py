@@ -35,6 +35,7 @@ from autoparallel.planner.space.subject import Subject
 from autoparallel.planner.stages.cuts import most_even
 from autoparallel.planner.stages.rows import ANSWERS, Array, RowPricer, Rows
 from autoparallel.planner.thresholds import THRESHOLDS
+from autoparallel.text import units
 
 CHOICES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble_v", 2))
 """The schedules tried, with their stages per rank, where none is asked for."""
@@ -270,8 +271,8 @@ class StagePlanner:
             names = ", ".join(f"stage {s} ({costs[s].first} to {costs[s].last})" for s in ours)
             again = " and every layer that can run again in the backward doing so" if may_recompute else ""
             raise PlanError(
-                f"{names} needs {needs[worst] / 1e6:.1f} MB per device with {costs[ours[0]].in_flight} microbatches in "
-                f"flight under {plan.schedule!r}{again}, more than the limit of {self.memory_limit / 1e6:.1f} MB: "
+                f"{names} needs {units(needs[worst])} per device with {costs[ours[0]].in_flight} microbatches in "
+                f"flight under {plan.schedule!r}{again}, more than the limit of {units(self.memory_limit)}: "
                 "raise memory_limit, use more stages, or smaller microbatches"
             )
 

@@ -38,6 +38,7 @@ def handle_operators(device: str) -> None:
     if device == "cpu" and not torch.accelerator.is_available():
         _torch.dtensor.handle_operators(_torch.dtensor.random_operators(), draw_whole)
     _torch.dtensor.handle_operators([torch.ops.aten._local_scalar_dense.default], whole_number)
+    _torch.dtensor.handle_operators([torch.ops.aten.copy_.default], copy_whole)
 
 
 _STAGES: set[DeviceMesh] = set()
@@ -93,6 +94,22 @@ def whole_number(operator: Any, args: Sequence[Any], _: Mapping[str, Any]) -> An
         "read it on every rank, and print it on one",
     )
     return operator(value.full_tensor())
+
+
+def copy_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``parameter.copy_(value)`` does.
+
+    Raises:
+        RuntimeError: for a plain value, of which nobody knows that all ranks have the same.
+    """
+    if not all(isinstance(x, DTensor) for x in args[:2]):
+        raise RuntimeError(
+            "copy_() between a parameter that lies on a mesh, a DTensor, and a plain tensor\n"
+            "What to change: model.load_state_dict({name: value}, strict=False) takes whole tensors, and so does "
+            "p.copy_(distribute_tensor(value, p.device_mesh, p.placements)); p.full_tensor() gives one."
+        )
+    with _torch.dtensor.leave_to_torch(operator):
+        return operator(*args, **kwargs)
 
 
 def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -77,7 +77,7 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
 
 
-@program(refused="a number as momentum", line=False)
+@program(ranks=True)
 def batch_norm_of_all_batches() -> nn.Module:
     """momentum=None: a cumulative average."""
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8))

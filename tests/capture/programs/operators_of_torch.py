@@ -192,3 +192,41 @@ class BagOfComputedRows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(24).view(4, 6) % 4
         return F.embedding_bag(places, self.a(x[:4]), mode="sum")
+
+
+@program(ranks=True)
+class Covariances(Two):
+    """Which look at whether their divisors are positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x), self.b(x)
+        weights = torch.arange(1, x.shape[0] + 1)
+        weighed = torch.cov(a.T, correction=0, fweights=weights, aweights=b.sigmoid()[:, 0])
+        also = torch.cov(a.T, aweights=b.sigmoid()[:, 1])
+        return a @ (torch.cov(b.T) + torch.corrcoef(a.T) + weighed + also + b[:, 0].cov())
+
+
+@program()
+class Combinations(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        pairs, triples = torch.combinations(self.a.bias), torch.combinations(self.b.bias, 3, with_replacement=True)
+        return self.a(x) + pairs.prod(1).sum() + triples.prod(1).sum()
+
+
+@program(refused="return the log-probabilities")
+class ConnectionistTemporalClassification(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        odds = torch.stack([self.a(x), self.b(x)]).log_softmax(-1)
+        lengths = torch.ones(x.shape[0], dtype=torch.long)
+        return F.ctc_loss(odds, lengths[:, None], 2 * lengths, lengths)  # refused
+
+
+@program(refused="on padded sequences")
+class PackedSequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(2, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 4, 2), x.argmax(-1) % 4 + 1, True, False)  # refused
+        return self.rnn(packed)[1]

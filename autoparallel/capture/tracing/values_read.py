@@ -1,0 +1,104 @@
+"""What torch's own functions and modules read of a tensor's values: composed of operators that read none, or refused.
+
+``torch.cov`` asks whether its divisor is positive, ``torch.combinations`` which of all pairs are ordered, and a batch
+norm without a momentum for how many batches it has seen.  All of it is known without the values, or is a tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoparallel.capture.tracing.trace import Trace, listening, refuse
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+def _cov(
+    _: Trace, func: Any, input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
+) -> Tensor:
+    """The covariances of variables, each a row of observations; of one variable, its variance."""
+    if input.ndim > 2 or not input.numel():
+        return func(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows = input if input.ndim == 2 else input.reshape(1, -1)
+    both = [w for w in (fweights, aweights) if w is not None]
+    weights = both[0] * both[-1] if len(both) == 2 else both[0] if both else None
+    total: Any = rows.shape[1] if weights is None else weights.sum()
+    degrees = correction
+    if aweights is not None and correction:
+        degrees = correction * (weights * aweights).sum() / total
+    weigh = (lambda x: x) if weights is None else lambda x: x * weights
+    centred = rows - (weigh(rows).sum(1) / total).unsqueeze(1)
+    divisor = total - degrees
+    divisor = divisor.clamp(min=0) if isinstance(divisor, Tensor) else max(divisor, 0)
+    return (centred @ weigh(centred).T.conj() / divisor).squeeze()
+
+
+def _corrcoef(trace: Trace, func: Any, input: Tensor) -> Tensor:
+    """The covariances over the deviations of both variables, within -1 and 1."""
+    if input.ndim > 2 or input.is_complex() or not input.numel():
+        return func(input)
+    covariances = _cov(trace, torch.cov, input)
+    if covariances.ndim == 0:
+        return covariances / covariances
+    deviations = covariances.diagonal().sqrt()
+    return (covariances / deviations.unsqueeze(1) / deviations).clamp(-1, 1)
+
+
+def _combinations(_: Trace, func: Any, input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """All choices of elements, a row each, where their number is no open size."""
+    if input.ndim != 1 or not isinstance(input.shape[0], int) or not r:
+        return func(input, r, with_replacement)
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = [*choose(range(input.shape[0]), r)]
+    return input[torch.tensor(places, device=input.device).reshape(len(places), r)]
+
+
+def _pack(*_: Any, **__: Any) -> NoReturn:
+    raise refuse(
+        "pack_padded_sequence reads the lengths of sequences",
+        "run the layer on padded sequences (unless it is bidirectional, what comes after an end changes nothing before "
+        "it), mask what it gives (h * mask), and gather() the states at the ends",
+    )
+
+
+def _ctc_loss(*_: Any, **__: Any) -> NoReturn:
+    raise refuse(
+        "ctc_loss reads the lengths of sequences",
+        "return the log-probabilities and compute it of them in the loop: outputs of model(x) are differentiated",
+    )
+
+
+READING: dict[Any, Callable[..., Any]] = {
+    torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
+    torch.combinations: _combinations, torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss,
+    torch._pack_padded_sequence: _pack,
+}  # fmt: skip
+"""The functions, with what takes their place while a model is traced."""
+
+
+def _batch_norm(self: Any, x: Tensor) -> Tensor:
+    """Without a momentum the running statistics are means over all batches, of which the newest is one part."""
+    counts = (
+        self.momentum is None and self.training and self.track_running_stats and self.num_batches_tracked is not None
+    )
+    if listening() is None or not counts:
+        return _BATCH_NORM(self, x)
+    self._check_input_dim(x)
+    self.num_batches_tracked.add_(1)
+    statistics = self.running_mean, self.running_var
+    before = [values.clone() for values in statistics]
+    out = F.batch_norm(x, *statistics, self.weight, self.bias, True, 1.0, self.eps)
+    for values, old in zip(statistics, before, strict=True):
+        values.copy_(old + (values - old) / self.num_batches_tracked)
+    return out
+
+
+_BATCH_NORM = BatchNorm.forward
+NAMES: tuple[tuple[Any, str, Any], ...] = ((BatchNorm, "forward", _batch_norm),)
+"""What has no door but its name."""
