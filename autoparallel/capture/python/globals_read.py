@@ -48,6 +48,23 @@ def _leave(value: Any) -> None:
     """Leaves what a run has changed as it is."""
 
 
+class _Cell:
+    """A closure's cell as a place: nothing else of ours holds it."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def read(self) -> Any:
+        return _contents(self.cell)
+
+    def write(self, value: Any) -> None:
+        self.cell.cell_contents = value
+
+    def is_left(self) -> bool:
+        """Whether no function has it any more, as is so for locals of a call that is over."""
+        return sys.getrefcount(self.cell) <= 2  # ours, and the argument
+
+
 class _Root:
     """A place that a function loads from: a global, a cell, or an attribute of what is there.
 
@@ -58,12 +75,20 @@ class _Root:
         write: puts a value there.
         now: what the run has made of it, in short.
         table: the globals, where it is one of them.
+        cell: where it is one.
     """
 
     def __init__(
-        self, key: Hashable, label: str, read: Callable[[], Any], write: Callable[[Any], None], table: Any = None
+        self,
+        key: Hashable,
+        label: str,
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+        table: Any = None,
+        cell: _Cell | None = None,
     ) -> None:
         self.key, self.label, self.read, self.write, self.table = key, label, read, write, table
+        self.cell = cell
         self.now = ""
         self.value = read()
         self.frozen: Hashable = freeze(self.value, deep=True)
@@ -154,6 +179,7 @@ class GlobalsRead:
         drawn = self.drawn()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+        self._roots = {key: root for key, root in self._roots.items() if root.cell is None or not root.cell.is_left()}
         changed = [root for root in self._roots.values() if root.changed()]
         for root in changed:
             root.now = shown(root.read())
@@ -237,7 +263,7 @@ class GlobalsRead:
 
     def _note_cells(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
         values = frame.f_locals
-        cells: dict[str, Any] | None = None
+        cells: dict[str, types.CellType] | None = None
         for name, *attributes in sorted(chains):
             value = values.get(name, MISSING)
             if value is MISSING or isinstance(value, torch.Tensor | torch.SymInt):
@@ -253,8 +279,8 @@ class GlobalsRead:
                 cells = _cells_of(frame.f_code, values)
             cell = cells.get(name)
             if cell is not None:
-                write = partial(setattr, cell, "cell_contents")
-                self._add((id(cell), name), name, partial(getattr, cell, "cell_contents", MISSING), write, frame)
+                place = _Cell(cell)
+                self._add((id(cell), name), name, place.read, place.write, frame, cell=place)
 
     def _add_chain(self, label: str, value: Any, attributes: tuple[str, ...], frame: types.FrameType) -> None:
         """An attribute of a module or of an object that is no part of the model."""
@@ -290,6 +316,7 @@ class GlobalsRead:
         write: Callable[[Any], None],
         frame: types.FrameType,
         table: Any = None,
+        cell: _Cell | None = None,
     ) -> None:
         if key in self._roots:
             return
@@ -306,7 +333,7 @@ class GlobalsRead:
                 f"{line_of_frame(frame)}\nWhat to change: take the value outside of the model and pass it in."
             )
             return
-        self._roots[key] = _Root(key, label, read, write, table)
+        self._roots[key] = _Root(key, label, read, write, table, cell)
 
 
 def refused_draw(generators: str, line: str) -> CaptureError:
@@ -356,7 +383,7 @@ def _explain_change(root: _Root) -> Callable[[str], CaptureError]:
     )
 
 
-def _cells_of(code: types.CodeType, values: dict[str, Any]) -> dict[str, Any]:
+def _cells_of(code: types.CodeType, values: dict[str, Any]) -> dict[str, types.CellType]:
     """The closure of the function that runs: of all that share its code, the one with these values."""
     for find in _OBJECTS:  # what has just been made is found at once
         for function in reversed(find(code)):

@@ -433,3 +433,23 @@ def lora_added_later(run: Run) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for step in range(STEPS):
         run.step(model, optimizer, step)
+
+
+@program()
+class LocalsOfAClosure(Two):
+    """Cells that a call makes and leaves: of a generator in another one, of a local function that counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = ((self.a, self.b), (1.0, 2.0))
+        layers = tuple(tuple(row[i] for i in (1, 0)) for row in layers)
+        n, seen = 0, [1.0]
+
+        def run(layer: nn.Module, x: Tensor) -> Tensor:
+            nonlocal n
+            n += 1
+            seen.append(n)
+            return layer(x) * n / sum(seen)
+
+        for layer, scale in zip(*layers, strict=True):
+            x = run(layer, x) * scale
+        return x
