@@ -127,7 +127,7 @@ def _product(node: fx.Node, parameters: Collection[str]) -> _Product | None:
     if not isinstance(weight, fx.Node) or weight.op != "placeholder" or weight.name not in parameters:
         return None
     dim, shape = len(shape_of(node)) - 1, shape_of(weight)
-    if len(shape) != 2 or not isinstance(shape[weight_dim], int):
+    if len(shape) != 2 or not isinstance(shape[weight_dim], int) or shape[weight_dim] == 1:
         return None
     if bias is not None and (not isinstance(bias, fx.Node) or shape_of(bias) != (shape[weight_dim],)):
         return None

@@ -42,6 +42,11 @@ def _gate(y: Tensor) -> Tensor:
     return a[:, :4] * b + a[:, 4:]
 
 
+def test_a_single_row_whose_dim_a_reshape_drops_is_left_alone() -> None:
+    captured = _captured(Fused(1, lambda y: y.reshape(-1)), torch.randn(8, 4))
+    assert operators.interleave not in _targets(captured)
+
+
 def test_a_split_product_is_interleaved() -> None:
     captured = _captured(Fused(12, lambda y: y[:, :8].sum(1) * y[:, 8:].sum(1), bias=True), torch.randn(8, 4), ranks=2)
     lines = show(captured.module)
