@@ -31,6 +31,7 @@ class MeteredCommunicator:
         phase: the one that runs.
         counters: of what is sent, by phase.
         seconds: by phase; what overlaps is counted once (see [Note: two clocks] in ``predict.meter``).
+        reducing: seconds in which the gradients would be reduced with nothing beside.
     """
 
     def __init__(self, plan: Plan, profile: Profile, clock: Clock) -> None:
@@ -39,6 +40,7 @@ class MeteredCommunicator:
         self.phase = FORWARD
         self.counters = {phase: TrafficCounter() for phase in PHASES}
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.reducing = 0.0
         self._begun = 0.0
 
     # -- what the runtime asks --------------------------------------------------------------------------------------
@@ -107,10 +109,11 @@ class MeteredCommunicator:
         if ranks == 1:
             return self.clock.now
         axes = [self.names.index(name) for name in axis.split("+")]
-        begun = self.clock.now
-        end = self.clock.start(self.profile.step_seconds(self.sizes, kind, axes, full_bytes), f"{kind} {axis}")
+        begun, seconds = self.clock.now, self.profile.step_seconds(self.sizes, kind, axes, full_bytes)
+        end = self.clock.start(seconds, f"{kind} {axis}")
         if self.phase == GRADIENTS:  # what the backward cannot hide of it
             self.seconds[GRADIENTS] += self.clock.now - begun
+            self.reducing += seconds
         return end
 
     @contextmanager

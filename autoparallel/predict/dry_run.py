@@ -51,6 +51,7 @@ class DryRun:
     Attributes:
         traffic: by phase.
         seconds: by phase; what overlaps is counted once (see [Note: two clocks] in ``predict.meter``).
+        reducing: seconds in which the gradients would be reduced with nothing beside.
         inputs: bytes of the inputs, buffers and constants.
         peak: bytes alive at the worst moment beside parameters, inputs and optimizer states, by what they are for.
         history: seconds since the begin and these bytes, whenever they changed.
@@ -62,6 +63,7 @@ class DryRun:
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    reducing: float = 0.0
     inputs: int = 0
     peak: dict[str, int] = field(default_factory=dict)
     history: list[tuple[float, int]] = field(default_factory=list)
@@ -96,6 +98,7 @@ def dry_run(program: LocalProgram, plan: Plan, profile: Profile, roots: Collecti
     return DryRun(
         {phase: counter.result() for phase, counter in communicator.counters.items()},
         communicator.seconds,
+        communicator.reducing,
         rank.inputs,
         ledger.peak,
         list(ledger.history),  # the ledger goes on when Python frees what the run has left, sooner or later
@@ -250,7 +253,8 @@ class _DryStore(GradientStore):
             sums = cast(self.sum_uses(rows), chains[0].reduce_dtype)
             self._each = len(rows[0][0].each)
             with self.meter.ledger.holding(GRADIENT_BUFFERS):
-                self.start(sums, [chain.each for chain, _ in rows])()
+                for gradient in self.start(sums, [chain.each for chain, _ in rows])():
+                    gradient.add_(gradient)  # takes as long as adding it to those of the microbatches before
             self._each = None
         return [None] * len(chains)
 

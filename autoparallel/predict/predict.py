@@ -26,7 +26,8 @@ BROUGHT = "optimizer states that are on the device for their update"
 def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
     """What a step of the program costs, by running it without values (see ``predict.dry_run``).
 
-    Where a call runs in microbatches, the program is that of one of them; their gradients are added up apart.
+    Where a call runs in microbatches, the program is that of one of them; their gradients are added up apart, and
+    reduced when all of them have run, once, with nothing left to hide behind.
     """
     run = dry_run(program, plan, profile)
     several = plan.microbatches > 1
@@ -58,8 +59,8 @@ def predict(program: LocalProgram, plan: Plan, profile: Profile) -> Prediction:
         clip=_clip_traffic(plan) if gradients else Traffic(),
         unshard_seconds=run.seconds[UNSHARD],
         forward_seconds=run.seconds[FORWARD],
-        backward_seconds=run.seconds[BACKWARD],
-        gradient_seconds=run.seconds[GRADIENTS],
+        backward_seconds=kept_apart.seconds[BACKWARD],
+        gradient_seconds=max(run.seconds[GRADIENTS], run.reducing * several),
         update_seconds=sum(x.seconds for x in resting),
         memory={
             **{what: size for what, size in memory.items() if size},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoparallel.decisions.parameters import PlanError
-from autoparallel.hardware import CPU
+from autoparallel.hardware import CPU, H100
 from autoparallel.planner.draft import Draft, call_of
 from autoparallel.planner.request.request import Request
 from tests.captures import draft, shared_captures
@@ -91,3 +92,15 @@ def test_a_call_is_cut_where_nothing_else_helps() -> None:
     assert found.prediction.seconds() > free.prediction.seconds()
     asked = _draft(Deep(), y, None, microbatches=found.plan.microbatches)
     assert asked.prediction.total_memory == found.prediction.total_memory
+
+
+def test_gradients_of_microbatches_are_reduced_once_and_behind_nothing() -> None:
+    slow = dataclasses.replace(H100, bandwidth=1e6)
+    call = call_of((torch.empty(ROWS, WIDTH, device="meta"), torch.empty(ROWS, WIDTH, device="meta")))
+    for count in (2, 4):
+        request = Request((("dp", 2),), slow, "data_parallel", microbatches=count)
+        prediction = draft(Deep(), call, request).prediction
+        reducing = prediction.reductions["per_microbatch"].seconds
+        assert prediction.gradient_seconds == pytest.approx(reducing, rel=0.01)
+        assert prediction.backward_seconds < reducing / 10, "no microbatch waits for the reduction"
+        assert prediction.seconds() < 2 * reducing

@@ -15,28 +15,30 @@ from autoparallel.decisions.parameters import PlanError
 from autoparallel.passes.chunk_loss import chunkable
 from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.candidates.evaluation import Evaluator
+from autoparallel.planner.candidates.memory import Gauge
 from autoparallel.planner.fits import differing, returns_loss_alone
 from autoparallel.planner.thresholds import THRESHOLDS
 
-Search = Callable[[Candidate], Proposals]
-"""Proposes all that a candidate leaves open."""
+Search = Callable[[Candidate, Outcome | None], Proposals]
+"""Proposes all that a candidate leaves open, which must beat a plan that fits, where there is one."""
 
 
-def with_means(candidate: Candidate, evaluator: Evaluator, search: Search) -> Proposals:
+def with_means(candidate: Candidate, gauge: Gauge, search: Search) -> Proposals:
     """The plan that is predicted to be fastest within the limit, by all means that are left open."""
-    best = yield from search(candidate)
+    evaluator = gauge.evaluator
+    best = yield from search(candidate, None)
     if evaluator.request.memory_limit is None:
         return best
     for sparing in _means(candidate, evaluator):
         if best.plan is not None and not evaluator.recomputes(best.plan):
             break
         try:
-            outcome = yield from search(sparing)
+            outcome = yield from search(sparing, best if best.plan is not None else None)
         except PlanError:  # the layouts that take the least memory need the logits whole
             continue
         if outcome.plan is None and best.plan is not None:
             break
-        if best.plan is None or _seconds(outcome, evaluator) < _seconds(best, evaluator):
+        if best.plan is None or gauge.seconds(outcome) < gauge.seconds(best):
             best = outcome
         if outcome.plan is not None and not evaluator.recomputes(outcome.plan):  # what saves more is slower
             break
@@ -57,7 +59,3 @@ def _means(candidate: Candidate, evaluator: Evaluator) -> Iterator[Candidate]:
     while not differing(captured, call, count) and call.batch // count % ranks == 0:
         yield replace(candidate, microbatches=count)
         count *= 2
-
-
-def _seconds(outcome: Outcome, evaluator: Evaluator) -> float:
-    return evaluator.forecast(outcome.require()).seconds

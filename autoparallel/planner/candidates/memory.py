@@ -15,7 +15,7 @@ that ``_saving`` sets, and what it does to time and memory a part of what the se
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.plan import Plan
@@ -62,36 +62,26 @@ class Gauge:
         return self.memory(plan) - plan.estimate.memory
 
 
-def fastest(
-    candidates: Sequence[Candidate],
-    limit: float | None,
-    evaluator: Evaluator,
-    *,
-    exactly: bool = True,
-    incumbent: Outcome | None = None,
-) -> Proposals:
-    """The plan that is predicted to be fastest of those that fit into a limit, if there is one; of plans that are as
-    good, the one that the search expects most of.
+def exactly(search: Callable[[Gauge], Proposals], evaluator: Evaluator) -> Proposals:
+    """What a search finds by short programs, if the whole program fits into the limit; else what it finds by whole
+    programs."""
+    outcome, limit = (yield from search(Gauge(evaluator))), evaluator.request.memory_limit
+    if limit is None or outcome.plan is None or evaluator.forecast(outcome.plan, exactly=True).memory <= limit:
+        return outcome
+    return (yield from search(Gauge(evaluator, exactly=True)))
+
+
+def fastest(candidates: Sequence[Candidate], gauge: Gauge, incumbent: Outcome | None = None) -> Proposals:
+    """The plan that a gauge says to be fastest of those that fit into the request's limit, if there is one; of plans
+    that are as good, the one that the search expects most of.
 
     Args:
         candidates: what is compared; the first leaves open all that others do, so that its bound is one for all.
-        exactly: whether the whole program must be predicted to fit; else short ones tell.
         incumbent: a plan that fits, of another candidate, which must be beaten.
     """
+    limit = gauge.evaluator.request.memory_limit
     if limit is None and len(candidates) == 1:
-        return _worth_chunks((yield from paddings(candidates[0], evaluator)), Gauge(evaluator), limit)
-    outcome = yield from _fastest(candidates, limit, Gauge(evaluator), incumbent)
-    if limit is None or not exactly or outcome.plan is None or outcome is incumbent:
-        return outcome
-    if evaluator.forecast(outcome.plan, exactly=True).memory <= limit:
-        return outcome
-    return (yield from _fastest(candidates, limit, Gauge(evaluator, exactly=True), incumbent))
-
-
-def _fastest(
-    candidates: Sequence[Candidate], limit: float | None, gauge: Gauge, incumbent: Outcome | None
-) -> Proposals:
-    """The plan that is predicted to be fastest of those that a gauge says to fit."""
+        return _worth_chunks((yield from paddings(candidates[0], gauge.evaluator)), gauge, limit)
     best = incumbent
     room: float | None = None
     problems: list[Outcome] = []

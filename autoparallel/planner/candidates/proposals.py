@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoparallel.planner.candidates.candidates import Candidate, Outcome, Proposals
 from autoparallel.planner.candidates.evaluation import Evaluator
 from autoparallel.planner.candidates.means import with_means
-from autoparallel.planner.candidates.memory import fastest
+from autoparallel.planner.candidates.memory import Gauge, exactly, fastest
 from autoparallel.planner.candidates.microbatches import microbatches_in_call, pipelines
 from autoparallel.planner.candidates.paddings import paddings
 from autoparallel.planner.thresholds import THRESHOLDS
@@ -43,12 +43,15 @@ def _best(evaluator: Evaluator, presets: Sequence[str], offloads: bool, thorough
     if request.stages:
         return (yield from pipelines(evaluator, presets, offloads))
 
-    def search(some: Candidate) -> Proposals:
-        candidates = [replace(some, preset=name) for name in presets]
-        return fastest(candidates, request.memory_limit, evaluator, exactly=thorough)
-
     candidate = Candidate(request.origin, microbatches=microbatches_in_call(evaluator), offloads=offloads)
-    return (yield from with_means(candidate, evaluator, search) if thorough else search(candidate))
+
+    def search(gauge: Gauge) -> Proposals:
+        def presets_of(some: Candidate, incumbent: Outcome | None = None) -> Proposals:
+            return fastest([replace(some, preset=name) for name in presets], gauge, incumbent)
+
+        return with_means(candidate, gauge, presets_of) if thorough else presets_of(candidate)
+
+    return (yield from exactly(search, evaluator) if thorough else search(Gauge(evaluator)))
 
 
 def _move_states(evaluator: Evaluator, presets: Sequence[str], best: Outcome) -> Proposals:
@@ -61,7 +64,7 @@ def _move_states(evaluator: Evaluator, presets: Sequence[str], best: Outcome) ->
         return other if other.plan is not None and other.seconds < best.seconds else best
     count, loss_chunks = microbatches_in_call(evaluator), best.candidate.loss_chunks
     candidate = Candidate(preset, microbatches=count, loss_chunks=loss_chunks, offloads=True)
-    return (yield from fastest([candidate], evaluator.request.memory_limit, evaluator, incumbent=best))
+    return (yield from exactly(lambda gauge: fastest([candidate], gauge, best), evaluator))
 
 
 def _may_offload(outcome: Outcome, evaluator: Evaluator) -> Generator[Candidate, Outcome, bool]:
