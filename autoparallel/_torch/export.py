@@ -22,6 +22,8 @@ from torch.fx.node import has_side_effect
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
+_EXPORT = "torch.export._trace"
+
 VALIDATE_DEVICE = flex, "_validate_device"
 """The function of FlexAttention that raises where a CPU is to differentiate, and where it stands."""
 
@@ -104,7 +106,7 @@ FOLDER = torch.__file__.rpartition("/")[0] + "/"
 def import_tracer() -> None:
     """Imports Dynamo and what else traces a model, which takes long and sets environment variables: both would disturb
     a trace that is watched."""
-    importlib.import_module("torch.export._trace")
+    importlib.import_module(_EXPORT)
 
 
 def graph_module(graph: fx.Graph) -> fx.GraphModule:
@@ -120,15 +122,22 @@ def forward_of(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 @contextmanager
-def without_fake_errors() -> Iterator[None]:
-    """Keeps torch from logging, with a traceback, each operator that a trace cannot run: it is raised as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+def without_reports() -> Iterator[None]:
+    """Keeps torch from logging, with a traceback, each operator that a trace cannot run, and from printing all that was
+    traced where a value would decide: both are raised as well."""
+    logger, export = logging.getLogger("torch._subclasses.fake_tensor"), vars(importlib.import_module(_EXPORT))
     level = logger.level
     logger.setLevel(logging.CRITICAL)
+    export["print"] = _print_nothing
     try:
         yield
     finally:
         logger.setLevel(level)
+        export.pop("print", None)
+
+
+def _print_nothing(*_: object, **__: object) -> None:
+    """Stands for ``print`` in the module of torch that exports, which prints nothing else."""
 
 
 __all__ = [  # torch's own, handed on

@@ -52,7 +52,7 @@ def _capture(
         if failed is not None and _examples(attempt, options) == vain:
             continue
         try:
-            with _torch.export.without_fake_errors():
+            with _torch.export.without_reports():
                 captured = attempt_capture(model, attempt, *others, fixed=fixed, **options)
         except CaptureError as error:
             if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open
