@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,12 +22,39 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.node import has_side_effect
 from torch.nn.attention import flex_attention as flex
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 _EXPORT = "torch.export._trace"
 
 VALIDATE_DEVICE = flex, "_validate_device"
 """The function of FlexAttention that raises where a CPU is to differentiate, and where it stands."""
+
+
+class AttendingMode(TorchDispatchMode):
+    """A mode in which FlexAttention runs: Dynamo, by which FlexAttention traces its functions, takes no notice of it
+    there; what else is compiled runs as it was written, as in other modes."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """What Dynamo asks."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not flex.flex_attention.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+
+@contextmanager
+def attention_differentiated_on_cpus() -> Iterator[None]:
+    """Inside, FlexAttention on a CPU carries gradients, which torch computes there and does not offer."""
+    before = getattr(*VALIDATE_DEVICE)
+    setattr(*VALIDATE_DEVICE, lambda *_: None)
+    try:
+        yield
+    finally:
+        setattr(*VALIDATE_DEVICE, before)
 
 
 @contextmanager

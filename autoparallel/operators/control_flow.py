@@ -7,6 +7,7 @@ its graphs do may be cut.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,6 +92,11 @@ def control_operator(name: str, arguments: Sequence[Any]) -> tuple[Callable[...,
     all but the graphs."""
     graphs = [x for x in arguments if isinstance(x, fx.GraphModule)]
     places = [isinstance(x, fx.GraphModule) for x in arguments]
+    return _operator(name, places, graphs), [x for x, graph in zip(arguments, places, strict=True) if not graph]
+
+
+def _operator(name: str, places: Sequence[bool], graphs: Sequence[fx.GraphModule]) -> Callable[..., tuple[Any, ...]]:
+    """The operator whose arguments at some places are graphs."""
 
     def call(*rest: Any) -> tuple[Any, ...]:
         inner, outer = iter(graphs), iter(rest)
@@ -99,10 +105,11 @@ def control_operator(name: str, arguments: Sequence[Any]) -> tuple[Callable[...,
     call.__name__ = call.__qualname__ = name
     call.__module__ = __name__
     call.graphs = graphs  # type: ignore[attr-defined]
-    return call, [x for x, graph in zip(arguments, places, strict=True) if not graph]
+    call.of_graphs = functools.partial(_operator, name, places)  # type: ignore[attr-defined]
+    return call
 
 
 def inner_graphs(target: Any) -> Sequence[fx.GraphModule]:
-    """The graphs that an operator may run."""
+    """The graphs that an operator may run; its ``of_graphs`` makes the same operator of others."""
     graphs: Sequence[fx.GraphModule] = getattr(target, "graphs", ())
     return graphs

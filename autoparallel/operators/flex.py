@@ -80,6 +80,7 @@ def flex_operator(score: fx.GraphModule, mask: fx.GraphModule) -> Body:
     constants = any(node.op == "get_attr" for graph in (score, mask) for node in graph.graph.nodes)
     flex_attention.__qualname__ = "flex_attention"
     flex_attention.graphs = [score, mask]  # type: ignore[attr-defined]
+    flex_attention.of_graphs = lambda graphs: flex_operator(*graphs)  # type: ignore[attr-defined]
     flex_attention.family = flex_operator  # type: ignore[attr-defined]
     return flex_attention if constants else _OPERATORS.setdefault((score.code, mask.code), flex_attention)
 

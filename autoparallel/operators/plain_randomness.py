@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoparallel import _torch
 from autoparallel.operators.random import RandomState, draw_from
 from autoparallel.operators.torch_random import BASIC, Draw, EagerEmit, arguments_of, rrelu_slope, silent
 
@@ -25,7 +25,7 @@ class UnsupportedRandomness(NotImplementedError):
     """A random operator whose numbers cannot be made to depend on the global position."""
 
 
-class _Numbered(TorchDispatchMode):
+class _Numbered(_torch.export.AttendingMode):
     """Draws our numbers wherever a random operator of torch is called."""
 
     def __init__(self, state: RandomState) -> None:
@@ -35,6 +35,8 @@ class _Numbered(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # FlexAttention, whose functions draw nothing
+            return func(*args, **kwargs)
         arguments = arguments_of(func, args, kwargs)
         theirs = arguments.get("generator") is not None  # a compiled model is refused for it; a loss may have one
         if torch.Tag.nondeterministic_seeded not in func.tags or theirs or silent(func, arguments):

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import autoparallel
-from autoparallel.operators.flex import _dense, _from, _kernel
+from autoparallel.operators.flex import _dense, _from, _kernel, flex_operator
+from autoparallel.passes.set_device import set_device
 from tests.distributed import run_distributed
-from tests.runtime.support import mesh_of
+from tests.runtime.support import mesh_of, raised
 
 LENGTH = 16
 
@@ -193,3 +194,37 @@ def test_torch_s_kernel_is_given_what_all_scores_are_made_of(result: int) -> Non
     first = [torch.tensor(0), torch.tensor(1)]
     functions = _from(score, first, 1, ()), _from(mask, first, 0, ())
     torch.testing.assert_close(_kernel(*functions, *operands, result), _dense(*functions, *operands, result))
+
+
+def _number_as_a_tensor() -> str | None:
+    model = Windowed("cell")
+    model.score = lambda s, *_: s * torch.tensor(0.5)
+    return raised(lambda: autoparallel.compile(model, mesh_of(1))(torch.randn(2, LENGTH, 8)))
+
+
+def test_a_function_that_makes_a_tensor_of_a_number_is_told_to_use_the_number() -> None:
+    (message,) = run_distributed(_number_as_a_tensor, world_size=1)
+    assert message is not None and "write the number itself" in message
+
+
+def test_a_program_on_another_device_leaves_the_functions_of_all_others_as_they_are() -> None:
+    places = [torch.tensor(0) for _ in range(4)]
+
+    def operator() -> Any:
+        score = make_fx(lambda s, *_: s + torch.arange(3, device="cpu").sum())(torch.tensor(0.0), *places)
+        return flex_operator(score, make_fx(lambda row, head, query, key: query >= key)(*places))
+
+    target, graph = operator(), fx.Graph()
+    graph.output(graph.call_function(target))
+    module = fx.GraphModule({}, graph)
+    set_device(module, torch.device("meta"))
+    (moved,) = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert "'meta'" in moved.graphs[0].code and "'cpu'" not in moved.graphs[0].code
+    assert operator() is target and "'cpu'" in target.graphs[0].code
+
+
+@pytest.mark.slow
+def test_verify_differentiates_the_plain_model_on_a_cpu() -> None:
+    inputs = torch.randn(4, LENGTH, 8), torch.zeros(4, LENGTH).long()
+    report = autoparallel.verify(Attention(), (2,), inputs)
+    assert report.ok and any(d.kind == "gradient" for d in report.differences)

@@ -183,6 +183,9 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
             "a function that torch.cond, while_loop, scan or flex_attention runs reads an attribute of a module: read "
             "it before (w = self.layer.weight), and let the function use that (F.linear(h, w)) instead of the module"
         )
+    elif "FunctionalTensor on its own" in text:
+        text = "a function that torch.cond, while_loop, scan or flex_attention runs makes a tensor of a number"
+        advice = "write the number itself (score * 0.5), or make the tensor before, and let the function read it"
     elif "Unsupported input type" in text and "BlockMask" in text:
         text = "a BlockMask is passed in, which torch cannot trace"
         advice = "make it inside of the model, of tensors that are passed in, or keep it as an attribute of the model"

@@ -88,7 +88,7 @@ def _floor(x: Tensor | None) -> float:
     return ROUNDINGS * torch.finfo(x.dtype).eps * min(1.0, largest)
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(_torch.export.AttendingMode):
     """Notes where a model makes a result that is narrower than all its operands, and than ``dtype``."""
 
     def __init__(self, dtype: torch.dtype, path: Callable[[], str]) -> None:

@@ -130,7 +130,8 @@ def call(model: nn.Module, task: Task, batch: Batch, with_target: bool = True) -
     args, with_loss = batch.args, task.loss_fn is not None
     if isinstance(model, ParallelModule):
         return model(*(args if with_target or not with_loss else args[:-1]), **batch.kwargs)
-    output = _plain_call(model, task, args[:-1] if with_loss else args, batch.kwargs)
+    with _torch.export.attention_differentiated_on_cpus():
+        output = _plain_call(model, task, args[:-1] if with_loss else args, batch.kwargs)
     if task.loss_fn is None or not with_target:
         return output
     loss = task.loss_fn(output, args[-1])
