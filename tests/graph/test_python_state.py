@@ -117,6 +117,21 @@ def test_globals_and_attributes_of_global_objects(monkeypatch: pytest.MonkeyPatc
     assert kinds(train(Globals, between)) == 3
 
 
+def test_the_default_dtype() -> None:
+    class Third(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.tensor(1 / 3)
+
+    model, x = autoparallel.compile(Third()), torch.ones(6, dtype=torch.float64)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert torch.equal(model(x), Third()(x))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_closure_of_the_loss() -> None:
     weight = 1.0
 

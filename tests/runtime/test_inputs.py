@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.runtime.support import batch, make, mesh_of, off, raised, run_on_ranks
+import autoparallel
+from tests.runtime.support import Net, batch, gradients_off, make, mesh_of, off, raised, run_on_ranks
 
 
 @dataclasses.dataclass
@@ -47,8 +49,6 @@ class Reader(nn.Module):
 
 
 def _pair() -> tuple[Any, Any]:
-    import autoparallel
-
     model = make(Reader)
     plain = copy.deepcopy(model)
     return autoparallel.compile(model, loss_fn=F.mse_loss, plan="fsdp"), plain
@@ -111,8 +111,6 @@ def test_what_is_refused_says_why(found: dict[str, Any], name: str, words: str) 
 
 
 def _under_autocast() -> dict[str, Any]:
-    import autoparallel
-
     class Small(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -149,9 +147,19 @@ def test_autocast_is_the_policy_it_means() -> None:
         assert results["autocast, loss"][2] != results["none, loss"][2], "the autocast did nothing"
 
 
-def _uneven_first() -> dict[str, Any]:
-    import autoparallel
+@pytest.mark.parametrize("build", [lambda: nn.Linear(8, 4), Net], ids=["a linear layer", "layers"])
+def test_autocast_around_a_model_that_says_nothing_of_it(build: Callable[[], nn.Module]) -> None:
+    plain = make(build, torch.float32)
+    model = autoparallel.compile(copy.deepcopy(plain))
+    x, _ = batch(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = model(x), plain(x)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    y.sum().backward(), expected.sum().backward()
+    assert off(y, expected) == 0 and gradients_off(model, plain) < 1e-2
 
+
+def _uneven_first() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for plan in ("fsdp", "data_parallel"):
         plain = make()
@@ -188,8 +196,6 @@ class Neighbours(nn.Module):
 
 
 def _neighbours(plan: str) -> dict[str, Any]:
-    import autoparallel
-
     plain = make(Neighbours)
     model = autoparallel.compile(copy.deepcopy(plain), mesh_of(2), plan=plan)
     x, _ = batch()

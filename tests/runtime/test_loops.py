@@ -249,6 +249,15 @@ def test_what_a_loop_is_told_to_do_otherwise() -> None:
         assert re.search(r"0\.weight is a DTensor already.*share a module", results["a shared module"]), results
 
 
+def test_a_parameter_that_others_share_is_not_trained_twice() -> None:
+    first, second, x = make(Perceptron), make(Perceptron), torch.randn(8, 8, dtype=torch.float64)
+    second[0].weight = first[0].weight
+    model = autoparallel.compile(first)
+    assert "0.weight is a parameter of a model that is compiled already" in raised(lambda: autoparallel.compile(second))
+    told = raised((model(x) - second(x)).square().mean().backward)
+    assert "a gradient comes to the plain parameter 0.weight" in told
+
+
 def test_torch_compile_around_a_compiled_model_leaves_it_as_it_is() -> None:
     """Also around the loop's step; the model itself says how it is compiled (``backend=``)."""
     plain = make(Perceptron)

@@ -33,9 +33,10 @@ _OF_SIZES = ("_operator", "math", "builtins", "torch")  # modules of plain funct
 
 
 def make_functional(program: ExportedProgram) -> ExportedProgram:
-    """The trace as values; ``program`` itself, rewritten, where nothing in it writes or is complex."""
+    """The trace as values; ``program`` itself, rewritten, where nothing in it writes or is complex, and no autocast
+    around it has yet to cast what it computes."""
     table = compositions(program.graph_module)
-    if table or not all(map(_is_functional, program.graph.nodes)):
+    if table or torch.is_autocast_enabled("cpu") or not all(map(_is_functional, program.graph.nodes)):
         return program.run_decompositions(table)
     _take_apart(program.graph, [node for node in program.graph.nodes if _is_composed_of_views(node.target)])
     _share_sizes(program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,12 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
                 "parallelize_module or another compile(); models that share a module are compiled as one that holds "
                 "them all, and says in its forward which of them runs"
             )
+        if tensor in REPLACED:
+            raise ValueError(
+                f"{name} is a parameter of a model that is compiled already, which trains another tensor in its place\n"
+                "What to change: compile models that share a parameter as one that holds them all, and says in its "
+                "forward which of them runs."
+            )
         if tensor.device.type not in (mesh.device_type, "meta"):
             raise ValueError(
                 f"{name} is on {tensor.device} but the mesh is on {mesh.device_type!r}: move the model there first "
@@ -53,13 +60,25 @@ def make_dtensors(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replaces every parameter by a ``DTensor`` that is whole on every rank."""
     layout = to_dtensor_placements((Invariant,) * mesh.ndim)
     replacements: dict[int, nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module, name, parameter in list(slots(model)):
         if id(parameter) not in replacements:
             spec = _torch.dtensor.make_spec(mesh, layout, parameter.shape, parameter.dtype)
             new = _remade(parameter, parameter.detach().contiguous(), spec)
             move_hooks(parameter, new)
             replacements[id(parameter)] = REPLACED[parameter] = new
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(_refuse_gradient, names[id(parameter)]))
         module._parameters[name] = replacements[id(parameter)]
+
+
+def _refuse_gradient(name: str, parameter: torch.Tensor) -> None:
+    """Raises for a gradient of a plain parameter: nobody trains it any more."""
+    raise RuntimeError(
+        f"a gradient comes to the plain parameter {name}, in whose place compile() has put another, which is trained\n"
+        "What to change: take parameters from the compiled model after compile(); what shares one with it "
+        "(a loss, a second model) becomes part of the model that is compiled."
+    )
 
 
 def _remade(parameter: nn.Parameter, local: torch.Tensor, spec: Any) -> nn.Parameter:
