@@ -19,7 +19,18 @@ import autoparallel
 from autoparallel.graph.python_state import MISSING, PythonState, freeze
 
 GAIN = 1.0
-SETTINGS = types.SimpleNamespace(alpha=0.5)
+
+
+class Settings:
+    """What a model may have as a global: an attribute is read by the model, another by a method."""
+
+    alpha, beta = 0.5, 2.0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.beta
+
+
+SETTINGS = Settings()
 SEEN: list[Tensor] = []
 
 
@@ -37,7 +48,22 @@ class Temperature(Linear):
 
 class Globals(Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * GAIN * SETTINGS.alpha).mean()
+        return (SETTINGS.scaled(self.linear(x)) * GAIN * SETTINGS.alpha).mean()
+
+
+OPTIONS = {"power": 2}
+
+
+def _scaled(x: Tensor, *, by: float = 1.0) -> Tensor:
+    return x * by
+
+
+class Defaults(Linear):
+    def forward(self, x: Tensor, gain: float = 1.0) -> Tensor:
+        def power(h: Tensor, options: dict[str, int] = OPTIONS) -> Tensor:
+            return h.pow(options["power"])
+
+        return power(_scaled(self.linear(x)) * gain).mean()
 
 
 class Rebound(Linear):
@@ -112,9 +138,13 @@ def test_an_attribute_that_nobody_reads_makes_none() -> None:
 def test_globals_and_attributes_of_global_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     def between(model: Any, step: int) -> None:
         monkeypatch.setitem(globals(), "GAIN", 1.0 + step)
-        monkeypatch.setattr(SETTINGS, "alpha", 0.5 + step)
+        monkeypatch.setattr(SETTINGS, "alpha", 0.5 + step // 2)
 
     assert kinds(train(Globals, between)) == 3
+
+
+def test_a_method_of_a_global_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kinds(train(Globals, lambda model, step: monkeypatch.setattr(SETTINGS, "beta", 2.0 + step))) == 3
 
 
 def test_the_default_dtype() -> None:
@@ -130,6 +160,15 @@ def test_the_default_dtype() -> None:
             assert torch.equal(model(x), Third()(x))
     finally:
         torch.set_default_dtype(before)
+
+
+def test_defaults_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def between(model: Any, step: int) -> None:
+        monkeypatch.setattr(Defaults.forward, "__defaults__", (1.0 + step,))
+        monkeypatch.setattr(_scaled, "__kwdefaults__", {"by": 1.0 + step // 2})
+        monkeypatch.setitem(OPTIONS, "power", 2 + step)
+
+    assert kinds(train(Defaults, between)) == 3
 
 
 def test_a_closure_of_the_loss() -> None:
@@ -201,6 +240,23 @@ def _numpy_draw(model: Any, x: Tensor) -> Tensor:
     return model.linear(x).mean() * float(np.random.rand())
 
 
+def _default_list(model: Any, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006 - it is what the test is about
+    seen.append(1)
+    return model.linear(x).mean() * len(seen)
+
+
+def _counted(x: Tensor) -> Tensor:
+    _counted.calls += 1  # type: ignore[attr-defined]
+    return x.mean() * _counted.calls  # type: ignore[attr-defined]
+
+
+_counted.calls = 0  # type: ignore[attr-defined]
+
+
+def _function_attribute(model: Any, x: Tensor) -> Tensor:
+    return _counted(model.linear(x))
+
+
 def _new_shape(model: Any, x: Tensor) -> Tensor:
     model.state = torch.cat([model.state, model.state])
     return model.linear(x).mean()
@@ -214,6 +270,8 @@ def _new_shape(model: Any, x: Tensor) -> Tensor:
         (_global_list, r"SEEN is a list of 0 before it and a list of 1 after it, at .*SEEN.append.*\n.*as an output"),
         (_python_draw, r"Python's random at .*random.random\(\)[^\n]*\n.*torch.rand"),
         (_numpy_draw, r"numpy.random at .*np.random.rand\(\)[^\n]*\n.*torch.rand"),
+        (_default_list, r"the default of seen is a list of 0 before it and a list of 1 after it, at .*seen.append"),
+        (_function_attribute, r"_counted.calls is 0 before it and 1 after it, at .*_counted.calls \+= 1"),
         (_new_shape, r"replaces the buffer state, \(2,\) .*model.state = torch.cat[^\n]*\n.*keep its shape"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -230,7 +288,8 @@ def test_a_call_that_changes_what_it_reads_is_refused(forward: Callable[..., Ten
     model = autoparallel.compile(Model())
     with pytest.raises(autoparallel.CaptureError, match=says):
         model(torch.randn(4, 4, dtype=torch.float64))
-    assert not SEEN and (random.getstate(), freeze(np.random.get_state())) == states
+    assert not SEEN and _default_list.__defaults__ == ([],) and _counted.calls == 0  # type: ignore[attr-defined]
+    assert (random.getstate(), freeze(np.random.get_state())) == states
 
 
 def test_a_variable_may_be_called_as_the_attribute_that_it_holds() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import cProfile
 import dis
 import gc
+import inspect
 import os
 import random
 import sys
@@ -42,6 +43,7 @@ from autoparallel.graph.python_state import (
 )
 
 _CACHE = type(cache(len))
+_CONTAINERS = (list, dict, set, tuple, deque)
 
 
 def _leave(value: Any) -> None:
@@ -232,6 +234,7 @@ class GlobalsRead:
             self._codes[id(code)] = code, loads
             if loads is not None:
                 self._note_globals(frame, loads.globals)
+                self._note_defaults(frame)
         else:
             loads = entry[1]
         if loads is None:
@@ -255,11 +258,25 @@ class GlobalsRead:
             value = table.get(name, MISSING)
             if value is MISSING:
                 continue
-            if attributes and not is_plain(value) and not isinstance(value, list | dict | set | tuple | deque):
+            if attributes and not is_plain(value) and not isinstance(value, _CONTAINERS):
+                if is_data(value) and not is_installed(frame.f_code.co_filename):
+                    self._owners[id(value)] = value  # perhaps it is a method, which reads others
                 self._add_chain(name, value, tuple(attributes), frame)
             else:
                 write = partial(table.__setitem__, name)
                 self._add((id(table), name), name, partial(table.get, name, MISSING), write, frame, table)
+
+    def _note_defaults(self, frame: types.FrameType) -> None:
+        """Notes the defaults of the function that runs, where one of its arguments may be a default."""
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if is_installed(code.co_filename) or not any(_may_change(frame.f_locals.get(name)) for name in names):
+            return
+        for function in _functions_before(frame, names[0]):
+            for name in names:
+                read = partial(_default, function, name)
+                if _may_change(read()):
+                    self._add((id(function), name), f"the default of {name}", read, _leave, frame)
 
     def _note_cells(self, frame: types.FrameType, chains: frozenset[tuple[str, ...]]) -> None:
         values = frame.f_locals
@@ -268,7 +285,7 @@ class GlobalsRead:
             value = values.get(name, MISSING)
             if value is MISSING or isinstance(value, torch.Tensor | torch.SymInt):
                 continue
-            if attributes and not is_plain(value) and not isinstance(value, list | dict | set | tuple | deque):
+            if attributes and not is_plain(value) and not isinstance(value, _CONTAINERS):
                 self._add_chain(name, value, tuple(attributes), frame)
                 continue
             if cells is None:
@@ -297,7 +314,7 @@ class GlobalsRead:
         elif isinstance(value, type):
             if value.__module__.partition(".")[0] in LIBRARIES:
                 return
-        elif not is_data(value):
+        elif not isinstance(value, types.FunctionType) and not is_data(value):
             return
         inside = getattr(value, "__dict__", {}).get(name, getattr(type(value), name, MISSING))
         if inside is MISSING or isinstance(inside, OPAQUE) or hasattr(inside, "__get__"):
@@ -392,6 +409,36 @@ def _cells_of(code: types.CodeType, values: dict[str, Any]) -> dict[str, types.C
                 if all(_contents(cell) is values.get(name, MISSING) for name, cell in cells.items()):
                     return cells
     return {}
+
+
+def _functions_before(frame: types.FrameType, first: str) -> Iterator[types.FunctionType]:
+    """The function that runs, as a method of its first argument or a global, or those that share its code; what the
+    run itself has made is left out."""
+    code, owner = frame.f_code, frame.f_locals.get(first)
+    classes = (owner if isinstance(owner, type) else type(owner)).__mro__
+    for held in (*(vars(cls).get(code.co_name) for cls in classes), frame.f_globals.get(code.co_name)):
+        held = getattr(held, "__func__", None) or getattr(held, "fget", held)
+        function = inspect.unwrap(held) if callable(held) else None
+        if isinstance(function, types.FunctionType) and function.__code__ is code:
+            yield function
+            return
+    young, holders = (find(code) for find in _OBJECTS)
+    of_the_run = {id(x) for x in young}
+    for x in holders:
+        if isinstance(x, types.FunctionType) and x.__code__ is code and id(x) not in of_the_run:
+            yield x
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a default can be another in another call, and is compared by what it holds."""
+    return value is not None and (is_plain(value) or isinstance(value, _CONTAINERS) or is_data(value))
+
+
+def _default(function: types.FunctionType, name: str) -> Any:
+    """A function's default of an argument."""
+    code, positional = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(positional) : code.co_argcount]
+    return {**dict(zip(names, positional, strict=False)), **(function.__kwdefaults__ or {})}.get(name, MISSING)
 
 
 _OBJECTS: tuple[Callable[[types.CodeType], list[Any]], ...] = (lambda code: gc.get_objects(0), gc.get_referrers)
