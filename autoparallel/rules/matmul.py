@@ -152,3 +152,11 @@ def _localize_flex(call: LocalCall) -> None:
     rows = ",".join(filter(None, [arguments(call.node)["rows"], *(call.groups[i] for i in call.axes_of("b"))]))
     call.set_argument("rows", rows)
     call.set_argument("heads", ",".join(call.groups[i] for i in call.axes_of("h")))
+
+
+def solve(node: fx.Node) -> Rule:
+    """The rule of systems of linear equations, solved for matrices or vectors; linear in the right-hand sides."""
+    matrices, right = operand_shapes(node)
+    is_vector = len(right) == 1 or right == matrices[:-1]
+    notation = "... x y, ... u -> ... u" if is_vector else "... x y, ... u v -> ... u v"
+    return make_rule(node, notation, linear=[(1,)], blocked=["x", "y", "u"] + ["v"] * (not is_vector))

@@ -169,6 +169,7 @@ BY_ARGUMENTS: dict[Any, RuleMaker] = {
     aten.einsum.default: matmul.einsum,
     aten.tensordot.default: matmul.tensordot,
     aten.scaled_dot_product_attention.default: matmul.attention,
+    aten.linalg_solve.default: matmul.solve,
     flex_operator: matmul.flex_attention,
     grouped_linear: matmul.grouped,
     recurrent: layers.recurrent,
