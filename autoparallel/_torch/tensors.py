@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -50,6 +50,18 @@ def memory_span(tensor: torch.Tensor) -> tuple[str, int, int]:
         return str(tensor.device), 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of the elements of tensors of one dtype, one behind the other; one call takes half the time of many."""
+    return torch._C._nn.flatten_dense_tensors(list(tensors))
+
+
+def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of what is as long as some tensors together, in their shapes."""
+    parts = torch._C._nn.unflatten_dense_tensors(flat, list(tensors))
+    # Of a tensor without elements some versions of torch leave the shape out.
+    return [part if part.numel() else part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -173,9 +173,10 @@ def start_transfers(
     if len(kinds) != 1:
         raise ValueError(f"one collective cannot serve different redistributions: {sorted(kinds)}")
     kind = kinds.pop()
-    items = list(map(_Item, [t.shape for t in tensors], srcs, dsts, extents or [None] * len(tensors)))
+    extents = extents or [None] * len(tensors)
     if kind == "all_reduce":
-        return _start_all_reduce(tensors, items, group, owned)
+        return _start_all_reduce(tensors, extents, group, owned)
+    items = list(map(_Item, [t.shape for t in tensors], srcs, dsts, extents))
     return _STARTERS[kind](tensors, items, group)
 
 
@@ -189,9 +190,7 @@ Starter = Callable[[Sequence[torch.Tensor], Sequence[_Item], str], Callable[[], 
 
 def pack(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tensors of one dtype that lie one behind the other in one piece of memory."""
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    parts = flat.split([t.numel() for t in tensors])
-    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+    return _torch.tensors.split_like(_torch.tensors.join(tensors), tensors)
 
 
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -200,7 +199,7 @@ def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return settled(tensors[0]).contiguous().view(-1)
     if are_adjacent(tensors):
         return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))
-    return torch.cat([t.reshape(-1) for t in tensors])
+    return _torch.tensors.join(tensors)
 
 
 def are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
@@ -215,28 +214,27 @@ def are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def _payloads(tensors: Sequence[torch.Tensor], items: Sequence[_Item]) -> list[torch.Tensor]:
+def _payloads(tensors: Sequence[torch.Tensor], extents: Sequence[Extent | None]) -> list[torch.Tensor]:
     """The values in the shapes in which every rank sends them."""
-    pairs = zip(tensors, items, strict=True)
-    return [x if item.extent is None else _filled_up(x, item.extent.padded) for x, item in pairs]
+    pairs = zip(tensors, extents, strict=True)
+    return [x if extent is None else _filled_up(x, extent.padded) for x, extent in pairs]
 
 
 def _start_all_reduce(
-    tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str, owned: bool
+    tensors: Sequence[torch.Tensor], extents: Sequence[Extent | None], group: str, owned: bool
 ) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    payloads = _payloads(tensors, items)
+    payloads = _payloads(tensors, extents)
     flat = _flatten(payloads)
     if _torch.tensors.storage_mark(flat) == _torch.tensors.storage_mark(payloads[0]) and not owned:
         flat = flat.clone()
-    wait, sizes = communicator.all_reduce(flat, axis), [x.numel() for x in payloads]
+    wait = communicator.all_reduce(flat, axis)
+    sums = _torch.tensors.split_like(flat, payloads)  # it is reduced in place
+    shapes = [None if extent is None else x.shape for x, extent in zip(tensors, extents, strict=True)]
 
     def finish() -> list[torch.Tensor]:
-        pairs = zip(wait().split(sizes), items, strict=True)
-        return [
-            part.view(item.shape) if item.extent is None else _corner(part.view(item.extent.padded), item.shape)
-            for part, item in pairs
-        ]
+        wait()
+        return [x if shape is None else _corner(x, shape) for x, shape in zip(sums, shapes, strict=True)]
 
     return finish
 
@@ -245,7 +243,7 @@ def _start_all_gather(
     tensors: Sequence[torch.Tensor], items: Sequence[_Item], group: str
 ) -> Callable[[], list[torch.Tensor]]:
     communicator, axis = communicator_of(group)
-    index, payloads = communicator.index(axis), _payloads(tensors, items)
+    index, payloads = communicator.index(axis), _payloads(tensors, [item.extent for item in items])
     wait, shapes = communicator.all_gather(_flatten(payloads), axis), [x.shape for x in payloads]
 
     def finish() -> list[torch.Tensor]:
