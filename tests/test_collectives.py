@@ -205,3 +205,16 @@ def test_tensors_that_are_sent_together_need_not_live_until_they_arrive(src: Pla
         assert [sorted({*x.flatten().tolist()}) for x in values] == (
             [[1.0], [3.0]] if src == Partial else [[0.0, 1.0], [1.0, 2.0]]
         )
+
+
+def test_tensors_without_elements_keep_their_shapes_in_one_collective() -> None:
+    shapes = [(2, 3), (0, 5), (), (4, 0), (3,)]
+
+    def rank(index: int) -> list[Tensor]:
+        tensors = [torch.full(shape, index + 1.0) for shape in shapes]
+        group = group_name("mesh0", ("dp",), (0,))
+        return start_transfers(tensors, [Partial] * len(shapes), [Invariant] * len(shapes), group)()
+
+    for values in simulate(rank, (2,), ("dp",)):
+        assert [tuple(x.shape) for x in values] == shapes
+        assert all(bool((x == 3).all()) for x in values)
