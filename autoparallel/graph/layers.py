@@ -137,6 +137,7 @@ class Kinds:
 
     def __init__(self) -> None:
         self._values: dict[int, Hashable] = {}
+        self._calls: dict[fx.Node, tuple[Hashable, list[fx.Node]]] = {}
 
     def of(self, node: fx.Node) -> Hashable:
         """A node's value, and what passes have found out about it."""
@@ -151,6 +152,8 @@ class Kinds:
 
     def call(self, node: fx.Node) -> tuple[Hashable, list[fx.Node]]:
         """A call without what it reads, and what it reads; of a draw, its number is left out, too."""
+        if node in self._calls:  # a layer is compared with the one before it and with the one behind it
+            return self._calls[node]
         reads: list[fx.Node] = []
         args = node.args if draw_of(node) is None else with_draw(node, 0)
 
@@ -159,7 +162,8 @@ class Kinds:
             return "_"
 
         arguments = repr(fx.map_arg((args, node.kwargs), note))
-        return (node.target, arguments, self.of(node), node.meta["key"].rpartition("/")[2]), reads
+        self._calls[node] = (node.target, arguments, self.of(node), node.meta["key"].rpartition("/")[2]), reads
+        return self._calls[node]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ layer, as in a trace of all. Layers change no buffers of their own. Where anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -82,7 +84,7 @@ def find_stacks(
         short = _Record(part, run)
     except Exception:  # noqa: BLE001 - a model that needs all its layers is traced with all of them
         return []
-    return stacks if whole.without(stacks) == short.without([]) else []
+    return stacks if whole.equals_without(stacks, short) else []
 
 
 def leave_out(model: nn.Module, stacks: list[Stack]) -> None:
@@ -107,7 +109,7 @@ def _stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down every operator: what it is, its constants, what it reads, and the shapes of what it makes.
+    """Records every operator as a call of a graph: its constants, what it reads, and the kinds of what it makes.
 
     Graphs that an operator runs are constants, known by their code.
     """
@@ -121,217 +123,151 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
-        self.names = names  # of parameters, buffers and inputs, by id
-        self.lines: list[tuple[Hashable, list[Hashable]]] = []  # an operator, and what it reads
-        self.sources: dict[int, tuple[int, int]] = {}
-        self.constants = 0
-        self.held: list[Any] = []  # an id is unique while its owner lives
+        self.calls: list[fx.Node] = []
+        self._graph = fx.Graph()
+        self._names = names  # of parameters and buffers, by id
+        self._constants = itertools.count()
+        self._sources: dict[int, tuple[fx.Node, int]] = {}  # of tensors, by id: the node, and which of its results
+        self._held: list[Any] = []  # an id is unique while its owner lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # asks a tensor's device or layout, and computes nothing
-            return out
-        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-        reads: list[Hashable] = []
-        constants: list[Hashable] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                reads.append(self.source(leaf))
-                constants.append(None)
-            else:
-                constants.append((type(leaf).__name__, str(leaf)))
-        results: list[Hashable] = []
-        for i, value in enumerate(pytree.tree_leaves(out)):
-            if isinstance(value, torch.Tensor):
-                results.append((tuple(value.shape), value.dtype, value.requires_grad))
-                self.sources[id(value)] = (len(self.lines), i)
-                self.held.append(value)
-            else:
-                results.append((type(value).__name__, str(value)))
-        trace = CURRENT.value
-        mode = torch.is_grad_enabled(), trace is not None and trace.in_region
-        self.lines.append(((func, str(spec), tuple(constants), tuple(results), mode), reads))
+        if func.namespace != "prim":  # which asks a tensor's device or layout, and computes nothing
+            self.record(func, (args, kwargs or {}), out)
         return out
 
-    def source(self, tensor: torch.Tensor) -> Hashable:
-        if id(tensor) in self.sources:
-            return self.sources[id(tensor)]
-        if id(tensor) not in self.names:  # a constant: the very same one everywhere, or not alike
-            self.names[id(tensor)] = f"constant {self.constants}"
-            self.constants += 1
-            self.held.append(tensor)
-        return self.names[id(tensor)]
+    def record(self, target: Any, reads: Any, makes: Any) -> None:
+        """Adds a call.
+
+        Args:
+            reads, makes: nested values.
+        """
+        leaves, nesting = pytree.tree_flatten(reads)
+        call = self._graph.call_function(target, (*map(self._read, leaves), str(nesting)))
+        trace, results = CURRENT.value, pytree.tree_leaves(makes)
+        call.meta["key"] = str((torch.is_grad_enabled(), trace is not None and trace.in_region))
+        call.meta["val"] = str(list(map(_kind, results)))
+        self._sources |= {id(x): (call, i) for i, x in enumerate(results) if isinstance(x, torch.Tensor)}
+        self._held += results
+        self.calls.append(call)
+
+    def _read(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return type(leaf).__name__, str(leaf)
+        if id(leaf) not in self._sources:  # without a name it is a constant: the very same everywhere, or not alike
+            node = self._graph.placeholder(self._names.get(id(leaf)) or f"constant {next(self._constants)}")
+            node.meta["val"] = _kind(leaf)
+            self._sources[id(leaf)] = node, 0
+            self._held.append(leaf)
+        return self._sources[id(leaf)]
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value}"
+    return str((tuple(value.shape), value.dtype, value.requires_grad, isinstance(value, nn.Parameter)))
 
 
 class _Record:
-    """What one call of a model did, cut where the layers of its lists begin and end."""
+    """What one call of a model did.
+
+    Attributes:
+        calls: in their order; the last one stands for what the model returned.
+        layers: the calls of each layer of the lists that run from the first to the last, by their paths: a layer
+            reaches up to the next layer's first call, the last one to its own last.
+        held: the kinds of the parameters and buffers that a layer alone has, by its path.
+    """
 
     def __init__(
         self, model: nn.Module, run: Callable[[nn.Module], Any], watch: AbstractContextManager[Any] | None = None
     ) -> None:
-        names = {id(t): f"buffer {n}" for n, t in reversed(list(model.named_buffers(remove_duplicate=False)))}
-        names |= {id(t): f"parameter {n}" for n, t in reversed(list(model.named_parameters(remove_duplicate=False)))}
-        recorder = _Recorder(names)
-        self.begins: dict[tuple[str, str], int] = {}
-        self.ends: dict[tuple[str, str], int] = {}
-        self.regular = True
-        for path, module in model.named_modules():
-            if isinstance(module, nn.ModuleList):
-                for name, layer in module.named_children():
-                    layer.register_forward_pre_hook(self._note_begin((path, name), recorder), with_kwargs=True)
-                    layer.register_forward_hook(self._note_end((path, name), recorder))
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        recorder = _Recorder({id(tensor): name for name, tensor in reversed(tensors)})
+        self.calls = recorder.calls
+        begins: dict[str, list[int]] = {}
+        ends: dict[str, list[int]] = {}
+
+        def note(places: dict[str, list[int]], path: str) -> Callable[..., None]:
+            return lambda *_: places.setdefault(path, []).append(len(recorder.calls))
+
+        lists = {path: len(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+        for path in lists:
+            for name, layer in model.get_submodule(path).named_children():
+                layer.register_forward_pre_hook(note(begins, f"{path}.{name}"))
+                layer.register_forward_hook(note(ends, f"{path}.{name}"))
         with recorder, watch or nullcontext():
             results = run(model)
-        self.lines = recorder.lines
-        self.kinds = {  # what cannot be seen in the record: the kinds of what parameters and buffers are
-            name: (tuple(t.shape), t.dtype, t.requires_grad, isinstance(t, nn.Parameter))
-            for name, t in (*model.named_parameters(), *model.named_buffers())
-        }
-        leaves = pytree.tree_leaves(results)
-        self.results = [recorder.source(t) if isinstance(t, torch.Tensor) else str(t) for t in leaves]
-        self.result_spec = str(pytree.tree_structure(results))
-        self.stacks = {path: [name for name, _ in module.named_children()] for path, module in _lists(model)}
-        self._label()
-
-    def _note_begin(self, key: tuple[str, str], recorder: _Recorder) -> Callable[..., None]:
-        def before(*_: Any) -> None:
-            self.regular &= key not in self.begins
-            self.begins[key] = len(recorder.lines)
-
-        return before
-
-    def _note_end(self, key: tuple[str, str], recorder: _Recorder) -> Callable[..., None]:
-        def after(*_: Any) -> None:
-            self.ends[key] = len(recorder.lines)
-
-        return after
-
-    def _label(self) -> None:
-        """Cuts the record: a layer reaches up to the next layer's first operator, the last one to its own last."""
-        self.region: list[tuple[str, str, int]] = [("", "", i) for i in range(len(self.lines))]
-        self.last: dict[str, str] = {}
-        for path, names in self.stacks.items():
-            begun = [name for name in names if (path, name) in self.begins]
-            if begun != names or not names:
+        recorder.record(tuple, results, ())
+        self.layers: dict[str, list[list[fx.Node]]] = {}
+        self.held: dict[str, list[tuple[str, str]]] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            for outer in filter(begins.__contains__, _prefixes(name)):
+                self.held.setdefault(outer, []).append((name.removeprefix(outer), _kind(tensor)))
+        self._kinds = Kinds()
+        spans: list[range] = []
+        for path, count in lists.items() if all(len(places) == 1 for places in begins.values()) else ():
+            starts = [place for i in range(count) for place in begins.get(f"{path}.{i}", ())]
+            stops = [*starts[1:], *ends.get(f"{path}.{count - 1}", ())]
+            if not 0 < len(starts) == count == len(stops) or any(map(operator.ge, starts, stops)):
                 continue
-            starts = [self.begins[path, name] for name in names]
-            stops = [*starts[1:], self.ends.get((path, names[-1]), -1)]
-            if any(a >= b for a, b in zip(starts, stops, strict=True)) or self.region[starts[0]][0]:
-                continue
-            self.last[path] = names[-1]
-            for name, a, b in zip(names, starts, stops, strict=True):
-                for i in range(a, b):
-                    self.region[i] = (path, name, i - a)
-        gap, offset, before = 0, 0, ""
-        for i, (path, _, _) in enumerate(self.region):
-            if path:
-                gap, offset = gap + (path != before), 0
-            else:
-                self.region[i] = ("", str(gap), offset)
-                offset += 1
-            before = path
-
-    def _line(self, i: int) -> Hashable:
-        """An operator of the record, what it reads named by its place relative to it."""
-        path, name, _ = self.region[i]
-        what, reads = self.lines[i]
-        return what, tuple([self._place(read, path, name) for read in reads])
-
-    def _place(self, read: Hashable, path: str, name: str) -> Hashable:
-        if isinstance(read, str):
-            prefix = f"{path}.{name}."
-            kind, _, full = read.partition(" ")
-            if path and full.startswith(prefix):
-                return kind, "own", full.removeprefix(prefix), self.kinds.get(full)
-            return read
-        line, output = cast(tuple[int, int], read)
-        there, its, offset = self.region[line]
-        if there and there == path:
-            names = self.stacks[path]
-            steps = names.index(name) - names.index(its)
-            if steps in (0, 1):
-                return "layer", steps, offset, output
-        if there and its == self.last[there] and there != path:
-            return "last", there, offset, output
-        return there, its, offset, output
-
-    def _segments(self) -> dict[tuple[str, str], list[Hashable]]:
-        segments: dict[tuple[str, str], list[Hashable]] = {}
-        for i, (path, name, _) in enumerate(self.region):
-            segments.setdefault((path, name), []).append(self._line(i))
-        return segments
+            if not any(starts[0] in span for span in spans):  # a list in a layer is a part of that
+                spans.append(range(starts[0], stops[-1]))
+                self.layers[path] = [self.calls[a:b] for a, b in zip(starts, stops, strict=True)]
 
     def alike(self) -> list[Stack]:
         """The equal layers at the end of each list, where leaving some out pays."""
         stacks: list[Stack] = []
-        if not self.regular:
-            return stacks
-        segments = self._segments()
-        for path in self.last:
-            names = self.stacks[path]
-            if names != [str(i) for i in range(len(names))]:
-                continue
-            kinds: dict[Hashable, int] = {}
-            alike = [
-                kinds.setdefault((tuple(segments[path, name]), self._kind(f"{path}.{name}")), len(kinds))
-                for name in names
-            ]
-            first = len(names) - 1
-            while first and alike[first - 1] == alike[-1]:
+        for path, layers in self.layers.items():
+            first = len(layers) - 1
+            while first and self._repeats(path, first, layers[first - 2] if first > 1 else []):
                 first -= 1
-            if first and self._enters(path, names[first - 1], names[first]):
+            if first and self._repeats(path, first, None):  # of the first one, what enters may come from elsewhere
                 first -= 1
-            count = len(names) - first
-            if count - _KEPT >= _LEAST_SAVED:
-                stacks.append(Stack(path, first, count))
+            if len(layers) - first - _KEPT >= _LEAST_SAVED:
+                stacks.append(Stack(path, first, len(layers) - first))
         return stacks
 
-    def _enters(self, path: str, name: str, next_name: str) -> bool:
-        """Whether a layer is as the next one, but that it reads from elsewhere what that one reads of it."""
-        layers = [[i for i, region in enumerate(self.region) if region[:2] == (path, x)] for x in (name, next_name)]
-        if self._kind(f"{path}.{name}") != self._kind(f"{path}.{next_name}") or len({*map(len, layers)}) > 1:
-            return False
-        entered: dict[Hashable, Hashable] = {}
+    def _repeats(self, path: str, i: int, before: Sequence[fx.Node] | None) -> bool:
+        """Whether a layer of a list repeats the one before it (see ``compare``), with parameters of its own."""
+        old, new = f"{path}.{i - 1}", f"{path}.{i}"
+        first, second = self.layers[path][i - 1 : i + 1]
+        alike = compare(first, second, self._kinds, before)
+        return (
+            alike is not None
+            and self.held.get(old) == self.held.get(new)
+            and all(x.target == old + str(y.target).removeprefix(new) for y, x in alike.placeholders.items())
+        )
 
-        def same(read: Hashable, following: Hashable) -> bool:
-            place = self._place(following, path, next_name)
-            if isinstance(read, str) or place[:2] != ("layer", 1):  # type: ignore[index]
-                return self._place(read, path, name) == place
-            is_outside = self.region[cast(tuple[int, int], read)[0]][:2] != (path, name)
-            return (
-                is_outside
-                and self._kind_of(read) == self._kind_of(following)
-                and entered.setdefault(place, read) == read
-            )
-
-        for i, following in zip(*layers, strict=True):
-            (what, reads), (next_what, next_reads) = self.lines[i], self.lines[following]
-            if what != next_what or not all(map(same, reads, next_reads)):
+    def equals_without(self, stacks: Sequence[Stack], short: _Record) -> bool:
+        """Whether another record is this one without layers that are left out; what comes after them reads the last one
+        that is left."""
+        instead: dict[fx.Node, fx.Node | None] = {}
+        for stack in stacks:
+            layers = self.layers[stack.path]
+            template, following = layers[stack.template : stack.template + 2]
+            if not {*template, *following}.issuperset(user for node in template for user in node.users):
                 return False
-        return True
+            instead |= {node: None for i in stack.left_out() for node in layers[i]}
+            instead |= dict(zip(layers[-1], template, strict=True))
+        rest = [node for node in self.calls if node not in instead]
+        twins: dict[fx.Node, fx.Node] = {}
 
-    def _kind_of(self, read: Hashable) -> Hashable:
-        """The kind of what an operator has made."""
-        line, output = cast(tuple[int, int], read)
-        what: Any = self.lines[line][0]
-        return what[3][output]
+        def same(whole: fx.Node, part: fx.Node) -> bool:
+            if part.op == "placeholder":
+                return whole.target == part.target and self._kinds.of(whole) == self._kinds.of(part)
+            return instead.get(whole, whole) is twins[part]
 
-    def _kind(self, prefix: str) -> Hashable:
-        """The parameters and buffers of a layer."""
-        return tuple(sorted((n.removeprefix(prefix), k) for n, k in self.kinds.items() if n.startswith(f"{prefix}.")))
-
-    def without(self, stacks: list[Stack]) -> Hashable:
-        """The record without the layers that are left out; what comes after them reads the last one that is left."""
-        gone = {(stack.path, str(i)) for stack in stacks for i in stack.left_out()}
-        segments = {key: tuple(lines) for key, lines in self._segments().items() if key not in gone}
-        results = tuple([self._place(r, "", "") if not isinstance(r, str) else r for r in self.results])
-        return tuple(segments.items()), results, self.result_spec
+        for node, twin in zip(rest, short.calls, strict=False):
+            (what, reads), (what_twin, reads_twin) = self._kinds.call(node), self._kinds.call(twin)
+            if what != what_twin or not all(map(same, reads, reads_twin)):
+                return False
+            twins[twin] = node
+        return len(rest) == len(short.calls)
 
 
-def _lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList):
-            yield path, module
+def _prefixes(path: str) -> Iterator[str]:
+    """The paths of the modules around what has a path."""
+    return (path[:i] for i, letter in enumerate(path) if letter == ".")
 
 
 # ------------------------------------------------------------------------------------------------------- the graph
