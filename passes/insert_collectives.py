@@ -15,22 +15,18 @@ After:
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from autoparallel.comm.collectives import redistribute
 from autoparallel.comm.groups import group_name
-from autoparallel.passes.specification import Specification
-from autoparallel.placements import Layout, count_pieces
-from autoparallel.placements.modes import Mode
+from autoparallel.passes.specification import Operand, Specification
+from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import Redistributor, Step
-from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
-from autoparallel.rules.ways import local_call
 
 
 @dataclass(frozen=True)
@@ -64,67 +60,59 @@ def insert_collectives(
         redistributor: finds the steps of a redistribution.
     """
     writer = _Writer(module.graph, specification, shared, redistributor)
-    for node in list(module.graph.nodes):
+    for node, origin in zip(list(module.graph.nodes), list(specification.whole.nodes), strict=True):
         if node.op == "placeholder":
-            node.meta["placements"] = specification.placeholders.get(node.name, writer.invariant)
-        elif node.op == "call_function" and is_tensor(node):
-            if node.target is operator.getitem:
-                node.meta["placements"] = node.args[0].meta["placements"]
-            else:
-                writer.localize(node, specification.modes[node.meta["key"]])
-        elif node.op == "call_function" and tensor_operands(node):
-            writer.keep_global(node)
+            node.meta["placements"] = specification.layout_of(origin)
+            writer.values[origin] = node
+        elif node.op == "call_function":
+            writer.write(node, origin)
         elif node.op == "output":
             writer.finish(node)
 
 
+@dataclass
 class _Writer:
-    def __init__(
-        self,
-        graph: fx.Graph,
-        specification: Specification,
-        shared: Mapping[str, Layout],
-        redistributor: Redistributor,
-    ) -> None:
-        self.graph, self.shared, self.redistributor = graph, shared, redistributor
-        self.specification = specification
-        self.axis_sizes, self.invariant = specification.axis_sizes, specification.whole_layout
-        self.versions: dict[tuple[fx.Node, Layout], fx.Node] = {}
+    """Writes the calls of a rank in the places of those of the global graph.
 
-    def localize(self, node: fx.Node, modes: Sequence[Mode]) -> None:
-        """Makes a call of the global graph this rank's, in place."""
-        call = local_call(node, modes, self.redistribute_to, self.axis_sizes, self.specification.groups)
-        node.target, node.args, node.kwargs = call.target, call.args, call.kwargs
-        node.meta["modes"], node.meta["needs"] = tuple(modes), tuple(call.operand_layouts)
-        node.meta["placements"] = call.result_layout
-        if call.divisor > 1:
-            self._divide(node, call.divisor)
+    Attributes:
+        values: of the nodes of the global graph, and of those that rules insert, the nodes that hold their values.
+        versions: of tensors in a layout that they are redistributed to, the nodes that hold them.
+    """
 
-    def _divide(self, node: fx.Node, pieces: int) -> None:
-        """A mean over a sharded factor: the local mean is this rank's summand times the number of shards."""
-        with self.graph.inserting_after(node):
-            divided = self.graph.call_function(torch.ops.aten.div.Tensor, (node, pieces))
-        divided.meta = {k: v for k, v in node.meta.items() if k not in ("modes", "needs")}
-        divided.meta["scales"] = node
-        node.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
+    graph: fx.Graph
+    specification: Specification
+    shared: Mapping[str, Layout]
+    redistributor: Redistributor
+    values: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    versions: dict[tuple[fx.Node, Layout], fx.Node] = field(default_factory=dict)
 
-    def keep_global(self, node: fx.Node) -> None:
-        """A call that gives sizes or several tensors: sizes mean the global size for ever."""
-        if node.target is torch.ops.aten.sym_size.int:
-            source, dim = node.args
-            assert isinstance(source, fx.Node) and isinstance(dim, int)
-            dim %= source.meta["val"].ndim
-            count = count_pieces(source.meta["placements"], dim, self.axis_sizes)
-            if count > 1:
-                with self.graph.inserting_after(node):
-                    whole = self.graph.call_function(operator.mul, (node, count))
-                whole.meta = {"val": node.meta["val"], "key": f"{node.meta.get('key')}/global"}
-                node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
-            return
+    def write(self, node: fx.Node, origin: fx.Node) -> None:
+        """Makes a call of the global graph this rank's, in place; one that is of a part only is completed."""
+        expected = self.specification.expected(origin)
         with self.graph.inserting_before(node):
-            node.args, node.kwargs = map_tensor_operands(node, lambda i, x: self.redistribute_to(x, self.invariant))
-        node.meta["placements"] = self.invariant
-        node.meta["needs"] = (self.invariant,) * len(tensor_operands(node))
+            args, kwargs = map_aggregate((expected.args, dict(expected.kwargs)), self._fill)
+        node.target, node.args, node.kwargs = expected.target, args, kwargs
+        if expected.result is not None:
+            node.meta["placements"] = expected.result
+        self.values[origin] = node
+        if expected.completion is not None:
+            target, count = expected.completion
+            with self.graph.inserting_after(node):
+                self.values[origin] = whole = self.graph.call_function(target, (node, count))
+            whole.meta = dict(node.meta)
+            whole.meta |= {"scales": node} if expected.result is not None else {"key": f"{node.meta.get('key')}/global"}
+        node.meta.update(expected.notes)
+
+    def _fill(self, argument: Any) -> Any:
+        """An argument of an expected call, as this graph has it."""
+        if isinstance(argument, Operand):
+            value = self.values[argument.node]
+            return value if argument.layout is None else self.redistribute_to(value, argument.layout)
+        if isinstance(argument, fx.Node) and argument not in self.values:  # what the rule inserts before the call
+            args, kwargs = map_aggregate((argument.args, argument.kwargs), self._fill)
+            self.values[argument] = self.graph.call_function(argument.target, args, kwargs)  # type: ignore[arg-type]
+            self.values[argument].meta = dict(argument.meta)
+        return self.values[argument] if isinstance(argument, fx.Node) else argument
 
     def redistribute_to(self, node: fx.Node, layout: Layout) -> fx.Node:
         """The node that holds ``node``'s value in ``layout``, inserted at the current point if there is none."""
@@ -158,9 +146,9 @@ class _Writer:
 
     def finish(self, node: fx.Node) -> None:
         """Brings the outputs into the layouts they leave in."""
-        results: list[Any] = list(node.args[0])  # type: ignore[arg-type]
+        results = [
+            Operand(origin, self.specification.output_layout(i)) if isinstance(origin, fx.Node) else origin
+            for i, origin in enumerate(self.specification.results)
+        ]
         with self.graph.inserting_before(node):
-            for i, value in enumerate(results):
-                if (layout := self.specification.output_layout(i)) is not None:
-                    results[i] = self.redistribute_to(value, layout)
-        node.args = (tuple(results),)
+            node.args = (tuple(map(self._fill, results)),)

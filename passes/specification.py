@@ -20,7 +20,7 @@ from autoparallel.graph.sizes import Sizes
 from autoparallel.passes.mark_gradients import flows
 from autoparallel.placements import Invariant, Layout, count_pieces, divides
 from autoparallel.placements.modes import Mode
-from autoparallel.rules.calls import is_tensor, map_tensor_operands
+from autoparallel.rules.calls import is_tensor, map_tensor_operands, tensor_operands
 from autoparallel.rules.ways import local_call
 
 
@@ -35,7 +35,7 @@ def name_of(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class Operand:
-    """What a call must read of a tensor of the global graph: the tensor in a layout, in any where that is None."""
+    """What a call reads of a tensor of the global graph: the tensor in a layout; where that is None, as it is made."""
 
     node: fx.Node
     layout: Layout | None
@@ -51,6 +51,7 @@ class ExpectedCall:
         differentiable: whether the result depends differentiably on what is trained.
         completion: the call that must stand between this one and all that read it, as its target and its second
             argument: a division for a mean over a sharded factor, a product for a size that is cut; else None.
+        notes: what its ``meta`` says of it: how it runs, and the layouts that it needs its operands in.
     """
 
     target: Any
@@ -59,6 +60,7 @@ class ExpectedCall:
     result: Layout | None
     differentiable: bool
     completion: tuple[Any, int] | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,14 +160,18 @@ class Specification:
             layout = self.layout_of(source) or whole
             count = count_pieces(layout, dim % source.meta["val"].ndim, self.axis_sizes)
             completion = (operator.mul, count) if count > 1 else None
-            return ExpectedCall(node.target, (Operand(source, layout), dim), node.kwargs, None, False, completion)
+            return ExpectedCall(node.target, (Operand(source, None), dim), node.kwargs, None, False, completion)
         if not is_tensor(node) or node.target is operator.getitem:
             # A call that gives several tensors reads whole ones.
             args, kwargs = map_tensor_operands(node, lambda i, x: Operand(x, whole))
-            return ExpectedCall(node.target, args, kwargs, whole if is_tensor(node) else None, flows(node))
-        call = local_call(node, self.modes[node.meta["key"]], Operand, self.axis_sizes, self.groups)
+            needs = (whole,) * len(tensor_operands(node))
+            result = whole if needs or is_tensor(node) else None
+            return ExpectedCall(node.target, args, kwargs, result, flows(node), None, {"needs": needs} if needs else {})
+        modes = tuple(self.modes[node.meta["key"]])
+        call = local_call(node, modes, Operand, self.axis_sizes, self.groups)
         completion = (torch.ops.aten.div.Tensor, call.divisor) if call.divisor > 1 else None
-        return ExpectedCall(call.target, call.args, call.kwargs, call.result_layout, flows(node), completion)
+        notes = {"modes": modes, "needs": tuple(call.operand_layouts)}
+        return ExpectedCall(call.target, call.args, call.kwargs, call.result_layout, flows(node), completion, notes)
 
 
 def specify_program(

@@ -190,10 +190,11 @@ class _Verifier:
         right = False
         if isinstance(expected, Operand):
             right = isinstance(actual, fx.Node) and self.origins.get(actual) is expected.node
-            if right and expected.layout is not None and self.layouts[actual] != expected.layout:
+            layout = expected.layout or self.specification.layout_of(expected.node)
+            if right and self.layouts[actual] != layout:
                 raise PlacementError(
                     f"{name_of(node)} {self._runs(self.specification.calls[node.meta['key']])} needs operand "
-                    f"{_position(call, expected)} as {_text(expected.layout)}; it lies as {_text(self.layouts[actual])}"
+                    f"{_position(call, expected)} as {_text(layout)}; it lies as {_text(self.layouts[actual])}"
                 )
             expected = expected.node
         elif isinstance(expected, fx.Node) and expected in self.global_nodes:
