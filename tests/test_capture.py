@@ -214,9 +214,9 @@ def test_what_fails_anyhow_is_not_tried_with_a_fixed_batch(
 ) -> None:
     """Unless it was traced with more rows than it has, as a batch that is smaller than twice the mesh is."""
     made: list[str] = []
-    attempt = capture_module.attempt_capture
+    attempt = capture_module.Attempt
     monkeypatch.setattr(
-        capture_module, "attempt_capture", lambda *args, **options: made.append("") or attempt(*args, **options)
+        capture_module, "Attempt", lambda *args, **options: made.append("") or attempt(*args, **options)
     )
     assert f"got [{rows}, 8]" in refusal(_Breaks(), torch.rand(rows, 8))
     assert len(made) == attempts

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,24 +66,9 @@ NOT_AGAIN = (
 )
 
 
-def attempt_capture(
-    model: nn.Module,
-    specs: Sequence[InputSpec | Any],
-    in_spec: pytree.TreeSpec,
-    *,
-    fixed: dict[str, None],
-    loss_fn: Callable[..., Any] | None,
-    least_batch: int,
-    batch: int,
-    training: bool | None = None,
-    symbolic: bool = True,
-    detach_beside_loss: bool = True,
-    precision: MixedPrecisionPolicy | None = None,
-    ranks: int = 1,
-    gradients: bool = True,
-    autocast: torch.dtype | None = None,
-) -> Captured:
-    """One attempt at a capture.
+@dataclass
+class Attempt:
+    """One attempt at a capture: copies of the model, with fakes in the places of tensors, are run and traced.
 
     Args:
         model: the plain model; its tensors are not touched.
@@ -100,169 +86,214 @@ def attempt_capture(
         gradients: whether it is called with gradients enabled.
         autocast: the dtype of the autocast that it is called under: each cast becomes an operator of the graph.
 
-    Raises:
-        CaptureError: when the model cannot be captured.
+    Attributes:
+        scale: how many times the call's batch is traced.
+        inputs: the fake arguments of the call.
+        shapes: which of their dims are open, as export wants it.
+        fakes: of every tensor of the model, by id, what stands for it in copies; and all that copies share.
+        owners: the first name of each tied parameter and buffer, by every name that it has.
+        attributes: the tensors that are plain attributes of modules, by path: in a copy they are buffers.
+        others: the tensors in lists, dicts and objects, by where they are.
+        recorders: of all copies.
+        rehearsals: what was noted of each run without a trace.
     """
-    mode = make_fake_mode()
-    scale = scale_of(least_batch, batch)
-    memo: dict[int, Any] = {}
-    names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    buffer_names = {id(b): name for name, b in reversed(list(model.named_buffers(remove_duplicate=False)))}
-    owners: dict[str, str] = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    owners |= {name: buffer_names[id(b)] for name, b in model.named_buffers(remove_duplicate=False)}
-    with mode:
-        for tensor in (*model.parameters(), *model.buffers()):
-            is_parameter = isinstance(tensor, nn.Parameter)
-            used = precision.param_dtype if precision is not None and is_parameter else None
-            dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
-            fake = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+
+    model: nn.Module
+    specs: Sequence[InputSpec | Any]
+    in_spec: pytree.TreeSpec
+    _: KW_ONLY
+    fixed: dict[str, None]
+    loss_fn: Callable[..., Any] | None
+    least_batch: int
+    batch: int
+    training: bool | None = None
+    symbolic: bool = True
+    detach_beside_loss: bool = True
+    precision: MixedPrecisionPolicy | None = None
+    ranks: int = 1
+    gradients: bool = True
+    autocast: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        model, loss_fn, self.mode = self.model, self.loss_fn, make_fake_mode()
+        self.recorders: list[Recorder] = []
+        self.rehearsals: list[Trace] = []
+        self.scale = scale_of(self.least_batch, self.batch)
+        self.owners = _owners_of(model)
+        self.fakes: dict[int, Any] = {}
+        with self.mode:
+            for tensor in (*model.parameters(), *model.buffers()):
+                self.fakes[id(tensor)] = self._fake(tensor)
+            leaves, dynamic = self._fake_inputs()
+        self.inputs = pytree.tree_unflatten(leaves, self.in_spec)
+        self.shapes = _shapes_of(self.inputs, leaves, dynamic)
+        self._input_ids = set(map(id, leaves))
+        args, kwargs = self.inputs
+        self._cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
+        tensors = plain_tensors(model)
+        if isinstance(loss_fn, nn.Module):
+            state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
+            tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in self.fakes}
+        with self.mode:
+            for tensor in tensors.values():
+                self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes))
+        self.fakes |= {id(held): held for held in not_copied(model)}
+        self.attributes = {name: t for name, t in tensors.items() if is_attribute(model, name)}
+        self.others = {name: t for name, t in tensors.items() if name not in self.attributes}
+        self.owners |= {name: name for name in self.attributes}
+        self._trained = trained_attributes(tensors)
+        self._reads = self._make_reads()
+
+    def _make_reads(self) -> GlobalsRead:
+        return GlobalsRead(owners_of(self.loss_fn), packages_of(self.model, self.loss_fn))
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a parameter or a buffer, in the dtype in which it is used."""
+        is_parameter = isinstance(tensor, nn.Parameter)
+        used = self.precision.param_dtype if self.precision is not None and is_parameter else None
+        dtype = used if used is not None and tensor.is_floating_point() else tensor.dtype
+        fake = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+
+    def _fake_inputs(self) -> tuple[list[Any], list[dict[int, Any] | None]]:
+        """What stands for the leaves of the inputs, and which dims of each are open; None for one that is no tensor."""
         leaves: list[Any] = []
         dynamic: list[dict[int, Any] | None] = []
-        for spec in specs:
+        for spec in self.specs:
             if not isinstance(spec, InputSpec):
                 is_open = isinstance(spec, NumberSpec)
                 leaves.append(torch.empty((), dtype=spec.dtype) if is_open else spec)
                 dynamic.append({} if is_open else None)
                 continue
-            fake = torch.empty(traced_shape(spec, scale), dtype=spec.dtype)
+            fake = torch.empty(traced_shape(spec, self.scale), dtype=spec.dtype)
             leaves.append(fake.requires_grad_(spec.requires_grad))
-            rows = {0: Dim.AUTO} if spec.batch and symbolic and scale * batch > 1 else {}
+            rows = {0: Dim.AUTO} if spec.batch and self.symbolic and self.scale * self.batch > 1 else {}
             dynamic.append(rows | {dim: Dim.AUTO for dim, _ in spec.open})
-    args, kwargs = pytree.tree_unflatten(leaves, in_spec)
-    shapes = _shapes_of((args, kwargs), leaves, dynamic)
-    cached = asks_for_cache(model.forward, args[:-1] if loss_fn is not None else args, kwargs)
+        return leaves, dynamic
 
-    tensors = plain_tensors(model)
-    if isinstance(loss_fn, nn.Module):
-        state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
-        tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in memo}
-    with mode:
-        for tensor in tensors.values():
-            memo.setdefault(id(tensor), stand_in(tensor, memo))
-    memo |= {id(held): held for held in not_copied(model)}
-    attributes = {name: t for name, t in tensors.items() if is_attribute(model, name)}
-    owners |= {name: name for name in attributes}
-    references = {id(memo[id(t)]): t for t in tensors.values()}
-    trained = trained_attributes(tensors)
-    constants = {name: memo[id(t)] for name, t in tensors.items() if name not in attributes and t not in REPLACED}
-    recorders: list[Recorder] = []
-    numbers = [i for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)]
-
-    def make() -> Training:
-        table = dict(memo)
+    def make(self) -> Training:
+        """A copy of the model with its loss, of which all that it reads and writes is recorded."""
+        model, loss_fn, table = self.model, self.loss_fn, dict(self.fakes)
         try:
             plain = copy.deepcopy(model, table)
         except Exception as error:
             raise CaptureError(
                 f"{type(model).__name__} cannot be copied for tracing ({error}); make its attributes copyable"
             ) from error
-        for name in attributes:
+        for name in self.attributes:
             make_buffer(plain, name)
-        if training is not None:
-            plain.train(training)
-        if not cached:
+        if self.training is not None:
+            plain.train(self.training)
+        if not self._cached:
             make_no_caches(plain)
         loss = copy.deepcopy(loss_fn, table) if isinstance(loss_fn, nn.Module) else loss_fn
         pair = (loss_fn, loss) if isinstance(loss_fn, nn.Module) and isinstance(loss, nn.Module) else None
-        recorders.append(Recorder(model, plain, table, trained, pair, constants))
-        wrapper = Training(plain, loss, precision, recorders[-1], _alike(specs), numbers)
+        constants = {name: self.fakes[id(t)] for name, t in self.others.items() if t not in REPLACED}
+        self.recorders.append(Recorder(model, plain, table, self._trained, pair, constants))
+        numbers = [i for i, spec in enumerate(self.specs) if isinstance(spec, NumberSpec)]
+        wrapper = Training(plain, loss, self.precision, self.recorders[-1], _alike(self.specs), numbers)
         wrapper.training = plain.training
         wrapper.findings.copies = table
-        wrapper.findings.existing = {id(x) for x in (*table.values(), *leaves)}
+        wrapper.findings.existing = {*map(id, table.values()), *self._input_ids}
         wrapper.findings.originals = {id(table[id(x)]): x for x in table.get(id(table), ()) if id(x) in table}
         return wrapper
 
-    def trace(stacks: list[Stack], as_compiled: bool = False) -> Captured:
-        wrapper = make()
+    def run(self, wrapper: nn.Module) -> Any:
+        """Runs a copy without a trace."""
+        self.rehearsals.append(_calls_of(wrapper, as_compiled=False))
+        with everything_seen(self.rehearsals[-1]):
+            results = wrapper(*self.inputs)
+        require_dropped(self.rehearsals[-1].drawn)
+        return results
+
+    def trace(self, stacks: list[Stack], as_compiled: bool = False) -> Captured:
+        """Traces a copy without the inner layers of its stacks, and fills them up."""
+        wrapper = self.make()
         leave_out(wrapper, stacks)
         calls = _calls_of(wrapper, as_compiled)
         try:
-            program, draws = _export(wrapper, (args, kwargs), shapes, model, calls)
+            program, draws = _export(wrapper, self.inputs, self.shapes, self.model, calls)
         except CaptureError as error:
             if as_compiled or calls.asked_at is None:
                 raise
             try:
-                captured = trace(stacks, as_compiled=True)
+                captured = self.trace(stacks, as_compiled=True)
             except CaptureError:
                 raise error from None
             reason = str(error).partition("\nWhat to change")[0].splitlines()[-1]
             LOGGER.warning(AS_COMPILED, calls.asked_at, reason)
             return captured
         finally:
-            fixed.update(dict.fromkeys(calls.fixed.values()))
+            self.fixed.update(dict.fromkeys(calls.fixed.values()))
+        references = {id(self.fakes[id(t)]): t for t in (*self.attributes.values(), *self.others.values())}
         captured = describe(
-            program, model, owners, references, specs, loss_fn is not None, detach_beside_loss, wrapper.findings, ranks
-        )
+            program, self.model, self.owners, references, self.specs, self.loss_fn is not None,
+            self.detach_beside_loss, wrapper.findings, self.ranks,
+        )  # fmt: skip
         captured.state = wrapper.recorder.state()
         captured.draws, captured.python_draws = draws, len(calls.drawn)
-        captured.rebound = frozenset(owners[name] for name in wrapper.recorder.rebound)
+        captured.rebound = frozenset(self.owners[name] for name in wrapper.recorder.rebound)
+        fakes, parameters = self.fakes, self.model.named_parameters()
+        captured.rest_dtypes = {name: p.dtype for name, p in parameters if fakes[id(p)].dtype != p.dtype}
         require_dropped(calls.drawn)
-        require_own_memory(captured, model)
-        modules = model.named_modules(remove_duplicate=False)
+        require_own_memory(captured, self.model)
+        modules = self.model.named_modules(remove_duplicate=False)
         kinds = {path: getattr(module, "stands_for", type(module)) for path, module in modules}
         run_passes(filling_passes(stacks, captured, kinds), captured.module)
         for line in wrapper.findings.left_out:
             LOGGER.warning(LEFT_OUT, line)
         return captured
 
-    rehearsals: list[Trace] = []
+    def capture(self) -> Captured:
+        """Runs a copy, and traces another as that has shown it to be.
 
-    def run(wrapper: nn.Module) -> Any:
-        rehearsals.append(_calls_of(wrapper, as_compiled=False))
-        with everything_seen(rehearsals[-1]):
-            results = wrapper(args, kwargs)
-        require_dropped(rehearsals[-1].drawn)
-        return results
+        Raises:
+            CaptureError: when the model cannot be captured.
+        """
+        require_full_hooks(self.model)
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(self.gradients)
+        cast = torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
+        try:
+            with only_the_users(), parametrizations_made_anew(), cast:
+                captured = self._capture()
+        finally:
+            torch.set_grad_enabled(before)
+            self._reads.forget_cached()
+            for recorder in self.recorders:
+                recorder.close()
+        captured.runs = find_runs(captured.graph)
+        layers, marked = {*checkpointed_layers(captured.graph)}, filter(is_checkpointed, captured.graph.nodes)
+        if rest := [node for node in marked if node.meta["backward"] and layer_of(node) not in layers]:
+            LOGGER.warning(NOT_AGAIN, line_of(rest[0]))
+        return captured
 
-    require_full_hooks(model)
-    packages = packages_of(model, loss_fn)
-    reads = GlobalsRead(owners_of(loss_fn), packages)
-    before = torch.is_grad_enabled()
-    torch.set_grad_enabled(gradients)
-    try:
-        with (
-            only_the_users(),
-            parametrizations_made_anew(),
-            torch.autocast("cpu", autocast, enabled=autocast is not None),
-        ):
-            with mode:
-                whole = make()
-                try:
-                    stacks, failed = _rehearse(whole, make, run, reads)
-                except StateChangedError as error:
-                    raise _with_line(error, make(), GlobalsRead(owners_of(loss_fn), packages), run) from None
-            drawn = rehearsals[0].drawn
-            if failed and drawn:  # perhaps because of what was drawn
-                raise refused_draw("Python's random", drawn[0][0]) from None
-            with reads if failed else nullcontext():
-                try:
-                    captured = trace(stacks)
-                except NotAlike:
-                    captured = trace([])
-                except CaptureError as error:
-                    if failed is None or error.__cause__ is None or place_of(error.__cause__) != place_of(failed):
-                        raise
-                    raise FailsUntraced(
-                        explain_failure(failed, model)
-                    ) from failed  # it speaks of sizes, not of symbols
-        captured.state.merge(whole.recorder.state())
-        captured.state.merge(reads.state())
-        captured.state.merge(read_of_loss(loss_fn))
-    finally:
-        torch.set_grad_enabled(before)
-        reads.forget_cached()
-        for recorder in recorders:
-            recorder.close()
-    if failed is None:  # else all of the model was traced
-        captured.python_draws = len(drawn)
-    captured.runs = find_runs(captured.graph)
-    layers = {*checkpointed_layers(captured.graph)}
-    rest = [n for n in captured.graph.nodes if is_checkpointed(n) and n.meta["backward"] and layer_of(n) not in layers]
-    if rest:
-        LOGGER.warning(NOT_AGAIN, line_of(rest[0]))
-    captured.rest_dtypes = {n: p.dtype for n, p in model.named_parameters() if memo[id(p)].dtype != p.dtype}
-    return captured
+    def _capture(self) -> Captured:
+        reads = self._reads
+        with self.mode:
+            whole = self.make()
+            try:
+                stacks, failed = _rehearse(whole, self.make, self.run, reads)
+            except StateChangedError as error:
+                raise _with_line(error, self.make(), self._make_reads(), self.run) from None
+        drawn = self.rehearsals[0].drawn
+        if failed and drawn:  # perhaps because of what was drawn
+            raise refused_draw("Python's random", drawn[0][0]) from None
+        with reads if failed else nullcontext():
+            try:
+                captured = self.trace(stacks)
+            except NotAlike:
+                captured = self.trace([])
+            except CaptureError as error:
+                if failed is None or error.__cause__ is None or place_of(error.__cause__) != place_of(failed):
+                    raise
+                # It speaks of sizes, not of symbols.
+                raise FailsUntraced(explain_failure(failed, self.model)) from failed
+        for state in (whole.recorder.state(), reads.state(), read_of_loss(self.loss_fn)):
+            captured.state.merge(state)
+        if failed is None:  # else all of the model was traced
+            captured.python_draws = len(drawn)
+        return captured
 
 
 class FailsUntraced(CaptureError):
@@ -277,6 +308,15 @@ def scale_of(least_batch: int, batch: int) -> int:
 def traced_shape(spec: InputSpec, scale: int) -> tuple[int, ...]:
     """The shape that an input is traced with."""
     return (spec.shape[0] * scale, *spec.shape[1:]) if spec.batch else tuple(spec.shape)
+
+
+def _owners_of(model: nn.Module) -> dict[str, str]:
+    """The first name of each tied parameter and buffer, by every name that it has."""
+    owners: dict[str, str] = {}
+    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        first: dict[int, str] = {}
+        owners |= {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+    return owners
 
 
 def _alike(specs: Sequence[InputSpec | Any]) -> list[list[tuple[int, int]]]:

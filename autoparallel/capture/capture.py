@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
-from autoparallel.capture.attempt import FailsUntraced, attempt_capture, scale_of, traced_shape
+from autoparallel.capture.attempt import Attempt, FailsUntraced, scale_of, traced_shape
 from autoparallel.graph.calls import closed, fits, without_numbers
 from autoparallel.graph.captured import Captured, CaptureError, InputSpec, NumberSpec
 from autoparallel.graph.garbage import MANY, collected_rarely, count_as_old
@@ -24,7 +24,7 @@ def capture(model: nn.Module, specs: Sequence[InputSpec | Any], *others: Any, **
     """Captures ``model(*args, **kwargs)``, or its loss where ``loss_fn`` is given and the last argument is the target.
 
     What a model does not leave open is fixed: first numbers, then lengths, then the batch size, too;
-    ``Captured.fixed`` has the lines.  The arguments are those of :func:`attempt_capture`.
+    ``Captured.fixed`` has the lines.  The arguments are those of :class:`Attempt`.
 
     Raises:
         CaptureError: when the model cannot be captured.
@@ -53,7 +53,7 @@ def _capture(
             continue
         try:
             with _torch.export.without_reports():
-                captured = attempt_capture(model, attempt, *others, fixed=fixed, **options)
+                captured = Attempt(model, attempt, *others, fixed=fixed, **options).capture()
         except CaptureError as error:
             if error.__cause__ is None and not numbers:  # refused by ourselves, whatever is open
                 raise

@@ -50,7 +50,7 @@ def describe(
         references: the tensors that the trace holds as constants, by the ids of their fakes.
         specs: the inputs, flattened.
         has_loss_fn: whether the trace ends in a ``loss_fn``, instead of a model's own loss.
-        detach_beside_loss, ranks: see :func:`~autoparallel.capture.attempt.attempt_capture`.
+        detach_beside_loss, ranks: see :class:`~autoparallel.capture.attempt.Attempt`.
         trace_findings: what tracing found beside the program.
 
     Raises:
