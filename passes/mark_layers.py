@@ -15,11 +15,12 @@ After:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 from torch import fx, nn
 
+from autoparallel.graph.layers import paths_around
 from autoparallel.rules.calls import is_tensor
 
 
@@ -42,15 +43,15 @@ class _Layers:
     def __init__(self, kinds: Mapping[str, type], computing: set[str]) -> None:
         self._kinds = kinds
         self._computing = {self._kind(path) for path in computing}
-        self._owners = {path for inner in computing for path in _prefixes(inner) if path != inner}
+        self._owners = {path for inner in computing for path in paths_around(inner) if path != inner}
         self.around = cache(self._around)
         self._lists = cache(self._lists_of_stage)
 
     def _around(self, path: str) -> str | None:
         """The layer that a module belongs to."""
-        layer = next(filter(self._is_item, _prefixes(path)), None)
+        layer = next(filter(self._is_item, paths_around(path)), None)
         while layer is not None and layer != path and (lists := self._lists(layer)):
-            inner = [part for part in _prefixes(path) if part.startswith(f"{layer}.")]
+            inner = [part for part in paths_around(path) if part.startswith(f"{layer}.")]
             block = next((part for part in inner if part.rpartition(".")[0] in lists), None)
             if block is None:
                 return inner[0]
@@ -63,7 +64,7 @@ class _Layers:
         for path in self._owners:
             owner = path.rpartition(".")[0]
             if f"{owner}.".startswith(f"{layer}.") and self._is_item(path):
-                between = [part for part in _prefixes(owner) if len(part) >= len(layer)]
+                between = [part for part in paths_around(owner) if len(part) >= len(layer)]
                 if self._computing.isdisjoint(map(self._kind, between)):
                     blocks[owner, self._kind(path)] += 1
         return frozenset(owner for (owner, _), count in blocks.items() if count > 1)
@@ -74,9 +75,3 @@ class _Layers:
 
     def _kind(self, path: str) -> type | None:
         return self._kinds.get(path)
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    """The paths of the modules around a module, the outermost first, and its own."""
-    parts = path.split(".") if path else []
-    return (".".join(parts[: i + 1]) for i in range(len(parts)))

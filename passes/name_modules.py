@@ -15,6 +15,7 @@ from __future__ import annotations
 from torch import fx
 
 from autoparallel.comm import ranges
+from autoparallel.graph.layers import paths_around
 
 
 def name_modules(module: fx.GraphModule) -> fx.GraphModule:
@@ -47,6 +48,5 @@ def name_modules(module: fx.GraphModule) -> fx.GraphModule:
 
 def _levels(path: str) -> list[str]:
     """A module's path and those of the modules around it, without such as only list others."""
-    parts = path.split(".")
-    paths = [".".join(parts[: i + 1]) for i in range(len(parts))] if path else []
-    return [p for p, following in zip(paths, [*parts[1:], ""], strict=False) if not following.isdigit()]
+    paths = paths_around(path)
+    return [p for p, inner in zip(paths, [*paths[1:], ""], strict=False) if not inner.rpartition(".")[2].isdigit()]

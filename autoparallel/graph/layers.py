@@ -42,6 +42,12 @@ def with_draw(node: fx.Node, number: int) -> tuple[Any, ...]:
     return (*node.args[:place], number, *node.args[place + 1 :])
 
 
+def paths_around(path: str) -> list[str]:
+    """The paths of the modules around a module, the outermost first, and its own: ``"blocks"``, ``"blocks.3"``."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
 def layers_of(node: fx.Node) -> tuple[str, ...]:
     """The layer that a node belongs to, and the modules with a number in it, the outermost first: ``"blocks.3"``,
     ``"blocks.3.experts.1"``."""
@@ -51,9 +57,8 @@ def layers_of(node: fx.Node) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _modules_with_numbers(layer: str, path: str) -> tuple[str, ...]:
-    parts = path.split(".")
-    inner = range(layer.count(".") + 1, len(parts))
-    return (layer, *[".".join(parts[: i + 1]) for i in inner if parts[i][-1:].isdigit()])
+    inner = paths_around(path)[layer.count(".") + 1 :]
+    return (layer, *[part for part in inner if part[-1].isdigit()])
 
 
 def stretches_of_layers(graph: fx.Graph) -> dict[str, list[fx.Node]]:

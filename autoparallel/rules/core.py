@@ -210,14 +210,14 @@ def _tensor_factors(
         raise RuleError(f"{' '.join(dims)!r} in the rule {notation!r} has another rank than the shape {tuple(shape)}")
     out: list[DimFactors] = []
     for text, size in zip(written, shape, strict=True):
-        if text.startswith("("):
+        if text == "1" or (isinstance(size, int) and size == 1):
+            out.append(())
+        elif text.startswith("("):
             names = tuple(text[1:-1].split())
             missing = [n for n in names if n not in sizes]
             if missing:
                 raise RuleError(f"the sizes of {missing} in {notation!r} cannot be told from the shapes")
             out.append(names)
-        elif text == "1" or (isinstance(size, int) and size == 1):
-            out.append(())
         else:
             first = sizes.setdefault(text, size)
             if isinstance(first, int) and isinstance(size, int) and first != size:

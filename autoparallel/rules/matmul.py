@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from autoparallel.operators.experts import grouped_linear_exchanged, grouped_linear_sharded
-from autoparallel.rules.calls import Shape, arguments, is_tensor, operand_shapes, shape_of
+from autoparallel.rules.calls import arguments, is_tensor, operand_shapes, shape_of
 from autoparallel.rules.core import Notation, Rule, dimwise, make_rule, parse_factors
 from autoparallel.rules.localize import LocalCall
 
@@ -100,9 +100,7 @@ def attention(node: fx.Node) -> Rule | None:
         sizes = {"h": k[-3], "r": q[-3] // k[-3]}
     parts = [[*lead, "l", "e"], [*shared, "s", "e"], [*shared, "s", "v"]]
     for mask in masks:
-        dims = [*lead, "l", "s"][rank - len(mask) :]
-        # A composed dim says nothing of its size, so a broadcast one must be written as what it is.
-        parts.append(["1" if isinstance(n, int) and n == 1 else f for f, n in zip(dims, mask, strict=True)])
+        parts.append([*lead, "l", "s"][rank - len(mask) :])
     rule = dimwise(
         node,
         parts,
@@ -124,19 +122,15 @@ def flex_attention(node: fx.Node) -> Rule:
     head = "(h r)" if grouped else "h"
     wide = {"b": shape_of(v["q"])[0], "h": shared if grouped else heads, "r": heads // shared}
     blocks = [x for x in v["blocks"] if isinstance(x, fx.Node) and is_tensor(x)]
-    places = [["b", "h" if shared != 1 else "1", "xs", "xe"], ["b", "h" if shared != 1 else "1", "xs", "xv"]]
-
-    def fit(dims: list[str], shape: Shape) -> list[str]:
-        return ["1" if isinstance(n, int) and n == 1 else dim for dim, n in zip(dims, shape, strict=True)]
-
     inner = [[f"x{i}_{d}" for d in range(len(shape_of(x)) - 2)] for i, x in enumerate(blocks)]
     others = operand_shapes(node)[3 + len(blocks) :]
     rule = dimwise(
         node,
         [
             ["b", head, "xl", "xe"],
-            *(fit(dims, shape_of(x)) for dims, x in zip(places, (v["k"], v["v"]), strict=True)),
-            *(fit(["b", head, *dims], shape_of(x)) for dims, x in zip(inner, blocks, strict=True)),
+            ["b", "h", "xs", "xe"],
+            ["b", "h", "xs", "xv"],
+            *(["b", head, *dims] for dims in inner),
             *([f"x{i}r{d}" for d in range(len(shape))] for i, shape in enumerate(others)),
         ],
         ["b", head, "xl", *(["xv"] if v["result"] == 0 else [])],

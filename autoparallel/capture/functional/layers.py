@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel.capture.tracing.trace import CURRENT
 from autoparallel.graph.captured import Captured
-from autoparallel.graph.layers import Kinds, compare, draw_of, with_draw
+from autoparallel.graph.layers import Kinds, compare, draw_of, paths_around, with_draw
 
 _KEPT = 2  # layers of a stack that are traced
 _LEAST_SAVED = 3  # layers that are not traced; for fewer it does not pay
@@ -201,7 +201,7 @@ class _Record:
         self.layers: dict[str, list[list[fx.Node]]] = {}
         self.held: dict[str, list[tuple[str, str]]] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            for outer in filter(begins.__contains__, _prefixes(name)):
+            for outer in filter(begins.__contains__, paths_around(name)):
                 self.held.setdefault(outer, []).append((name.removeprefix(outer), _kind(tensor)))
         self._kinds = Kinds()
         spans: list[range] = []
@@ -263,11 +263,6 @@ class _Record:
                 return False
             twins[twin] = node
         return len(rest) == len(short.calls)
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    """The paths of the modules around what has a path."""
-    return (path[:i] for i, letter in enumerate(path) if letter == ".")
 
 
 # ------------------------------------------------------------------------------------------------------- the graph

@@ -59,10 +59,7 @@ def _register_hook(trace: Trace, func: Any, tensor: Tensor, hook: Any) -> Any:
     except Unsupported as error:
         cure = "give it tensors, numbers and the model's modules"
         raise refuse(f"a tensor's hook {error}, registered", cure) from None
-    name, count = template.name, 0
-    while trace.hooks.setdefault(name, template) != template:
-        count += 1
-        name = f"{template.name}'{count}"
+    name = register(trace.hooks, template.name, template)
     torch.ops.autoparallel.hook(tensor, [x.detach() for x in read.tensors], read.numbers, name)
 
     def remove() -> None:
@@ -175,7 +172,7 @@ class _ModuleHooks:
         # The ticket stands for what goes from a module's entry to its exit.
         ticket = torch.empty(0)
         entry = ModuleBoundary(len(args), places, module, path)
-        name = register(self.trace, f"{type(module).__name__} {path!r} {len(args)} {places}", entry)
+        name = register(self.trace.calls, f"{type(module).__name__} {path!r} {len(args)} {places}", entry)
         *results, self.ticket = torch.ops.autoparallel.call([*(args[i] for i in places), ticket], [], name)
         return with_results(args, places, results)
 
@@ -183,7 +180,7 @@ class _ModuleHooks:
         row = result if isinstance(result, tuple) else (result,)
         places = _gradient_places(row)
         assert self.ticket is not None
-        name = register(self.trace, f"exit {len(row)} {places}", ModuleBoundary(len(row), places))
+        name = register(self.trace.calls, f"exit {len(row)} {places}", ModuleBoundary(len(row), places))
         results = torch.ops.autoparallel.call([*(row[i] for i in places), self.ticket.detach()], [], name)
         out = with_results(row, places, results)
         return out if isinstance(result, tuple) else out[0]

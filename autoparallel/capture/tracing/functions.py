@@ -141,7 +141,8 @@ def _apply_function(trace: Trace, cls: type[torch.autograd.Function], args: Any,
     places = tuple(i for i, x in enumerate(row) if isinstance(x, Tensor))
     aliases = any(storage_mark(row[i]) in watcher.memory for i in places)
     call = FunctionCall(cls, template, len(row), places, single, aliases)
-    key = register(trace, f"{name}{template[0]}{template[1] or ''} -> {places}{' alias' if aliases else ''}", call)
+    shown = f"{name}{template[0]}{template[1] or ''} -> {places}{' alias' if aliases else ''}"
+    key = register(trace.calls, shown, call)
     tensors_out = torch.ops.autoparallel.call(tensors, arguments.numbers, key)
     out = with_results(tuple(row), places, tensors_out)
     return out[0] if single else out

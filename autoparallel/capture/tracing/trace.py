@@ -114,9 +114,9 @@ def refuse(what: str, cure: str) -> CaptureError:
     return refusal(what, line_of_frame(sys._getframe(1)), cure)
 
 
-def register(trace: Trace, name: str, call: Any) -> str:
-    """The name of a call; equal calls share one, so that layers of them are alike."""
-    while trace.calls.setdefault(name, call) != call:
+def register(table: dict[str, Any], name: str, entry: object) -> str:
+    """The name of what stands behind a call in a trace; equal ones share one, so that layers of them are alike."""
+    while table.setdefault(name, entry) != entry:
         name += "'"
     return name
 
