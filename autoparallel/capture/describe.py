@@ -58,6 +58,57 @@ def describe(
     """
     module = graph_module(program.graph)
     graph = module.graph
+    parameters, buffers, constants, inputs = _read_inputs(program, graph, owners, references)
+    nodes = {n.name: n for n in graph.nodes}
+    mutated, results, outputs = _read_outputs(program, nodes, owners, model)
+    tensors = [(nodes[n], spec) for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec)]
+    price_masks(graph, constants)
+    numbers = {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
+    trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers)))
+    require_positions(graph)
+    require_same_dtypes(graph)
+    output = graph.output_node()
+    output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    differentiable = {node for node, name in parameters.items() if name in trainable}
+    differentiable |= {node.name for node, spec in tensors if spec.requires_grad}
+    assert trace_findings.spec is not None
+    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
+    for name, nesting in reversed(trace_findings.attributes.items()):
+        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
+        del outputs[len(outputs) - nesting.num_leaves :]
+    passes = describing_passes(
+        parameters=parameters,
+        differentiable=differentiable,
+        ranks=ranks,
+        buffers=len(mutated),
+        objective=partial(
+            find_objective,
+            outputs=outputs,
+            spec=trace_findings.spec,
+            buffers=len(mutated),
+            of_loss_fn=has_loss_fn,
+            detach_beside_loss=detach_beside_loss,
+            counted=trace_findings.counted,
+            inputs={name for name in inputs if name is not None},
+        ),
+    )
+    findings = run_passes(passes, module)
+    objective, detached = findings[Objective], list(findings[Detached].outputs)
+    flowing = [i for i in objective.flowing if i not in detached]
+    actual, lengths, guards = _read_sizes(tensors)
+    return Captured(
+        module, parameters, buffers, constants, inputs, mutated, outputs, trace_findings.spec, objective.loss, flowing,
+        detached, actual, objective.weight, attributes=attributes,
+        lengths=lengths, guards=guards,
+    )  # fmt: skip
+
+
+def _read_inputs(
+    program: ExportedProgram, graph: fx.Graph, owners: Mapping[str, str], references: Mapping[int, torch.Tensor]
+) -> tuple[dict[str, str], dict[str, str], dict[str, torch.Tensor], list[str | None]]:
+    """The parameters, buffers, constants and inputs of a trace, as ``Captured`` holds them; every tensor gets one
+    placeholder, and what is no tensor loses its own."""
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
@@ -89,11 +140,17 @@ def describe(
             if node.users:
                 raise CaptureError(f"the input {node.name} is used, but it is not a tensor")
             graph.erase_node(node)
+    return parameters, buffers, constants, inputs
 
+
+def _read_outputs(
+    program: ExportedProgram, nodes: Mapping[str, fx.Node], owners: Mapping[str, str], model: nn.Module
+) -> tuple[list[str], list[fx.Node], list[Leaf]]:
+    """The mutated buffers of a trace, the nodes of their new values and of the outputs that are tensors, and the leaves
+    of its outputs."""
     mutated: list[str] = []
     results: list[fx.Node] = []
     outputs: list[Leaf] = []
-    nodes = {n.name: n for n in graph.nodes}
     for out in program.graph_signature.output_specs:
         if out.kind == OutputKind.BUFFER_MUTATION:
             if not str(out.target).startswith("model."):
@@ -113,56 +170,22 @@ def describe(
                 results.append(nodes[out.arg.name])
         else:
             raise refused_mutation(str(out.target), nodes[out.arg.name], model)
-    price_masks(graph, constants)
-    numbers = {str(inputs[i]) for i, spec in enumerate(specs) if isinstance(spec, NumberSpec)}
-    trace_findings.left_out.update(dict.fromkeys(require_static(graph, numbers)))
-    require_positions(graph)
-    require_same_dtypes(graph)
-    output = graph.output_node()
-    output.args = (tuple(set_apart(graph, r) if r.name in parameters else r for r in results),)
-    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    differentiable = {node for node, name in parameters.items() if name in trainable}
-    differentiable |= {
-        n for n, spec in zip(inputs, specs, strict=True) if n and isinstance(spec, InputSpec) and spec.requires_grad
-    }
-    assert trace_findings.spec is not None
-    attributes: dict[str, tuple[pytree.TreeSpec, list[Leaf]]] = {}
-    for name, nesting in reversed(trace_findings.attributes.items()):
-        attributes[name] = nesting, outputs[len(outputs) - nesting.num_leaves :]
-        del outputs[len(outputs) - nesting.num_leaves :]
-    passes = describing_passes(
-        parameters=parameters,
-        differentiable=differentiable,
-        ranks=ranks,
-        buffers=len(mutated),
-        objective=partial(
-            find_objective,
-            outputs=outputs,
-            spec=trace_findings.spec,
-            buffers=len(mutated),
-            of_loss_fn=has_loss_fn,
-            detach_beside_loss=detach_beside_loss,
-            counted=trace_findings.counted,
-            inputs={name for name in inputs if name is not None},
-        ),
-    )
-    findings = run_passes(passes, module)
-    objective, detached = findings[Objective], list(findings[Detached].outputs)
-    flowing = [i for i in objective.flowing if i not in detached]
+    return mutated, results, outputs
+
+
+def _read_sizes(
+    tensors: Sequence[tuple[fx.Node, InputSpec]],
+) -> tuple[dict[sympy.Symbol, int], frozenset[sympy.Symbol], tuple[SizeGuard, ...]]:
+    """The sizes that a trace has left open, of its inputs: what they are in the call, those that are not the batch's,
+    and what was taken for granted of them."""
     actual: dict[sympy.Symbol, int] = {}
     rows: set[sympy.Symbol] = set()
     guards: dict[SizeGuard, None] = {}
-    for placeholder, spec in zip(inputs, specs, strict=True):
-        if placeholder is None or not isinstance(spec, InputSpec):
-            continue
-        traced = nodes[placeholder].meta["val"]
+    for placeholder, spec in tensors:
+        traced = placeholder.meta["val"]
         for dim, (size, real) in enumerate(zip(traced.shape, spec.shape, strict=True)):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 actual[size.node.expr] = real
                 rows |= {size.node.expr} if dim == 0 and spec.batch else set()
                 guards = guards or {SizeGuard(*guard): None for guard in size_guards(traced)}
-    return Captured(
-        module, parameters, buffers, constants, inputs, mutated, outputs, trace_findings.spec, objective.loss, flowing,
-        detached, actual, objective.weight, attributes=attributes,
-        lengths=frozenset(actual) - rows, guards=tuple(guards),
-    )  # fmt: skip
+    return actual, frozenset(actual) - rows, tuple(guards)
