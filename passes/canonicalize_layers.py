@@ -57,25 +57,36 @@ def _part_of_rows(emit: Emitter, rows: fx.Node, shapes: list[tuple[Any, ...]], i
 
 
 def _split_bag(emit: Emitter, node: fx.Node) -> Parts | None:
-    """Bags of one length, which are the rows of a matrix: a look-up, and a reduction of each row."""
+    """Bags of one length, which are the rows of a matrix: a look-up, and a reduction of each row, weighed or not."""
     v = arguments(node)
-    flat, offsets = v["indices"], v["offsets"]
-    plain = v["per_sample_weights"] is None and v["padding_idx"] in (None, -1) and not v["include_last_offset"]
-    if not plain or v["scale_grad_by_freq"] or any(user.args[1:] != (0,) for user in node.users):
+    offsets = v["offsets"]
+    plain = v["padding_idx"] in (None, -1) and not v["include_last_offset"] and not v["scale_grad_by_freq"]
+    if not plain or any(user.args[1:] != (0,) for user in node.users):
         return None
-    ids = flat.args[0] if flat.target in (aten.view.default, aten.reshape.default) else None
-    if not isinstance(ids, fx.Node) or len(shape_of(ids)) != 2 or len(shape_of(flat)) != 1:
+    ids, weights = _matrix_of(v["indices"]), _matrix_of(v["per_sample_weights"])
+    if ids is None or v["per_sample_weights"] is not None and (weights is None or shape_of(weights) != shape_of(ids)):
         return None
     steps = arguments(offsets) if offsets.target is aten.arange.start_step else {}
     if steps.get("start") != 0 or steps.get("step") != shape_of(ids)[1] or shape_of(offsets) != shape_of(ids)[:1]:
         return None
     rows = emit(aten.embedding.default, v["weight"], ids)
+    if weights is not None:
+        rows = emit(aten.mul.Tensor, rows, emit(aten.unsqueeze.default, weights, 2))
     if v["mode"] == 2:
         where = emit(aten.argmax.default, rows, 1, True)
         bags = emit(aten.squeeze.dim, emit(aten.gather.default, rows, 1, where), 1)
     else:
         bags = emit((aten.sum.dim_IntList, aten.mean.dim)[v["mode"]], rows, [1])
     return lambda i: bags
+
+
+def _matrix_of(flat: fx.Node | None) -> fx.Node | None:
+    """The matrix that an operand has the elements of, one row after the other."""
+    if flat is None or flat.target not in (aten.view.default, aten.reshape.default):
+        return None
+    matrix = flat.args[0]
+    two = isinstance(matrix, fx.Node) and len(shape_of(matrix)) == 2 and len(shape_of(flat)) == 1
+    return matrix if two else None  # type: ignore[return-value]
 
 
 def _split_found(emit: Emitter, node: fx.Node) -> Parts | None:

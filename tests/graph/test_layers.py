@@ -40,7 +40,9 @@ def cells(m: Any, x: Tensor) -> Tensor:
 
 def bags(m: Any, x: Tensor) -> Tensor:
     ids = x.abs().argsort(-1)[:, 0, :3]
-    return torch.cat([F.embedding_bag(ids, m.w, mode=mode) for mode in ("sum", "mean", "max")], -1) * m.b.sum()
+    bags = [F.embedding_bag(ids, m.w, mode=mode) for mode in ("sum", "mean", "max")]
+    bags.append(F.embedding_bag(ids, m.w, mode="sum", per_sample_weights=x[:, 0, :3] * m.b[:3]))
+    return torch.cat(bags, -1) * m.b.sum()
 
 
 def positions(m: Any, x: Tensor) -> Tensor:
