@@ -158,16 +158,15 @@ def compile(
         clip_grad_norm = ClipGradNorm(clip_grad_norm)
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise TypeError(f"pipeline must be an autoparallel.Pipeline, not a {type(pipeline).__name__}")
-    if pipeline is not None and isinstance(plan, Plan):
-        raise ValueError("a Plan is carried out as it is, with its own pipeline: leave pipeline=... out")
     counts = {"loss_chunks": loss_chunks, "linear_chunks": linear_chunks, "microbatches": microbatches}
     require_counts(**counts)
     if offload_optimizer is not None and not isinstance(offload_optimizer, bool):
         raise TypeError(f"offload_optimizer must be True, False or None, not a {type(offload_optimizer).__name__}")
-    for name, value in (*counts.items(), ("offload_optimizer", offload_optimizer)):
-        if value is not None and isinstance(plan, Plan):
-            raise ValueError(f"a Plan is carried out as it is, with its own {name}: leave {name}=... out")
-    if isinstance(plan, Plan):  # what later kinds of calls are asked for, too
+    if isinstance(plan, Plan):
+        for name, value in {"pipeline": pipeline, **counts, "offload_optimizer": offload_optimizer}.items():
+            if value is not None:
+                raise ValueError(f"a Plan is carried out as it is, with its own {name}: leave {name}=... out")
+        # What later kinds of calls are asked for, too.
         loss_chunks, linear_chunks, microbatches = plan.loss_chunks, plan.linear_chunks, plan.microbatches
         offload_optimizer = plan.offload_optimizer
     if isinstance(model, ParallelModule):
@@ -182,16 +181,17 @@ def compile(
     if pipeline is not None and not staged and not is_open:
         raise ValueError("pipeline=... was given, but the mesh has no axis named 'pp' for it")
     unable = refusal(precision, outputs, grad_scaler, {p.dtype for p in model.parameters()})
-    if staged and (microbatches or 1) > 1:
+    cuts_batch = (microbatches or 1) > 1
+    if staged and cuts_batch:
         raise ValueError(
             f"microbatches={microbatches} is for meshes without an axis named 'pp': give "
             f"pipeline=autoparallel.Pipeline(microbatches={microbatches})"
         )
-    if (staged or (microbatches or 1) > 1) and unable:
+    if (staged or cuts_batch) and unable:
         raise ValueError(unable)
     if unable and microbatches is None:
         microbatches = 1
-    if (microbatches or 1) > 1:
+    if cuts_batch:
         unable = "microbatches=... was given, which is for calls without a pipeline"
     mesh = with_data_axis(mesh) if staged else mesh
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
