@@ -49,15 +49,13 @@ class Budget:
         factors: Iterable[Factor],
         usage: Iterable[Factor],
         layers: Layers = (),
-        *,
-        dominance: bool | None = None,
     ) -> None:
         self._sizes, self._layers = sizes, layers
         self._factors, self._usage = Factors.of(factors), Factors.of(usage)
         forbidden, self._finite = self._usage.split()
         self._forbidding = self._factors.joined(forbidden)
         self._by_multiplier: dict[float, Sequence[int]] = {}
-        self._network = LayeredNetwork(sizes, self._forbidding, self._finite, layers, dominance=dominance)
+        self._network = LayeredNetwork(sizes, self._forbidding, self._finite, layers)
 
     def within(self, limit: float) -> BudgetSolution:
         """The cheapest assignment found whose usage is at most `limit`, with a lower bound on the best.

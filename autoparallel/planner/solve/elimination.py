@@ -34,7 +34,7 @@ Tables = dict[Scope, Array]
 _BLOCK = 1 << 16  # entries of a sum of tables that are computed at a time: half a megabyte, which stays in cache
 _DOMINANCE_ROUNDS = 4  # a state that goes may expose others; later rounds find little
 _DOMINANCE_STATES = 2000  # a variable with more is left alone, since every two of its states are compared
-_EASY_WORK = 100_000_000  # additions below which a second elimination order is not worth looking for
+_EASY_WORK = 100_000_000  # additions below which neither dominance nor a second elimination order is worth a look
 _ROUNDING = 1e-12  # relative difference of costs below which they count as equal
 
 
@@ -116,9 +116,7 @@ class Network:
             total += part
         return total
 
-    def reduce(
-        self, max_table: int, dominance: bool | None, protected: Collection[int] = (), relax: bool = False
-    ) -> Order:
+    def reduce(self, max_table: int, protected: Collection[int] = (), relax: bool = False) -> Order:
         """Drop states that cannot, or need not, be part of a best assignment; the order to eliminate the rest in.
 
         Protected variables, which something else may depend on, keep all states and are not eliminated.  With
@@ -128,7 +126,7 @@ class Network:
         self._drop_impossible()
         scopes = list(dict.fromkeys(scope for tables in self.sums for scope in tables))
         order = elimination_order(self.sizes, scopes, max_table, self._protected)
-        if dominance or (dominance is None and (order.work > _EASY_WORK or order.largest > max_table)):
+        if order.work > _EASY_WORK or order.largest > max_table:
             changed = set(range(len(self.sizes))) - self._protected
             for _ in range(_DOMINANCE_ROUNDS):
                 pruned = [v for v in sorted(changed) if self._drop_dominated(v)]

@@ -42,17 +42,14 @@ def minimise(
     layers: Layers = (),
     *,
     max_table: int = MAX_TABLE,
-    dominance: bool | None = None,
 ) -> Solution:
     """The assignment with the smallest sum of costs, exactly.
 
     Variable v has the states 0 .. sizes[v] - 1. Raises `TooWide` before any table with more than `max_table` entries
     would be made, `Infeasible` if no assignment has a finite cost. `layers` says which variables may repeat others.
-    `dominance` says whether to prune states that another state can always replace; by default where elimination is
-    long enough for it to pay. The cost is the same.
     """
     factors = Factors.of(factors)
-    network = LayeredNetwork(sizes, factors, layers=layers, max_table=max_table, dominance=dominance)
+    network = LayeredNetwork(sizes, factors, layers=layers, max_table=max_table)
     choices = network.solve()
     return Solution(choices, evaluate(factors, choices), network.width)
 
@@ -96,7 +93,6 @@ class LayeredNetwork:
         layers: Layers = (),
         *,
         max_table: int = MAX_TABLE,
-        dominance: bool | None = None,
         relax: bool = False,
         hub: int | None = None,
     ) -> None:
@@ -132,11 +128,11 @@ class LayeredNetwork:
         for kind in self.kinds:
             inside = network([self._sizes[v] for v in kind.members[0]], kind.tables, (0.0, 0.0))
             outer = [u for u in range(kind.members.shape[1]) if u not in kind.inner]
-            order = inside.reduce(max_table, dominance, outer, relax)
+            order = inside.reduce(max_table, outer, relax)
             self._layers.append(_Layer(kind, inside, order, outer, []))
         # How the layers are tied together does not depend on the multiplier.
         met = {place[v] for layer in self._layers for v in layer.kind.members[:, layer.outer].ravel().tolist()} | ends
-        self._order = self._network.reduce(max_table, dominance, met, relax or bool(self.kinds))
+        self._order = self._network.reduce(max_table, met, relax or bool(self.kinds))
         scopes = [scope for tables in self._network.sums for scope in tables]
         for layer in self._layers:
             # With usage, which is over other variables than costs are, other tables may be left than without.

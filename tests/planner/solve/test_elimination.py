@@ -19,6 +19,9 @@ from autoparallel.planner.solve.layered import minimise
 
 Problem = tuple[list[int], list[Factor]]
 
+EASY, HARD = math.inf, -1
+"""Work below which dominance is left out: any, or none."""
+
 
 def random_factors(
     rng: np.random.Generator,
@@ -76,16 +79,16 @@ def brute_force(sizes: Sequence[int], factors: Sequence[Factor]) -> np.ndarray:
 
 class TestMinimise:
     @settings(max_examples=250, deadline=None)
-    @given(small_problems(), st.sampled_from([None, True, False]), st.sampled_from([1, 7, 1 << 16]))
-    def test_agrees_with_brute_force(self, problem: Problem, dominance: bool | None, block: int) -> None:
+    @given(small_problems(), st.sampled_from([EASY, HARD]), st.sampled_from([1, 7, 1 << 16]))
+    def test_agrees_with_brute_force(self, problem: Problem, easy: float, block: int) -> None:
         sizes, factors = problem
         best = brute_force(sizes, factors).min()
-        with mock.patch.object(elimination, "_BLOCK", block):
+        with mock.patch.multiple(elimination, _BLOCK=block, _EASY_WORK=easy):
             if np.isinf(best):
                 with pytest.raises(Infeasible):
-                    minimise(sizes, factors, dominance=dominance)
+                    minimise(sizes, factors)
                 return
-            solution = minimise(sizes, factors, dominance=dominance)
+            solution = minimise(sizes, factors)
         assert solution.cost == pytest.approx(best, abs=1e-12)
         assert solution.cost == evaluate(factors, solution.choices)
         assert all(0 <= choice < size for choice, size in zip(solution.choices, sizes, strict=True))
@@ -119,27 +122,31 @@ class TestMinimise:
 
     def test_a_tie_goes_to_the_lowest_state(self) -> None:
         factors = [Factor((0,), np.array([2.0, 1.0, 1.0])), Factor((0, 1), np.zeros((3, 4)))]
-        for dominance in (True, False):
-            assert minimise([3, 4, 2], factors, dominance=dominance).choices == (1, 0, 0)
+        for easy in (EASY, HARD):
+            with mock.patch.object(elimination, "_EASY_WORK", easy):
+                assert minimise([3, 4, 2], factors).choices == (1, 0, 0)
 
+    @mock.patch.object(elimination, "_EASY_WORK", HARD)
     def test_dominance_drops_what_a_rival_always_replaces(self) -> None:
         """State 2 of variable 0 costs 3 more than state 0, and no neighbour makes up for more than 2 of it."""
         pair = np.array([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
         network = elimination.Network([3, 2], [Factor((0,), np.array([0.0, 0.0, 3.0])), Factor((0, 1), pair)])
-        network.reduce(100, True)
+        network.reduce(100)
         assert network.states[0].tolist() == [0, 1]
 
+    @mock.patch.object(elimination, "_EASY_WORK", HARD)
     def test_dominance_keeps_what_saves_usage(self) -> None:
         cost, usage = np.array([1.0, 2.0, 3.0]), np.array([5.0, 1.0, 6.0])
         network = elimination.Network([3], [Factor((0,), cost)], [Factor((0,), usage)])
-        network.reduce(100, True)
+        network.reduce(100)
         assert network.states[0].tolist() == [0, 1]
 
+    @mock.patch.object(elimination, "_EASY_WORK", HARD)
     def test_the_tables_given_are_left_alone(self) -> None:
         sizes, factors = chain(20, 4)
         factors += factors
         before = [factor.cost.copy() for factor in factors]
-        minimise(sizes, factors, dominance=True)
+        minimise(sizes, factors)
         assert all(np.array_equal(factor.cost, copy) for factor, copy in zip(factors, before, strict=True))
 
     def test_width_is_that_of_the_graph(self) -> None:
@@ -159,7 +166,7 @@ class TestMinimise:
         assert error.value.entries == 30**11
         assert minimise(*clique(4, 5), max_table=125).width == 3
         with pytest.raises(TooWide):
-            minimise(*clique(4, 5), max_table=124, dominance=False)
+            minimise(*clique(4, 5), max_table=124)
 
     def test_infeasible_names_a_variable(self) -> None:
         differ = np.where(np.eye(2, dtype=bool), np.inf, 0.0)
@@ -196,9 +203,9 @@ class TestMinimise:
 
 class TestBudget:
     @settings(max_examples=200, deadline=None)
-    @given(small_problems(), st.integers(0, 2**32), st.floats(0.0, 1.0), st.sampled_from([None, True]))
+    @given(small_problems(), st.integers(0, 2**32), st.floats(0.0, 1.0), st.sampled_from([EASY, HARD]))
     def test_the_optimum_lies_between_bound_and_result(
-        self, problem: Problem, seed: int, tightness: float, dominance: bool | None
+        self, problem: Problem, seed: int, tightness: float, easy: float
     ) -> None:
         sizes, factors = problem
         usage = random_factors(np.random.default_rng(seed), sizes, len(sizes), arity=2, forbidden=0.05)
@@ -208,7 +215,8 @@ class TestBudget:
         smallest, largest = usages[possible].min(), usages[possible].max()
         limit = float(np.floor(smallest + tightness * (largest - smallest)))
         best = costs[possible & (usages <= limit)].min()
-        result = Budget(sizes, factors, usage, dominance=dominance).within(limit)
+        with mock.patch.object(elimination, "_EASY_WORK", easy):
+            result = Budget(sizes, factors, usage).within(limit)
         assert result.usage == evaluate(usage, result.solution.choices) <= limit
         assert result.solution.cost == evaluate(factors, result.solution.choices)
         assert result.bound - 1e-9 <= best <= result.solution.cost + 1e-9
