@@ -21,7 +21,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.axis_pairs import minimise_by_pairs
 from autoparallel.planner.infeasible import explain_conflict, explain_limit
 from autoparallel.planner.solve.budget import Budget
-from autoparallel.planner.solve.elimination import Infeasible, TooWide
+from autoparallel.planner.solve.elimination import Infeasible, Solution, TooWide
 from autoparallel.planner.solve.factors import Factors, evaluate
 from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.integer_program import solve_if_small
@@ -57,7 +57,8 @@ def cheapest(
     objective = problem.objective
     if sparing:
         objective = objective.joined(problem.usage.times(THRESHOLDS.sparing))
-    choices, bound = _solve(space, problem, objective, memory_limit, room)
+    solution = _solve(space, problem, objective, memory_limit, room)
+    choices = solution.choices
     operators, shared, parameters = {}, {}, {}
     texts: dict[int, tuple[str, ...]] = {}  # of options, by id
     for node, variable in problem.variables.items():
@@ -86,7 +87,7 @@ def cheapest(
         recompute={layer: RECOMPUTED[choices[n] - 1] for layer, n in problem.again.items() if choices[n]},
         linear_chunks=_linear_chunks(problem, choices),
         cost=cost,
-        lower_bound=0.0 if sparing else min(bound, cost),
+        lower_bound=0.0 if sparing else min(solution.bound, cost),
         estimate=_estimate(space, problem, choices),
     )
 
@@ -106,27 +107,23 @@ def _estimate(space: SearchSpace, problem: Problem, choices: Sequence[int]) -> E
 
 def _solve(
     space: SearchSpace, problem: Problem, objective: Factors, memory_limit: float | None, room: float
-) -> tuple[Sequence[int], float]:
-    """The choices that minimise an objective, and what no choices make of it less than."""
+) -> Solution:
+    """The choices that minimise an objective."""
 
     limit = math.inf if memory_limit is None else memory_limit - room
 
-    def solve(
-        sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool = True
-    ) -> tuple[Sequence[int], float]:
+    def solve(sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool = True) -> Solution:
         budget = (usage, limit) if limited and memory_limit is not None else None
         try:
             if budget is None:
-                solution = minimise(sizes, factors, problem.layers)
-                return solution.choices, solution.cost
+                return minimise(sizes, factors, problem.layers)
             whole = factors is problem.objective  # which is searched within several limits
-            within = (problem.budget if whole else Budget(sizes, factors, usage, problem.layers)).within(limit)
-            return within.solution.choices, within.bound
+            return (problem.budget if whole else Budget(sizes, factors, usage, problem.layers)).within(limit)
         except TooWide:
             assignment = solve_if_small(sizes, factors, budget)
             if assignment is None:
                 raise
-            return assignment[0].choices, assignment[1]
+            return assignment
 
     try:
         try:
@@ -136,7 +133,7 @@ def _solve(
                 raise
         limited = memory_limit is not None
         problem = replace(problem, factors=objective)
-        choices = minimise_by_pairs(problem, space.axis_sizes, lambda *parts: solve(*parts)[0], limited)
+        choices = minimise_by_pairs(problem, space.axis_sizes, lambda *parts: solve(*parts).choices, limited)
         budget = (problem.usage, limit) if limited else None
         return prove(problem.sizes, objective, choices, budget, problem.layers)
     except TooWide as error:

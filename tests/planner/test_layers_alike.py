@@ -133,9 +133,9 @@ class TestLayers:
         sizes, factors, usage, layers = _chain(seed, copies=8, period=3, states=3, outer=False)
         limit = (evaluate(usage, minimise(sizes, factors).choices) + minimise(sizes, usage).cost) / 2
         found = Budget(sizes, factors, usage, layers).within(limit)
-        assert found.usage <= limit
-        assert found.bound <= found.solution.cost
-        copies = {found.solution.choices[2 + 3 * i : 5 + 3 * i] for i in range(8)}
+        assert evaluate(usage, found.choices) <= limit
+        assert found.bound <= found.cost
+        copies = {found.choices[2 + 3 * i : 5 + 3 * i] for i in range(8)}
         assert len(copies) > 1
 
     def test_a_layer_that_differs_is_of_no_kind(self) -> None:
@@ -253,12 +253,12 @@ class TestWideGraphs:
         monkeypatch.setattr(hubs, "BOUND_TABLE", 27)
         monkeypatch.setattr(hubs, "NARROWED_TABLE", 27)
         monkeypatch.setattr(hubs, "minimise", too_wide)
-        choices, bound = prove(sizes, factors, start, (usage, limit) if limited else None)
-        assert evaluate(factors, choices) == pytest.approx(best, rel=1e-12)
-        assert best * (1 - 2e-6) <= bound <= best
+        proved = prove(sizes, factors, start, (usage, limit) if limited else None)
+        assert evaluate(factors, proved.choices) == pytest.approx(best, rel=1e-12) == proved.cost
+        assert best * (1 - 2e-6) <= proved.bound <= best
         if limited:
             least = evaluate(usage, start)
-            assert least <= evaluate(usage, choices) <= limit < evaluate(usage, cheapest)
+            assert least <= evaluate(usage, proved.choices) <= limit < evaluate(usage, cheapest)
             with pytest.raises(Infeasible, match="within the limit") as error:
                 integer_program.solve_if_small(sizes, Factors.of(factors), (usage, 0.9 * least))
             assert error.value.smallest_usage == pytest.approx(least)
@@ -266,7 +266,7 @@ class TestWideGraphs:
     def test_highs_is_ended_when_it_does_not_look_at_the_clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sizes, factors, *_ = _chain(3, copies=3, period=5, states=4, outer=True)
         found = integer_program.solve_if_small(sizes, Factors.of(factors))
-        assert found is not None and found[0].cost == pytest.approx(minimise(sizes, factors).cost)
+        assert found is not None and found.cost == pytest.approx(minimise(sizes, factors).cost)
         monkeypatch.setattr(integer_program, "SECONDS", 0.0)
         monkeypatch.setattr(highs, "_GRACE", 0.0)  # not even Python starts so fast
         assert integer_program.solve_if_small(sizes, Factors.of(factors)) is None
@@ -294,10 +294,11 @@ class TestWideGraphs:
         monkeypatch.setattr(hubs, "BOUND_TABLE", 27)
         monkeypatch.setattr(hubs, "NARROWED_TABLE", 27)
         start = [0] * 8
-        choices, bound = prove(sizes, factors, start)
-        assert evaluate(factors, choices) == pytest.approx(exact, rel=1e-12) == bound
-        choices, bound = prove(sizes, factors, minimise(sizes, factors).choices)
-        assert evaluate(factors, choices) == pytest.approx(exact, rel=1e-12) and bound <= exact * (1 + 1e-12)
+        proved = prove(sizes, factors, start)
+        assert evaluate(factors, proved.choices) == pytest.approx(exact, rel=1e-12) == proved.bound
+        proved = prove(sizes, factors, minimise(sizes, factors).choices)
+        assert evaluate(factors, proved.choices) == pytest.approx(exact, rel=1e-12)
+        assert proved.bound <= exact * (1 + 1e-12)
 
 
 class TestPlans:

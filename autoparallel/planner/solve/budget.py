@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -28,16 +27,6 @@ _LINE_STEPS = 60  # multipliers tried at most; each step ends at a new vertex of
 _CLOSE = 0.01  # the gap below which variables are not looked at one by one
 _LOCAL_MOVES = 1000  # improving changes applied at most after the dual is solved
 _ROUNDING = 1e-12  # relative difference of costs below which they count as equal
-
-
-@dataclass(frozen=True)
-class BudgetSolution:
-    """The best solution found within a limit, between a proved bound and its own cost."""
-
-    solution: Solution
-    usage: float  # of the solution; at most the limit
-    bound: float  # no solution within the limit costs less (up to rounding)
-    multiplier: float  # cost per unit of usage at the bound: what a little more of the limit would be worth
 
 
 class Budget:
@@ -57,7 +46,7 @@ class Budget:
         self._by_multiplier: dict[float, Sequence[int]] = {}
         self._network = LayeredNetwork(sizes, self._forbidding, self._finite, layers)
 
-    def within(self, limit: float) -> BudgetSolution:
+    def within(self, limit: float) -> Solution:
         """The cheapest assignment found whose usage is at most `limit`, with a lower bound on the best.
 
         See [Note: budgets]. Where bound and cost agree the solution is optimal. An infinite usage forbids an entry.
@@ -66,13 +55,13 @@ class Budget:
         low = self._cheapest  # the cheapest known above the limit
         low_cost, low_usage = self.totals(low)
         if low_usage <= limit:
-            return self._result(low, low_cost, 0.0)
+            return self._result(low, low_cost)
         high = self._smallest  # the best known within the limit
         high_cost, high_usage = self.totals(high)
         if high_usage > limit:
             message = f"the smallest usage that any assignment achieves is {high_usage:g}, above the limit {limit:g}"
             raise Infeasible(message, smallest_usage=high_usage, choices=high)
-        bound, multiplier = low_cost, 0.0
+        bound = low_cost
         for _ in range(_LINE_STEPS):
             slope = (high_cost - low_cost) / (low_usage - high_usage)
             if slope <= 0.0:
@@ -80,8 +69,7 @@ class Budget:
             middle = self._cheapest_at(slope)
             cost, used = self.totals(middle)
             dual = cost + slope * (used - limit)
-            if dual > bound:
-                bound, multiplier = dual, slope
+            bound = max(bound, dual)
             intersection = high_cost + slope * (high_usage - limit)
             if dual >= intersection - _ROUNDING * (abs(cost) + slope * abs(used)):
                 break
@@ -94,7 +82,7 @@ class Budget:
         search.adopt_parts(low)
         if search.cost - bound > _CLOSE * abs(search.cost):
             search.improve()
-        return self._result(search.choices, bound, multiplier)
+        return self._result(search.choices, bound)
 
     @cached_property
     def tables(self) -> Network:
@@ -119,10 +107,9 @@ class Budget:
             self._by_multiplier[multiplier] = self._network.solve(multiplier=multiplier)
         return self._by_multiplier[multiplier]
 
-    def _result(self, choices: Sequence[int], bound: float, multiplier: float) -> BudgetSolution:
-        states = tuple(choices)
-        solution = Solution(states, evaluate(self._factors, states), self._network.width)
-        return BudgetSolution(solution, evaluate(self._usage, states), min(bound, solution.cost), multiplier)
+    def _result(self, choices: Sequence[int], bound: float) -> Solution:
+        cost = evaluate(self._factors, choices)
+        return Solution(tuple(choices), cost, min(bound, cost))
 
 
 class _LocalSearch:
@@ -185,7 +172,7 @@ class _LocalSearch:
                 self._accept(changes)
 
     def improve(self) -> None:
-        """Single changes, then exchanges of two that are apart, then of two that are adjacent, while any helps."""
+        """Makes single changes, then exchanges of two variables that are apart, while any helps."""
         sizes = self.network.sizes
         variable = np.repeat(np.arange(len(sizes)), sizes)
         offset = np.concatenate([[0], np.cumsum(sizes)])
@@ -194,12 +181,12 @@ class _LocalSearch:
         for _ in range(_LOCAL_MOVES):
             for v in stale:
                 for number in (0, 1):
-                    column = self.network.conditional(number, self.choices, (v,))
+                    column = self.network.conditional(number, self.choices, v)
                     changes[number, offset[v] : offset[v + 1]] = column - column[self.choices[v]]
             before = self.choices
             move = self._single(changes[0], changes[1]) or self._exchange(changes[0], changes[1], variable)
             moved = {int(variable[m]): int(m - offset[variable[m]]) for m in move}
-            if not (self._accept(moved) if moved else self._adjacent_pairs()):
+            if not (moved and self._accept(moved)):
                 return
             stale = {v for v, state in enumerate(self.choices) if state != before[v]}
             stale |= {u for v in stale for u in self.network.neighbours(v)}
@@ -228,18 +215,3 @@ class _LocalSearch:
                 if cost[saving] + cost[payer] < -_ROUNDING * abs(self.cost):
                     return saving, payer
         return ()
-
-    def _adjacent_pairs(self) -> bool:
-        improved = False
-        for v in range(len(self.choices)):
-            for u in sorted(self.network.neighbours(v)):
-                if u < v:
-                    continue
-                cost, usage = [self.network.conditional(number, self.choices, (v, u)) for number in (0, 1)]
-                now = self.choices[v], self.choices[u]
-                fits = np.where(usage - usage[now] <= self.limit - self.usage, cost - cost[now], np.inf)
-                best = int(fits.argmin())
-                if fits.flat[best] < -_ROUNDING * abs(self.cost):
-                    state, other = divmod(best, fits.shape[1])
-                    improved |= self._accept({v: state, u: other})
-        return improved

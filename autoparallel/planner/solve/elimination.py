@@ -40,11 +40,17 @@ _ROUNDING = 1e-12  # relative difference of costs below which they count as equa
 
 @dataclass(frozen=True)
 class Solution:
-    """One state per variable, and what it costs."""
+    """An assignment.
+
+    Attributes:
+        choices: a state for each variable.
+        cost: what it costs.
+        bound: what none costs less than, up to rounding; the cost itself where the assignment is proved to be the best.
+    """
 
     choices: tuple[int, ...]
     cost: float
-    width: int  # the largest number of other variables in a table while eliminating
+    bound: float
 
 
 class TooWide(Exception):
@@ -106,14 +112,11 @@ class Network:
     def neighbours(self, v: int) -> set[int]:
         return {u for of in self.scopes_of for scope in of[v] for u in scope if u != v}
 
-    def conditional(self, number: int, choices: Sequence[int], free: Scope) -> Array:
-        """What the tables of a sum that mention a variable of `free` add up to, over its states; others as chosen."""
-        total = np.zeros([self.sizes[v] for v in free])
-        for scope in dict.fromkeys(scope for v in free for scope in self.scopes_of[number][v]):
-            part = self.sums[number][scope][tuple([slice(None) if u in free else choices[u] for u in scope])]
-            if part.ndim < len(free):
-                part = part.reshape([self.sizes[v] if v in scope else 1 for v in free])
-            total += part
+    def conditional(self, number: int, choices: Sequence[int], v: int) -> Array:
+        """What the tables of a sum that mention a variable add up to, over its states; others as chosen."""
+        total = np.zeros(self.sizes[v])
+        for scope in self.scopes_of[number][v]:
+            total += self.sums[number][scope][tuple([slice(None) if u == v else choices[u] for u in scope])]
         return total
 
     def reduce(self, max_table: int, protected: Collection[int] = (), relax: bool = False) -> Order:
@@ -210,7 +213,6 @@ class Order:
     """In which order to eliminate the variables that have a choice."""
 
     sequence: list[int]
-    width: int
     work: int  # entries of all sums of tables
     largest: int  # entries of the largest table made
     largest_scope: Scope
@@ -261,7 +263,7 @@ def _greedy_order(
     heap = [(value, v) for v, value in scores.items()]
     heapq.heapify(heap)
     sequence: list[int] = []
-    width = work = largest = 0
+    work = largest = 0
     largest_scope: Scope = ()
     while heap:
         value, v = heapq.heappop(heap)
@@ -270,7 +272,6 @@ def _greedy_order(
         del scores[v]
         sequence.append(v)
         around = near[v]
-        width = max(width, len(around))
         work += value[1] * sizes[v]
         if value[1] > largest:
             largest, largest_scope = value[1], tuple(sorted(around))
@@ -285,7 +286,7 @@ def _greedy_order(
             if renewed != scores[u]:
                 scores[u] = renewed
                 heapq.heappush(heap, (renewed, u))
-    return Order(sequence, width, work, largest, largest_scope)
+    return Order(sequence, work, largest, largest_scope)
 
 
 class Elimination:

@@ -47,8 +47,8 @@ def prove(
     choices: Sequence[int],
     budget: tuple[Factors, float] | None = None,
     layers: Layers = (),
-) -> tuple[Sequence[int], float]:
-    """The best assignment known, and what none costs less than (see [Note: hubs]).
+) -> Solution:
+    """The best assignment known (see [Note: hubs]).
 
     Args:
         choices: an assignment.
@@ -71,29 +71,28 @@ def prove(
         bounds = network.bounds()
         bound = max(bound, float(bounds.min()))
         if bound >= cost * (1 - CLOSE):
-            return choices, min(bound, cost)
+            return Solution(tuple(choices), cost, min(bound, cost))
         states_left[last] = states_left[last][np.flatnonzero(bounds <= cost * (1 + _ROUNDING))]
         left = factors.restricted(states_left)
     if bound >= cost * (1 - CLOSE):
-        return choices, min(bound, cost)
+        return Solution(tuple(choices), cost, min(bound, cost))
     within = None if budget is None else (budget[0].restricted(states_left), budget[1])
     rest = _minimise_rest([len(states) for states in states_left], left, within, layers)
-    if rest is None:
-        return choices, min(bound, cost)
-    solution, least = rest
-    if solution.cost < cost:
-        choices = [int(states[choice]) for states, choice in zip(states_left, solution.choices, strict=True)]
-    return choices, min(max(bound, least), cost, solution.cost)
+    if rest is not None:
+        bound = max(bound, rest.bound)
+        if rest.cost < cost:
+            choices = [int(states[choice]) for states, choice in zip(states_left, rest.choices, strict=True)]
+            cost = rest.cost
+    return Solution(tuple(choices), cost, min(bound, cost))
 
 
 def _minimise_rest(
     sizes: Sequence[int], factors: Factors, budget: tuple[Factors, float] | None, layers: Layers
-) -> tuple[Solution, float] | None:
-    """The best assignment of the states that are left, and what none of them costs less than; None where unknown."""
+) -> Solution | None:
+    """The best assignment of the states that are left; None where it is not known."""
     if budget is None:
         with contextlib.suppress(TooWide):
-            solution = minimise(sizes, factors, layers)
-            return solution, solution.cost
+            return minimise(sizes, factors, layers)
     with contextlib.suppress(Infeasible):  # by HiGHS's tolerance: the plan that is known is among them
         return solve_if_small(sizes, factors, budget)
     return None

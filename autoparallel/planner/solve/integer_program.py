@@ -36,7 +36,7 @@ _TOLERANCE = 1e-6  # of HiGHS, relative
 
 def solve_if_small(
     sizes: Sequence[int], factors: Factors, budget: tuple[Factors, float] | None = None
-) -> tuple[Solution, float] | None:
+) -> Solution | None:
     """What `solve` finds in `SECONDS`; None where nothing, or where the program has more than `MOST_COLUMNS`.
 
     Raises `Infeasible`, with the smallest achievable usage where that is above the limit.
@@ -50,7 +50,7 @@ def solve_if_small(
         except Infeasible as error:
             if budget is None:
                 raise
-            least, _ = solve(sizes, factors.split()[0].joined(budget[0]), seconds=SECONDS)
+            least = solve(sizes, factors.split()[0].joined(budget[0]), seconds=SECONDS)
             raise Infeasible(str(error), smallest_usage=least.cost, choices=least.choices) from error
     return None
 
@@ -61,16 +61,13 @@ def solve(
     budget: tuple[Iterable[Factor], float] | None = None,
     *,
     seconds: float | None = None,
-) -> tuple[Solution, float]:
+) -> Solution:
     """The assignment with the smallest sum of costs; with `budget=(usage, limit)`, among those within the limit.
 
-    Optimal up to HiGHS's tolerances (1e-6 relative); the width is that of the largest table given.
+    Optimal up to HiGHS's tolerances (1e-6 relative).
 
     Args:
         seconds: when to stop (see `highs`); then the best assignment found so far.
-
-    Returns:
-        The assignment, and what none costs less than.
 
     Raises:
         Infeasible: without naming a variable.
@@ -132,6 +129,5 @@ def solve(
     if answer.x is None:
         raise TimeoutError(f"HiGHS found no assignment: {answer.message}")
     choices = tuple([int(answer.x[offsets[v] : offsets[v + 1]].argmax()) for v in range(len(sizes))])
-    solution = Solution(choices, evaluate(factors, choices), max([len(scope) for scope in costs], default=1) - 1)
-    bound = answer.bound + constant_cost
-    return solution, min(solution.cost, bound - _TOLERANCE * abs(bound))
+    total, bound = evaluate(factors, choices), answer.bound + constant_cost
+    return Solution(choices, total, min(total, bound - _TOLERANCE * abs(bound)))

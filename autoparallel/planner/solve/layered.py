@@ -51,7 +51,8 @@ def minimise(
     factors = Factors.of(factors)
     network = LayeredNetwork(sizes, factors, layers=layers, max_table=max_table)
     choices = network.solve()
-    return Solution(choices, evaluate(factors, choices), network.width)
+    cost = evaluate(factors, choices)
+    return Solution(choices, cost, cost)
 
 
 @dataclass
@@ -78,7 +79,6 @@ class LayeredNetwork:
 
     Attributes:
         kinds: the layers that are alike, in variables that have a choice.
-        width: the largest number of other variables in a table while eliminating.
         hub: where the variable is that is kept; None where it has no choice.
 
     With ``relax``, what is too wide is minimised in parts, and only `bound` may be asked, or, where a variable is
@@ -145,7 +145,6 @@ class LayeredNetwork:
             self._order = elimination_order(self._network.sizes, dict.fromkeys(scopes), max_table, ends)
             if self._order.largest > max_table and not relax:
                 raise TooWide(self._order.largest, max_table, self._order.largest_scope)
-        self.width = max([self._order.width, *(layer.order.width for layer in self._layers)])
 
     def solve(self, weigh: Weigh | None = None, multiplier: float = 0.0) -> tuple[int, ...]:
         """The assignment with the smallest sum of (weighed) costs and `multiplier` times usage."""
