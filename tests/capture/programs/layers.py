@@ -155,15 +155,15 @@ class AverageByData(nn.Module):
         return self.online(x) - self.target(x)
 
 
-@program(batch=lambda step: (numbers(4, 8, seed=step), torch.tensor([2, 1, 4, 3]).roll(step)), refused=".")
+@program(batch=lambda step: (numbers(4, 8, seed=step), torch.tensor([2, 1, 4, 3]).roll(step)), refused="on padded")
 class PackedSequence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.GRU(2, 8, batch_first=True)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x.view(-1, 4, 2), lengths, batch_first=True, enforce_sorted=False)
-        out, _ = self.inner(packed)  # refused
+        packed = pack_padded_sequence(x.view(-1, 4, 2), lengths, batch_first=True, enforce_sorted=False)  # refused
+        out, _ = self.inner(packed)
         return pad_packed_sequence(out, batch_first=True)[0]
 
 

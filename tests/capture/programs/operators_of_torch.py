@@ -219,14 +219,3 @@ class ConnectionistTemporalClassification(Two):
         odds = torch.stack([self.a(x), self.b(x)]).log_softmax(-1)
         lengths = torch.ones(x.shape[0], dtype=torch.long)
         return F.ctc_loss(odds, lengths[:, None], 2 * lengths, lengths)  # refused
-
-
-@program(refused="on padded sequences")
-class PackedSequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(2, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x.view(-1, 4, 2), x.argmax(-1) % 4 + 1, True, False)  # refused
-        return self.rnn(packed)[1]
