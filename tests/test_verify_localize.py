@@ -67,6 +67,28 @@ def test_a_parameter_that_is_gathered_in_place_has_even_shards_on_the_way() -> N
     assert program_deviation(task, captured, plan, batch, RandomState(0, 0), 1e-9) is None
 
 
+class KernelPerRow(nn.Module):
+    """A convolution that has as many groups as the batch has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel, self.bias = nn.Linear(4, 12), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel, bias = self.kernel(x[:, 0]).view(-1, 4, 1), self.bias(x[:, 0]).flatten()
+        return torch.conv1d(x.mT.reshape(1, -1, 4), kernel, bias, groups=len(x)).view(len(x), 3, 4)
+
+
+def test_groups_that_are_the_rows_of_the_batch_are_cut_with_them() -> None:
+    x, target = torch.randn(8, 4, 4), torch.randn(8, 3, 4)
+    task = make_task(KernelPerRow(), (2, 2), (x, target), torch.nn.functional.mse_loss, dtype=torch.float64)
+    planner, call, batch = planner_of(task, "fsdp"), call_of_task(task, task.batch(1)), task.batch(1)
+    captured = planner.capture(call)
+    plan = planner.search(captured, call)
+    assert plan.operators["/aten.conv1d#0"] == ("shard:g", "shard:g")
+    assert program_deviation(task, captured, plan, batch, RandomState(0, 0), 1e-9) is None
+
+
 @pytest.fixture
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs whose operators are wrong are run: the verifier, which refuses them, is off."""

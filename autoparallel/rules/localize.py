@@ -76,6 +76,14 @@ class LocalCall:
         """Replaces one argument of the local call."""
         self.args, self.kwargs = with_argument(self.args, self.kwargs, self.node, name, value)
 
+    def divide(self, size: int | fx.Node, pieces: int) -> int | fx.Node:
+        """One piece of a size, which a node computes where it follows from the batch."""
+        if not isinstance(size, fx.Node):
+            return size // pieces
+        local = self.graph.call_function(operator.floordiv, (size, pieces))
+        local.meta["val"] = size.meta["val"] // pieces
+        return local
+
 
 Localize = Callable[[LocalCall], None]
 
@@ -92,12 +100,7 @@ def divide_sizes(name: str) -> Localize:
             count = call.shards(dim)
             if count == 1 or size == -1:
                 continue
-            if isinstance(size, fx.Node):
-                local = call.graph.call_function(operator.floordiv, (size, count))
-                local.meta["val"] = size.meta["val"] // count
-                sizes[dim] = local
-            else:
-                sizes[dim] = size // count
+            sizes[dim] = call.divide(size, count)
         call.set_argument(name, sizes)
 
     return localize
@@ -109,6 +112,6 @@ def divide_counts(*names: str, factor: str) -> Localize:
     def localize(call: LocalCall) -> None:
         pieces = call.pieces(factor)
         for name in names if pieces > 1 else ():
-            call.set_argument(name, arguments(call.node)[name] // pieces)
+            call.set_argument(name, call.divide(arguments(call.node)[name], pieces))
 
     return localize

@@ -125,6 +125,10 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "activations": lambda x, y, b: F.softplus(x) + F.leaky_relu(x) + F.softsign(x) + F.prelu(x, b[:1]) + F.gelu(x),
     "convolution_same": lambda x, y, b: F.conv1d(x, y[:2, :, :3], padding="same"),
     "convolution_groups": lambda x, y, b: F.conv1d(x, y[0, :, None, :2], b[:1].expand(6), groups=6),
+    # Every row has a kernel of its own, so the groups are the rows: dynamic and modulated convolutions.
+    "convolution_rows": lambda x, y, b: F.conv1d(
+        x.reshape(1, -1, 4), y.mT.reshape(-1, 6, 1), b.repeat(x.shape[0]), groups=x.shape[0]
+    ).view_as(x[:, :4]),
     "convolution_transposed": lambda x, y, b: F.conv_transpose1d(x, y[0, :, None, :2].expand(6, 3, 2), stride=2),
     "roll": lambda x, y, b: x.roll(1, 1) + x.flip(1),
     "joins": lambda x, y, b: torch.stack([x, y], 1).flatten(1, 2) + torch.cat([x, y], 1),
