@@ -61,7 +61,7 @@ UNTAGGED = [
     aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten.fill.Scalar, aten.fill.Tensor,
     aten.hardswish.default, aten.log_sigmoid.default, aten.__and__.Tensor, aten.__or__.Tensor,
     aten.floor_divide.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.polar.default,
-    aten.leaky_relu.default,
+    aten.leaky_relu.default, aten.zero.default,
 ]  # fmt: skip
 """Pointwise operators that lack torch's tag, in one of the releases that are supported."""
 

@@ -292,6 +292,27 @@ def test_a_call_that_changes_what_it_reads_is_refused(forward: Callable[..., Ten
     assert (random.getstate(), freeze(np.random.get_state())) == states
 
 
+def test_a_buffer_that_is_a_cache_for_one_shape_is_made_before_compile() -> None:
+    class Model(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("positions", torch.zeros(1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(self.positions) != x.shape[1]:
+                self.positions = torch.arange(x.shape[1], dtype=x.dtype)
+            return (self.linear(x) * self.positions[:, None]).mean()
+
+    plain, x = Model(), torch.randn(4, 3, 4, dtype=torch.float64)
+    with pytest.raises(autoparallel.CaptureError, match=r"the buffer positions.*\n.*call the model once before"):
+        autoparallel.compile(copy.deepcopy(plain))(x)
+    expected = plain(x)
+    model = autoparallel.compile(plain)
+    torch.testing.assert_close(model(x), expected)
+    with pytest.raises(autoparallel.CaptureError, match="replaces the buffer positions"):
+        model(x[:, :2])
+
+
 def test_a_variable_may_be_called_as_the_attribute_that_it_holds() -> None:
     class Model(Linear):
         def __init__(self) -> None:

@@ -52,7 +52,7 @@ def _elementwise() -> list[Example]:
         "erfc", "exp", "exp2", "expm1", "floor", "frac", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh",
         "isfinite", "isinf", "isnan", "leaky_relu", "log_sigmoid", "logical_not", "mish", "nan_to_num", "neg",
         "ones_like", "positive", "relu", "relu6", "round", "selu", "sigmoid", "sign", "silu", "sin", "sinh", "softplus",
-        "softshrink", "square", "tan", "tanh", "trunc", "zeros_like",
+        "softshrink", "square", "tan", "tanh", "trunc", "zero", "zeros_like",
     ]  # fmt: skip
     found += [e(getattr(aten, name).default, (real(6, 6),)) for name in plain]
     found += [e(getattr(aten, n).default, (positive(6, 6),)) for n in

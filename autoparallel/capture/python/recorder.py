@@ -322,7 +322,7 @@ class Recorder:
                 f"a call replaces the buffer {label}, {tuple(before.shape)} {before.dtype}, by one of "
                 f"{tuple(now.shape)} {now.dtype},",
                 line,
-                "keep its shape and dtype",
+                "keep its shape and dtype; if it is a cache for one shape, call the model once before compile()",
             )
         table[name] = before
         self.rebound.add(label)
