@@ -33,18 +33,39 @@ def settle_interleaving(module: fx.GraphModule, modes: Mapping[str, Sequence[Mod
         modes: node key to how the operator runs on each mesh axis.
         axis_sizes: of the mesh.
     """
-    for node in list(module.graph.nodes):
-        if "interleaved" in node.meta and any(x.target is operators.interleave for x in node.all_input_nodes):
+    leave_blocks(module.graph, count_blocks(module.graph, modes, axis_sizes))
+
+
+def count_blocks(graph: fx.Graph, modes: Mapping[str, Sequence[Mode]], axis_sizes: Sequence[int]) -> dict[str, int]:
+    """How many blocks a plan needs, by the keys of the products and of their pieces; the arguments are the pass's."""
+    blocks: dict[str, int] = {}
+    for node in graph.nodes:
+        if _interleaves(node):
             pieces, carriers = _readers(node)
             count = math.lcm(*(_shards(x, modes, axis_sizes) for x in (*pieces, *carriers)))
+            blocks |= {x.meta["key"]: count for x in (node, *pieces)}
+    return blocks
+
+
+def leave_blocks(graph: fx.Graph, blocks: Mapping[str, int]) -> None:
+    """Leaves as many blocks, in place; ``graph`` may be a stage's, which has a product without all of its pieces."""
+    for node in list(graph.nodes):
+        if _interleaves(node):
+            count = blocks[node.meta["key"]]
             for x in node.all_input_nodes:
                 if x.target is operators.interleave and count == 1:
                     node.replace_input_with(x, x.all_input_nodes[0])
-                    module.graph.erase_node(x)
+                    graph.erase_node(x)
                 elif x.target is operators.interleave:
                     x.args = (*x.args[:-1], count)
-            for piece in pieces:
-                piece.args = (*piece.args[:-1], count)
+            del node.meta["interleaved"]
+        elif node.target is operators.piece and node.meta["key"] in blocks:
+            node.args = (*node.args[:-1], blocks[node.meta["key"]])
+
+
+def _interleaves(node: fx.Node) -> bool:
+    """Whether a call is a product whose blocks are still to be counted."""
+    return "interleaved" in node.meta and any(x.target is operators.interleave for x in node.all_input_nodes)
 
 
 def _readers(product: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -17,6 +17,7 @@ from autoparallel.graph.layers import layer_of
 from autoparallel.passes.adapt_captured import leave_only_loss
 from autoparallel.passes.cut_stages import Crossing, CutError, StageGraph, cut_stages, stages_of
 from autoparallel.passes.hoist_parameter_chains import ParameterChain
+from autoparallel.passes.settle_interleaving import count_blocks, leave_blocks
 from autoparallel.pipeline.schedules import Passing
 from autoparallel.placements import Invariant, Layout, parse_layout
 from autoparallel.plan import Plan
@@ -90,8 +91,11 @@ def build_stages(captured: Captured, plan: Plan, target: Target, training: bool)
     whole = (Invariant,) * len(plan.axis_sizes)
     crossings = {c.number: c for graph in graphs for c in graph.outgoing}
     layouts = {c.name: boundary_layout(nodes[c.name], plan) for c in crossings.values()}
+    # A cut may part a fused projection from its pieces, so that no stage knows how many blocks all of them need.
+    blocks = count_blocks(captured.graph, {key: plan.modes(key) for key in plan.operators}, plan.axis_sizes)
     programs: list[LocalProgram] = []
     for stage, graph in enumerate(graphs):
+        leave_blocks(graph.captured.graph, blocks)
         count = len(graph.captured.mutated_buffers) + len(graph.results)
         recompute = {layer: much for layer, much in plan.recompute.items() if (stage, layer) in layers}
         received = {c.name: layouts[c.name] for c in graph.incoming}

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from autoparallel import operators
 from autoparallel.graph.captured import Captured
-from autoparallel.passes.settle_interleaving import settle_interleaving
+from autoparallel.passes.cut_stages import cut_stages
+from autoparallel.passes.settle_interleaving import count_blocks, leave_blocks, settle_interleaving
 from autoparallel.placements.modes import parse_mode
 from tests.passes.support import show
 from tests.passes.test_interleave_projections import Fused, _captured, _gate
@@ -86,3 +87,21 @@ def test_a_product_that_was_never_interleaved_is_left_alone() -> None:
     settle(captured, {"linear": ["shard:n"]}, (2,))
     assert show(captured.module) == before
     assert not any(n.target is operators.interleave for n in captured.graph.nodes)
+
+
+def test_stages_that_part_a_product_from_its_pieces_leave_as_many_blocks() -> None:
+    captured = fused()
+    piece = next(n.meta["key"] for n in captured.graph.nodes if n.target is operators.piece)
+    modes = {n.meta["key"]: (parse_mode("I"),) for n in captured.graph.nodes if n.op == "call_function"}
+    modes[piece] = (parse_mode("shard:o"),)
+    blocks = count_blocks(captured.graph, modes, (2,))
+    lines = []
+    for stage in cut_stages(captured, [piece], [0]):
+        leave_blocks(stage.captured.graph, blocks)
+        settle_interleaving(stage.captured.module, modes, (2,))  # there is nothing left to count
+        stage.captured.graph.lint()
+        lines.append([line for line in show(stage.captured.module) if "interleave(" in line or "piece(" in line])
+    assert lines == [
+        ["interleave = tables.interleave(p_model_joined_weight, 0, [0, 8, 12], 2)"],
+        ["piece = tables.piece(linear, 1, 0, 8, 2)", "piece_1 = tables.piece(linear, 1, 8, 12, 2)"],
+    ]
