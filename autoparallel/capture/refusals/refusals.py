@@ -45,7 +45,8 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
                 allowed |= free_unbacked_symbols(value)
                 checks.append(line_of(node))
         unknown = [free_unbacked_symbols(v) for v in pytree.tree_leaves(value)]
-        if any(symbols - (set() if isinstance(value, torch.Tensor) else allowed) for symbols in unknown):
+        counted = _counts_values(node)
+        if counted or any(symbols - (set() if isinstance(value, torch.Tensor) else allowed) for symbols in unknown):
             if operator_name(node.target) in ("aten._local_scalar_dense", "aten.item"):
                 what, advice = "a tensor's value is read into Python", "keep it a tensor (no .item())"
             else:
@@ -58,6 +59,20 @@ def require_static(graph: fx.Graph, numbers: Collection[str]) -> list[str]:
     return checks
 
 
+def _counts_values(node: fx.Node) -> bool:
+    """Whether a call selects by values as many rows as there are, also where torch took their number from a later use.
+
+    ``h[mask] + x`` makes it that of ``x``: then no symbol tells, and a call that selects another would be wrong.
+    """
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    if node.target in _SIZED_BY:  # it is sized by a number, where that is given
+        position, name, unset = _SIZED_BY[node.target]
+        return (node.args[position] if len(node.args) > position else node.kwargs.get(name, unset)) == unset
+    operands = tensor_operands(node)
+    return node.target is not _ATEN.index.Tensor or any(x.meta["val"].dtype in _MASKS for x in operands[1:])
+
+
 def _is_only_checked(node: fx.Node) -> bool:
     """Whether a value that is read into Python ends in assertions (``torch._check``)."""
     return bool(node.users) and all(
@@ -66,6 +81,11 @@ def _is_only_checked(node: fx.Node) -> bool:
     )
 
 
+_MASKS = (torch.bool, torch.uint8)
+_SIZED_BY = {
+    torch.ops.aten.one_hot.default: (1, "num_classes", -1),
+    torch.ops.aten.repeat_interleave.Tensor: (1, "output_size", None),
+}
 _READ = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CHECKS = (torch.ops.aten._assert_scalar.default,)
 
