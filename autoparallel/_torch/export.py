@@ -16,7 +16,7 @@ from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.autograd_function import autograd_function_apply as function_apply
 from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
@@ -171,5 +171,5 @@ def _print_nothing(*_: object, **__: object) -> None:
 
 __all__ = [  # torch's own, handed on
     "ShapeEnv", "decompositions", "enable_python_dispatcher", "free_unbacked_symbols", "function_apply",
-    "has_side_effect", "without_modes", "wrap_with_set_grad_enabled",
+    "has_side_effect", "is_fake", "without_modes", "wrap_with_set_grad_enabled",
 ]  # fmt: skip

@@ -8,14 +8,15 @@ them are traced, and the graph is filled up with copies.
 operators, the same constants, the same shapes, reading the same places of the layer before, the same values of what
 came before all layers, and their own parameters under the same names, of the same kind. The first of them may read
 from elsewhere what the others read of the layer before. The model without the inner layers of its stacks is run and
-recorded, too, and must say the same everywhere else. After tracing, the graph's last two layers of a stack must again
-be equal, node by node, and what follows may read the last one alone. Draws of random numbers count on from layer to
-layer, as in a trace of all. Layers change no buffers of their own. Where anything differs, the whole model is traced.
+recorded, too, and must say the same everywhere else, with the same values in tensors that it makes of numbers. After
+tracing, the graph's last two layers of a stack must again be equal, node by node, and what follows may read the last
+one alone. Draws of random numbers count on from layer to layer, as in a trace of all. Layers change no buffers of their
+own. Where anything differs, the whole model is traced.
 """
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoparallel import _torch
 from autoparallel.capture.tracing.trace import CURRENT
 from autoparallel.graph.captured import Captured
 from autoparallel.graph.layers import Kinds, compare, draw_of, paths_around, with_draw
@@ -126,7 +128,6 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[fx.Node] = []
         self._graph = fx.Graph()
         self._names = names  # of parameters and buffers, by id
-        self._constants = itertools.count()
         self._sources: dict[int, tuple[fx.Node, int]] = {}  # of tensors, by id: the node, and which of its results
         self._held: list[Any] = []  # an id is unique while its owner lives
 
@@ -154,12 +155,22 @@ class _Recorder(TorchDispatchMode):
     def _read(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return type(leaf).__name__, str(leaf)
-        if id(leaf) not in self._sources:  # without a name it is a constant: the very same everywhere, or not alike
-            node = self._graph.placeholder(self._names.get(id(leaf)) or f"constant {next(self._constants)}")
+        if id(leaf) not in self._sources:
+            node = self._graph.placeholder(self._names.get(id(leaf)) or _constant(leaf))
             node.meta["val"] = _kind(leaf)
             self._sources[id(leaf)] = node, 0
             self._held.append(leaf)
         return self._sources[id(leaf)]
+
+
+def _constant(tensor: torch.Tensor) -> str:
+    """What a tensor without a name is called: one that the model makes by its value, a fake by itself, which all copies
+    of a model share."""
+    if _torch.export.is_fake(tensor) or tensor.layout is not torch.strided:
+        return f"constant {id(tensor)}"
+    with _torch.export.without_modes(), torch._C.DisableTorchFunction():
+        memory = tensor.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8)
+        return f"constant {hashlib.sha256(memory.numpy().data).hexdigest()}"
 
 
 def _kind(value: Any) -> str:
