@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoparallel.comm.collectives import redistribute, start_transfers
+from autoparallel.comm.collectives import pack, redistribute, start_transfers
 from autoparallel.comm.groups import group_name
 from autoparallel.comm.simulate import simulate
 from autoparallel.placements import (
@@ -218,3 +218,11 @@ def test_tensors_without_elements_keep_their_shapes_in_one_collective() -> None:
     for values in simulate(rank, (2,), ("dp",)):
         assert [tuple(x.shape) for x in values] == shapes
         assert all(bool((x == 3).all()) for x in values)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_packed_tensors_are_copies(count: int) -> None:
+    tensors = [torch.ones(2, 3) for _ in range(count)]
+    for copy in pack(tensors):
+        copy.zero_()
+    assert all(bool((x == 1).all()) for x in tensors)

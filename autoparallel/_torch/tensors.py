@@ -54,6 +54,8 @@ def memory_span(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A copy of the elements of tensors of one dtype, one behind the other; one call takes half the time of many."""
+    if len(tensors) == 1:  # of one, torch makes no copy
+        return torch.cat([tensors[0].reshape(-1)])
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 

@@ -94,6 +94,31 @@ def test_a_call_is_cut_where_nothing_else_helps() -> None:
     assert asked.prediction.total_memory == found.prediction.total_memory
 
 
+class Layered(nn.Module):
+    """Layers that could run again, and take longer so than more microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Blocks(6, 64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.head(self.body(x)), y)
+
+
+def test_more_microbatches_with_the_same_layouts_are_another_plan() -> None:
+    call = call_of((torch.empty(4096, 64, device="meta"), torch.empty(4096, 64, device="meta")))
+
+    def found(limit: float | None, microbatches: int | None = None) -> Draft:
+        request = Request((("dp", 2),), CPU, "fsdp", memory_limit=limit, microbatches=microbatches)
+        return draft(Layered(), call, request)
+
+    limit = 0.5 * found(None).prediction.total_memory
+    fewer, more = found(limit, 2), found(limit, 4)
+    assert fewer.plan.recompute and not more.plan.recompute
+    assert more.prediction.seconds() < fewer.prediction.seconds()
+    assert found(limit).plan.microbatches == 4
+
+
 def test_gradients_of_microbatches_are_reduced_once_and_behind_nothing() -> None:
     slow = dataclasses.replace(H100, bandwidth=1e6)
     call = call_of((torch.empty(ROWS, WIDTH, device="meta"), torch.empty(ROWS, WIDTH, device="meta")))
