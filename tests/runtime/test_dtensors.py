@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoparallel
@@ -106,6 +107,12 @@ def _copy_plain(axis: str) -> dict[str, Any]:
         found: dict[str, Any] = {"refused": raised(lambda: p.copy_(value))}
         p.copy_(distribute_tensor(value, p.device_mesh, p.placements))
     found["copied"] = float((weights(model)["up.weight"] - value).abs().max())
+    with torch.no_grad(), implicit_replication():
+        p.copy_(3 * value)
+    found["replicated"] = float((weights(model)["up.weight"] - 3 * value).abs().max())
+    with torch.no_grad():
+        p.copy_(torch.tensor(0.5))
+    found["a number"] = float((weights(model)["up.weight"] - 0.5).abs().max())
     model.load_state_dict({"up.weight": 2 * value}, strict=False)
     found["loaded"] = float((weights(model)["up.weight"] - 2 * value).abs().max())
     return found
@@ -115,4 +122,4 @@ def _copy_plain(axis: str) -> dict[str, Any]:
 def test_a_plain_tensor_is_not_copied_to_a_parameter_but_by_the_ways_that_the_error_names(axis: str) -> None:
     for found in run_on_ranks(_copy_plain, axis, world_size=2):
         assert "load_state_dict" in found.pop("refused")
-        assert found == {"copied": 0.0, "loaded": 0.0}
+        assert found == dict.fromkeys(("copied", "replicated", "a number", "loaded"), 0.0)

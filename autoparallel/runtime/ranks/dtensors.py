@@ -100,16 +100,20 @@ def copy_whole(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """What ``parameter.copy_(value)`` does.
 
     Raises:
-        RuntimeError: for a plain value, of which nobody knows that all ranks have the same.
+        RuntimeError: for a plain value, of which nobody knows that all ranks have the same (not a number, and not
+            where the user says so by ``implicit_replication``).
     """
-    if not all(isinstance(x, DTensor) for x in args[:2]):
+    try:
+        with _torch.dtensor.leave_to_torch(operator):
+            return operator(*args, **kwargs)
+    except RuntimeError as error:
+        if all(isinstance(x, DTensor) for x in args[:2]):
+            raise
         raise RuntimeError(
             "copy_() between a parameter that lies on a mesh, a DTensor, and a plain tensor\n"
             "What to change: model.load_state_dict({name: value}, strict=False) takes whole tensors, and so does "
             "p.copy_(distribute_tensor(value, p.device_mesh, p.placements)); p.full_tensor() gives one."
-        )
-    with _torch.dtensor.leave_to_torch(operator):
-        return operator(*args, **kwargs)
+        ) from error
 
 
 def on_lists(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
