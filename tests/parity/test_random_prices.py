@@ -29,6 +29,7 @@ from autoparallel.hardware import profile_for
 from autoparallel.operators import RandomState, plain_randomness
 from autoparallel.planner.calls import options
 from autoparallel.planner.request.request import Request
+from autoparallel.rules import operator_name
 from autoparallel.runtime.norms.clipping import Clipper
 from tests.simulated import Rank, Simulation
 
@@ -161,7 +162,7 @@ def random_prices(seed: int) -> Iterator[None]:
 
     def known(self: Any, node: Any, *others: Any) -> None:
         init(self, node, *others)
-        self.operator = node.target
+        self.operator = operator_name(node.target)  # not itself: of a function Python prints where it lies
 
     def drawn(self: Any, row: Any, moved: int) -> tuple[float, float]:
         digest = zlib.crc32(f"{seed} {self.operator} {list(row)} {moved}".encode())
