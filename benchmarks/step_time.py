@@ -26,9 +26,9 @@ from benchmarks.side_by_side import GPT, LAYERS, WIDTH, Comparison, Contender, l
 
 ROWS = 4
 STRATEGIES: dict[Preset, tuple[str, float]] = {
-    "data_parallel": ("DistributedDataParallel", 1.10),
-    "fsdp": ("FSDP2 fully_shard", 1.00),
-    "tensor_parallel": ("DTensor tensor parallel", 0.80),
+    "data_parallel": ("DistributedDataParallel", 1.00),
+    "fsdp": ("FSDP2 fully_shard", 0.85),
+    "tensor_parallel": ("DTensor tensor parallel", 0.70),
 }
 
 

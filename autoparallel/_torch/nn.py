@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils.hooks import BackwardHook
 
@@ -45,4 +46,6 @@ def backward_hook_of(module: nn.Module) -> BackwardHook:
     return BackwardHook(module, full, module._get_backward_pre_hooks())
 
 
-__all__ = ["BackwardHook", "modules"]  # torch's own, handed on
+pack_padded_sequence = torch._pack_padded_sequence
+
+__all__ = ["BackwardHook", "BatchNorm", "modules", "pack_padded_sequence"]  # torch's own, handed on

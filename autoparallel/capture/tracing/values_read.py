@@ -12,11 +12,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from autoparallel import _torch
 from autoparallel.capture.tracing.trace import Trace, listening, refuse
-
-BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 def _cov(
@@ -77,7 +76,7 @@ def _ctc_loss(*_: Any, **__: Any) -> NoReturn:
 READING: dict[Any, Callable[..., Any]] = {
     torch.cov: _cov, Tensor.cov: _cov, torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,
     torch.combinations: _combinations, torch.ctc_loss: _ctc_loss, F.ctc_loss: _ctc_loss,
-    torch._pack_padded_sequence: _pack,
+    _torch.nn.pack_padded_sequence: _pack,
 }  # fmt: skip
 """The functions, with what takes their place while a model is traced."""
 
@@ -99,6 +98,6 @@ def _batch_norm(self: Any, x: Tensor) -> Tensor:
     return out
 
 
-_BATCH_NORM = BatchNorm.forward
-NAMES: tuple[tuple[Any, str, Any], ...] = ((BatchNorm, "forward", _batch_norm),)
+_BATCH_NORM = _torch.nn.BatchNorm.forward
+NAMES: tuple[tuple[Any, str, Any], ...] = ((_torch.nn.BatchNorm, "forward", _batch_norm),)
 """What has no door but its name."""
