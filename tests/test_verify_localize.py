@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoparallel.comm import collectives
+from autoparallel.graph.captured import Captured
 from autoparallel.operators import RandomState
+from autoparallel.plan import Plan
 from autoparallel.program import passes
 from autoparallel.rules.core import Rule
 from autoparallel.rules.localize import LocalCall
 from autoparallel.rules.table import RULES
 from autoparallel.tools.parity.localize_program import call_of_task, planner_of, program_deviation
-from autoparallel.tools.parity.task import make_task
+from autoparallel.tools.parity.task import Task, make_task
 from autoparallel.tools.parity.verification import Deviation
 from tests.models import GPT, GPTConfig, ragged_tokens, token_loss
 
@@ -31,9 +33,15 @@ TOKENS = ragged_tokens(torch.Generator().manual_seed(0), 8, 16, 64)
 def deviation(plan: str, mesh: tuple[int, ...]) -> Deviation | None:
     """Of a GPT with dropout."""
     task = make_task(MODEL, mesh, TOKENS, token_loss, plan=plan, dtype=torch.float64)
-    planner, call, batch = planner_of(task, plan), call_of_task(task, task.batch(1)), task.batch(1)
+    captured, searched = _plan(task, plan)
+    return program_deviation(task, captured, searched, task.batch(1), RandomState(3, 1), 1e-9)
+
+
+def _plan(task: Task, plan: str) -> tuple[Captured, Plan]:
+    """What is captured for a task, and the plan that is searched for it."""
+    planner, call = planner_of(task, plan), call_of_task(task, task.batch(1))
     captured = planner.capture(call)
-    return program_deviation(task, captured, planner.search(captured, call), batch, RandomState(3, 1), 1e-9)
+    return captured, planner.search(captured, call)
 
 
 @pytest.mark.wide
@@ -57,14 +65,12 @@ def test_a_parameter_that_is_gathered_in_place_has_even_shards_on_the_way() -> N
     """From S0,S0 to S1,S0 the cheapest way leads through an uneven S2, which nothing in the body can make."""
     x, target = torch.randn(8, 4, 3), torch.randn(8, 4, 3)
     task = make_task(Scale(), (2, 2), (x, target), torch.nn.functional.mse_loss, dtype=torch.float64)
-    planner, call, batch = planner_of(task, "auto"), call_of_task(task, task.batch(1)), task.batch(1)
-    captured = planner.capture(call)
-    plan = planner.search(captured, call)
+    captured, plan = _plan(task, "auto")
     operators = {**plan.operators, "/aten.mul.Tensor#0": ("shard:...1", "shard:...0")}
     plan = replace(
         plan, operators=operators, parameters={"weight": replace(plan.parameters["weight"], at_rest="S0,S0")}
     )
-    assert program_deviation(task, captured, plan, batch, RandomState(0, 0), 1e-9) is None
+    assert program_deviation(task, captured, plan, task.batch(1), RandomState(0, 0), 1e-9) is None
 
 
 class KernelPerRow(nn.Module):
@@ -82,11 +88,9 @@ class KernelPerRow(nn.Module):
 def test_groups_that_are_the_rows_of_the_batch_are_cut_with_them() -> None:
     x, target = torch.randn(8, 4, 4), torch.randn(8, 3, 4)
     task = make_task(KernelPerRow(), (2, 2), (x, target), torch.nn.functional.mse_loss, dtype=torch.float64)
-    planner, call, batch = planner_of(task, "fsdp"), call_of_task(task, task.batch(1)), task.batch(1)
-    captured = planner.capture(call)
-    plan = planner.search(captured, call)
+    captured, plan = _plan(task, "fsdp")
     assert plan.operators["/aten.conv1d#0"] == ("shard:g", "shard:g")
-    assert program_deviation(task, captured, plan, batch, RandomState(0, 0), 1e-9) is None
+    assert program_deviation(task, captured, plan, task.batch(1), RandomState(0, 0), 1e-9) is None
 
 
 @pytest.fixture
