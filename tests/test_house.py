@@ -136,6 +136,11 @@ def test_a_private_function_has_a_verb_or_a_noun() -> None:
     assert vague <= {"_seed"}, sorted((file, name) for file, name in functions if name in vague)
 
 
+def test_the_bindings_of_torch_are_named_in_one_place() -> None:
+    naming = [module for module, path in FILES.items() if re.search(r"\btorch\._C\.\w+\(", path.read_text())]
+    assert naming and all(module.startswith("autoparallel._torch.") for module in naming)
+
+
 def test_importing_the_package_imports_no_dynamo() -> None:
     """Dynamo is imported at the first call; it takes a third of what an import took with it."""
     program = "import sys, autoparallel; sys.exit('torch._dynamo' in sys.modules)"

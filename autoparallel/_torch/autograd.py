@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.utils import checkpoint
@@ -18,6 +19,10 @@ NoopSaveInputs = getattr(checkpoint, "_NoopSaveInputs", None)
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Where a tensor keeps what ``register_hook`` and ``register_post_accumulate_grad_hook`` are given."""
+
+GET_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
+SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
+"""What a mode sees where a tensor's ``grad_fn`` is read, and where its ``requires_grad`` is set."""
 
 
 def saved_as_they_are() -> AbstractContextManager[object]:
@@ -103,4 +108,4 @@ def _accumulates(node: Any) -> bool:
         return False
 
 
-__all__ = ["SingleLevelFunction"]  # torch's own, handed on
+__all__ = ["SingleLevelFunction", "set_grad_enabled"]  # torch's own, handed on

@@ -70,6 +70,13 @@ def compiled_run_plainly() -> Iterator[None]:
         tracer._is_fx_tracing_flag = before
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, no mode and no class of tensors sees what is called."""
+    with without_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def indexing_by_tensors() -> AbstractContextManager[Any]:
     """Inside, a tensor of one number indexes without being read."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # it imports Dynamo

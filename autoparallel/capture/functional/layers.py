@@ -168,7 +168,7 @@ def _constant(tensor: torch.Tensor) -> str:
     of a model share."""
     if _torch.export.is_fake(tensor) or tensor.layout is not torch.strided:
         return f"constant {id(tensor)}"
-    with _torch.export.without_modes(), torch._C.DisableTorchFunction():
+    with _torch.export.unwatched():
         memory = tensor.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8)
         return f"constant {hashlib.sha256(memory.numpy().data).hexdigest()}"
 

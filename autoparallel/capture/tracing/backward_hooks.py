@@ -125,9 +125,9 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _register_hook,
     Tensor.register_post_accumulate_grad_hook: _post_accumulate,
     Tensor.retain_grad: _retain_grad,
-    vars(torch._C.TensorBase)["grad_fn"].__get__: _grad_fn,
+    _torch.autograd.GET_GRAD_FN: _grad_fn,
     Tensor.backward: _differentiate,
-    vars(torch._C.TensorBase)["requires_grad"].__set__: _requires_grad,
+    _torch.autograd.SET_REQUIRES_GRAD: _requires_grad,
     Tensor.requires_grad_: _requires_grad,
     torch.autograd.grad: _differentiate,
 }

@@ -55,7 +55,7 @@ def _run_silently(function: Callable[[], Any], tensors: Sequence[Tensor]) -> Any
     trace = CURRENT.value
     assert trace is not None
     mode = next(m for t in tensors if (m := getattr(t, "fake_mode", None)) is not None)
-    with trace.silent(), _torch.export.without_modes(), torch._C.DisableTorchFunction(), mode:
+    with trace.silent(), _torch.export.unwatched(), mode:
         return function()
 
 
@@ -171,12 +171,12 @@ def _checkpoint(trace: Trace, run: Callable[..., Any], preserve: Any, *args: Any
 
 def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     trace = listening()
-    if trace is None or torch._C._are_functorch_transforms_active():
+    if trace is None or _torch.autograd.is_transforming():
         return _apply(cls)(*args, **kwargs)
     if cls is torch.utils.checkpoint.CheckpointFunction:
         return _checkpoint(trace, *args)
     if cls is _torch.autograd.NoopSaveInputs:
-        with trace.silent(), _torch.export.without_modes(), torch._C.DisableTorchFunction():
+        with trace.silent(), _torch.export.unwatched():
             return torch.empty(0, requires_grad=True).view(0)  # where nothing is differentiated, there is no region
     if cls.__module__.startswith("torch._"):
         return _apply(cls)(*args, **kwargs)

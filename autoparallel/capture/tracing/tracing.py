@@ -51,7 +51,7 @@ def everything_seen(trace: Trace) -> Iterator[None]:
             yield
     finally:
         changed = torch.is_grad_enabled() != enabled
-        torch._C._set_grad_enabled(enabled)
+        _torch.autograd.set_grad_enabled(enabled)
     if changed:
         raise CaptureError(
             "the model switches gradients on or off and leaves them so after its call\n"
@@ -81,7 +81,7 @@ def _enter_inference_mode(self: torch.inference_mode) -> None:
     if listening() is None:
         return _ENTER_INFERENCE(self)
     self._grad_mode_before = torch.is_grad_enabled()  # type: ignore[attr-defined]
-    torch._C._set_grad_enabled(not self.mode)
+    _torch.autograd.set_grad_enabled(not self.mode)
     return None
 
 
@@ -89,7 +89,7 @@ def _exit_inference_mode(self: torch.inference_mode, *error: Any) -> None:
     before = self.__dict__.pop("_grad_mode_before", None)
     if before is None:
         return _EXIT_INFERENCE(self, *error)
-    torch._C._set_grad_enabled(before)
+    _torch.autograd.set_grad_enabled(before)
     return None
 
 
@@ -118,7 +118,7 @@ def _exit_saved_tensors_hooks(self: Any, *error: Any) -> None:
 
 
 def _enter_dual_level() -> Any:
-    if listening() is None or torch._C._are_functorch_transforms_active():
+    if listening() is None or _torch.autograd.is_transforming():
         return _ENTER_DUAL_LEVEL()
     raise refuse(
         "torch.autograd.forward_ad is used inside of the model", "use torch.func.jvp, or write the derivative out"
