@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -14,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.comm.groups import bind, inner_mesh, whole_group, whole_group_name, with_data_axis
 from autoparallel.comm.world import PIPELINE_AXIS, usable_mesh
 from autoparallel.compiler import Compiler, Settings, mesh_of
-from autoparallel.decisions.pipeline import Pipeline, require_counts
+from autoparallel.decisions.means import OpenMeans
+from autoparallel.decisions.pipeline import Pipeline
 from autoparallel.hardware import Profile
 from autoparallel.plan import Plan
 from autoparallel.planner.candidates.meshes import refusal
@@ -158,17 +160,17 @@ def compile(
         clip_grad_norm = ClipGradNorm(clip_grad_norm)
     if pipeline is not None and not isinstance(pipeline, Pipeline):
         raise TypeError(f"pipeline must be an autoparallel.Pipeline, not a {type(pipeline).__name__}")
-    counts = {"loss_chunks": loss_chunks, "linear_chunks": linear_chunks, "microbatches": microbatches}
-    require_counts(**counts)
-    if offload_optimizer is not None and not isinstance(offload_optimizer, bool):
-        raise TypeError(f"offload_optimizer must be True, False or None, not a {type(offload_optimizer).__name__}")
+    means = OpenMeans(
+        loss_chunks=loss_chunks,
+        linear_chunks=linear_chunks,
+        microbatches=microbatches,
+        offload_optimizer=offload_optimizer,
+    )
     if isinstance(plan, Plan):
-        for name, value in {"pipeline": pipeline, **counts, "offload_optimizer": offload_optimizer}.items():
+        for name, value in {"pipeline": pipeline, **vars(means)}.items():
             if value is not None:
                 raise ValueError(f"a Plan is carried out as it is, with its own {name}: leave {name}=... out")
-        # What later kinds of calls are asked for, too.
-        loss_chunks, linear_chunks, microbatches = plan.loss_chunks, plan.linear_chunks, plan.microbatches
-        offload_optimizer = plan.offload_optimizer
+        means = OpenMeans(**vars(plan.means))  # later kinds of calls are asked for them, too
     if isinstance(model, ParallelModule):
         raise ValueError("the model is compiled already")
     _require_capturable(model)
@@ -181,16 +183,16 @@ def compile(
     if pipeline is not None and not staged and not is_open:
         raise ValueError("pipeline=... was given, but the mesh has no axis named 'pp' for it")
     unable = refusal(precision, outputs, grad_scaler, {p.dtype for p in model.parameters()})
-    cuts_batch = (microbatches or 1) > 1
+    cuts_batch = (means.microbatches or 1) > 1
     if staged and cuts_batch:
         raise ValueError(
-            f"microbatches={microbatches} is for meshes without an axis named 'pp': give "
-            f"pipeline=autoparallel.Pipeline(microbatches={microbatches})"
+            f"microbatches={means.microbatches} is for meshes without an axis named 'pp': give "
+            f"pipeline=autoparallel.Pipeline(microbatches={means.microbatches})"
         )
     if (staged or cuts_batch) and unable:
         raise ValueError(unable)
-    if unable and microbatches is None:
-        microbatches = 1
+    if unable and means.microbatches is None:
+        means = replace(means, microbatches=1)
     if cuts_batch:
         unable = "microbatches=... was given, which is for calls without a pipeline"
     mesh = with_data_axis(mesh) if staged else mesh
@@ -208,11 +210,8 @@ def compile(
         precision=precision,
         device=mesh.device_type,
         pipeline=pipeline,
-        loss_chunks=loss_chunks,
-        linear_chunks=linear_chunks,
-        microbatches=microbatches,
-        offload_optimizer=offload_optimizer,
         compiled=backend != "eager",
+        **vars(means),
     )
     STREAM.begin()
     agreement = agreement_of(mesh)
@@ -295,8 +294,8 @@ def _require_same_model(agreement: Agreement, model: nn.Module, request: Request
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     plan = request.plan
     options = (
-        request.memory_limit, request.outputs, *options, request.loss_chunks, request.linear_chunks,
-        request.microbatches, request.offload_optimizer, request.precision, request.profile,
+        request.memory_limit, request.outputs, *options, request.open_means, request.precision,
+        request.profile,
     )  # fmt: skip
     lines = [
         f"model {type(model).__name__}",

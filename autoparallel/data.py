@@ -124,10 +124,11 @@ def _fields(value: Any) -> dict[str, tuple[Any, bool]]:
 
 @cache
 def _stored_fields(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """The stored fields of a dataclass with their types, and whether each must be there."""
+    """The stored fields of a dataclass with their types, and whether each must be there; those that must come first."""
     types = get_type_hints(kind)
-    return {
+    stored = {
         field.name: (types[field.name], field.default is MISSING and field.default_factory is MISSING)
         for field in fields(kind)
         if field.init and field.metadata.get("stored", True)
     }
+    return dict(sorted(stored.items(), key=lambda item: not item[1][1]))

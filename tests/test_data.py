@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from autoparallel.decisions.means import Means, OpenMeans
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
 from autoparallel.decisions.pipeline import PipelinePlan
 from autoparallel.hardware import PROFILES, Link, Profile, profile_for
@@ -24,6 +25,15 @@ PROFILE = replace(profile_for("cuda", "h100"), links=(Link("all_reduce", 8, 1, 1
 def test_a_plan_survives_its_text(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan and again.cost == plan.cost
+
+
+def test_a_plan_says_first_what_it_is_for_and_has_its_means_among_its_own() -> None:
+    plan = replace(PLAN, loss_chunks=8, offload_optimizer=True)
+    assert list(json.loads(plan.to_json()))[:4] == ["format", "mesh", "origin", "fingerprint"]
+    assert plan.means == Means(loss_chunks=8, offload_optimizer=True)
+    assert {field.name for field in fields(Means)} == {field.name for field in fields(OpenMeans)}
+    assert json.loads(plan.to_json()).items() >= vars(plan.means).items()
+    assert vars(plan.tried(1.0, 2.0)).items() >= vars(plan.means).items()
 
 
 @pytest.mark.parametrize("profile", [PROFILE, *(profile_for("cuda", name) for name in PROFILES)], ids=lambda p: p.name)

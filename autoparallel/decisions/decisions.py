@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes
 from autoparallel.data import UNSTORED
 from autoparallel.decisions.frontier import Frontier, Tried
+from autoparallel.decisions.means import Means
 from autoparallel.decisions.meshes import MeshChoice
 from autoparallel.decisions.parameters import ParameterPlan, padded_rows
 from autoparallel.decisions.pipeline import PipelinePlan
@@ -51,10 +52,12 @@ class Reasons(Protocol):
 
 
 @dataclass(frozen=True)
-class Decisions:
+class Decisions(Means):
     """Every decision about one model on one mesh: a :class:`Plan` without what it can say of itself.
 
     Attributes:
+        loss_chunks, linear_chunks, microbatches, offload_optimizer: what saves memory, or hides what is exchanged (see
+            :class:`Means`).
         mesh: the mesh axes by name and size, in order.
         origin: the preset that constrained the search, or "auto".
         fingerprint: of the captured graph; a plan for another graph is refused.
@@ -68,12 +71,6 @@ class Decisions:
             and its collectives other than gathers make, which are not repeated.
         checkpointed: those of these layers that run again because the model itself calls ``torch.utils.checkpoint`` in
             them.
-        loss_chunks: into how many chunks of rows a cross-entropy and the product that makes its logits are cut, so that
-            the logits never exist whole; 1 computes them at once.
-        linear_chunks: into how many chunks of rows linear layers are cut that read what is redistributed, or make it,
-            so that what one chunk exchanges runs while the others are computed; 1 leaves them whole.
-        microbatches: into how many parts a training call cuts its batch, one after another, where there is no pipeline.
-        offload_optimizer: whether the optimizer's states lie in host memory between steps.
         notes: module path to why it is not sharded as could be expected.
         cost, lower_bound: the predicted seconds of a step that the search minimised, and what it proved that no plan
             costs less than; None for a plan that no search made.
@@ -94,10 +91,6 @@ class Decisions:
     unruled: Mapping[str, int] = field(default_factory=dict)
     recompute: Mapping[str, str] = field(default_factory=dict)
     checkpointed: tuple[str, ...] = ()
-    loss_chunks: int = 1
-    linear_chunks: int = 1
-    microbatches: int = 1
-    offload_optimizer: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
     cost: float | None = field(default=None, compare=False)
     lower_bound: float | None = field(default=None, compare=False)
@@ -154,9 +147,7 @@ class Decisions:
         for layer, much in self.recompute.items():
             if much not in RECOMPUTED:
                 raise ValueError(f"{layer!r} is recomputed {much!r}; expected one of {', '.join(RECOMPUTED)}")
-        for name in ("loss_chunks", "linear_chunks", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        super().require_valid()
         if self.pipeline is not None:
             self.pipeline.require_valid()
 
@@ -170,10 +161,7 @@ class Decisions:
     def tried(self, seconds: float, memory: float) -> Tried:
         """What others are compared with, where a step takes so long and a device holds so many bytes."""
         parts = self.staging.microbatches if self.staging is not None else 1
-        return Tried(
-            self.origin, seconds, memory, len(self.recompute), self.loss_chunks, parts, self.linear_chunks,
-            self.offload_optimizer,
-        )  # fmt: skip
+        return Tried(self.origin, seconds, memory, len(self.recompute), **vars(replace(self.means, microbatches=parts)))
 
     def modes(self, key: str) -> tuple[Mode, ...]:
         """How the operator with this key runs on each mesh axis."""

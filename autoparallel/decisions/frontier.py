@@ -6,27 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoparallel.decisions.means import Means
+
 
 @dataclass(frozen=True)
-class Tried:
-    """A plan that was predicted to be compared with others.
+class Tried(Means):
+    """A plan that was predicted to be compared with others, with its means; the microbatches also of a pipeline.
 
     Attributes:
         origin: the preset, or "auto" for the free search.
         seconds, memory: of a step, and bytes per device.
         again: how many layers run again in the backward.
-        loss_chunks, microbatches, linear_chunks: into how many the loss, the batch and rows of linear layers are cut.
-        offload_optimizer: whether the optimizer's states lie in host memory.
     """
 
     origin: str
     seconds: float
     memory: float
     again: int = 0
-    loss_chunks: int = 1
-    microbatches: int = 1
-    linear_chunks: int = 1
-    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True)

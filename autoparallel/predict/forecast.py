@@ -95,8 +95,7 @@ def extrapolated(captured: Captured, plan: Plan, predict: Predict, models: dict[
         short = replace(captured.part(graph), runs=())
         recompute = {layer: much for layer, much in plan.recompute.items() if layer in left_layers}
         calls = tuple([(places.get(node.name, node.name), decided(node)) for node in graph.nodes])
-        decisions = plan.loss_chunks, plan.linear_chunks, plan.microbatches, plan.offload_optimizer
-        key = decisions, tuple(counts), calls
+        key = plan.means, tuple(counts), calls
         if key not in models:
             prediction = predict(short, replace(plan, recompute=recompute))
             models[key] = Short(prediction.seconds(), _by_place(prediction, runs, counts, layers_of_modules))

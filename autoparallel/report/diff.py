@@ -12,6 +12,12 @@ from autoparallel.text import Block, Table, plain_text
 
 ABSENT = "(absent)"
 
+_PARTS = {
+    "loss_chunks": "Chunks of the loss",
+    "linear_chunks": "Chunks of linear layers",
+    "microbatches": "Microbatches of a call",
+}
+
 
 def diff_plans(first: Decisions, second: Decisions) -> str:
     """The differences as text: mesh, preset, parameters, operators, and the predictions where both have one."""
@@ -26,12 +32,10 @@ def diff_plans(first: Decisions, second: Decisions) -> str:
     if first.recompute != second.recompute:
         was, now = (recomputed(plan) or "nothing" for plan in (first, second))
         blocks.append(f"Recomputed in the backward: {was}; now {now}.")
-    if first.loss_chunks != second.loss_chunks:
-        blocks.append(f"Chunks of the loss: {first.loss_chunks}; now {second.loss_chunks}.")
-    if first.linear_chunks != second.linear_chunks:
-        blocks.append(f"Chunks of linear layers: {first.linear_chunks}; now {second.linear_chunks}.")
-    if first.microbatches != second.microbatches:
-        blocks.append(f"Microbatches of a call: {first.microbatches}; now {second.microbatches}.")
+    for name, what in _PARTS.items():
+        was, now = getattr(first, name), getattr(second, name)
+        if was != now:
+            blocks.append(f"{what}: {was}; now {now}.")
     if first.offload_optimizer != second.offload_optimizer:
         places = ["host memory" if plan.offload_optimizer else "the device's memory" for plan in (first, second)]
         blocks.append(f"Optimizer states: in {places[0]}; now in {places[1]}.")

@@ -271,8 +271,7 @@ class Evaluator:
     def forecast(self, plan: Plan, *, exactly: bool = False) -> Forecast:
         """What a plan takes; unless exactly, from short models, where layers repeat."""
         # Plans that differ in what they recompute share their operators, which the table keeps alive.
-        chunks = plan.loss_chunks, plan.linear_chunks
-        key = id(plan.operators), tuple(plan.recompute.items()), chunks, plan.offload_optimizer, exactly
+        key = id(plan.operators), tuple(plan.recompute.items()), plan.means, exactly
         graph = self._graph(Candidate(plan.origin, microbatches=plan.microbatches))
         if key not in self._forecasts:
             forecast = None if exactly else extrapolated(graph, plan, self.predict, self._short)

@@ -143,7 +143,7 @@ def _is_slower(outcome: Outcome, best: Outcome, gauge: Gauge) -> bool:
     plan, other = outcome.plan, best.plan
     if plan is None or other is None:
         return False
-    means, means_of_best = [(p.microbatches, p.loss_chunks, p.offload_optimizer) for p in (plan, other)]
+    means, means_of_best = [replace(p.means, linear_chunks=1) for p in (plan, other)]
     same = means == means_of_best and (plan.operators, plan.parameters) == (other.operators, other.parameters)
     return same or _costs_more(outcome, best, gauge)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoparallel.comm.world import PIPELINE_AXIS, Axes, axes_of
+from autoparallel.decisions.means import OpenMeans
 from autoparallel.decisions.parameters import ParameterPlan
 from autoparallel.decisions.pipeline import Pipeline, PipelinePlan
 from autoparallel.hardware import Profile, profile_for
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of the planner, for all calls of a model.
+class Request(OpenMeans):
+    """What is asked of the planner, for all calls of a model, with what is fixed of the means that save memory.
 
     Attributes:
         axes: the mesh axes by name and size, but for a pipeline's.
@@ -40,12 +41,6 @@ class Request:
         device: the kind of device that programs run on.
         stages: the ranks of a pipeline's axis; 0 where there is none.
         pipeline: what is fixed of the pipeline; None leaves all of it open.
-        loss_chunks: into how many chunks of rows the loss is cut; None leaves it open.
-        linear_chunks: into how many chunks of rows linear layers are cut whose exchange then overlaps; None leaves it
-            open.
-        microbatches: into how many parts a training call cuts its batch, where there is no pipeline; None leaves it
-            open.
-        offload_optimizer: whether the optimizer's states lie in host memory; None leaves it open.
         compiled: whether ``torch.compile`` runs the programs.
     """
 
@@ -60,10 +55,6 @@ class Request:
     device: str = "cpu"
     stages: int = 0
     pipeline: Pipeline | None = None
-    loss_chunks: int | None = None
-    linear_chunks: int | None = None
-    microbatches: int | None = None
-    offload_optimizer: bool | None = None
     compiled: bool = False
 
     @property
