@@ -44,6 +44,20 @@ swap_tensors = FunctionType(
 weights: they refer to the Python object, which stays what it is."""
 
 
+def by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype together, as operators on lists want them."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def multiply(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors in place by a scalar, of their own dtype."""
+    for alike in by_dtype(tensors):
+        torch._foreach_mul_(alike, factor.to(alike[0].dtype))
+
+
 def memory_span(tensor: torch.Tensor) -> tuple[str, int, int]:
     """The device and the first and the last address (exclusive) of a tensor's elements; no address if it has none."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():

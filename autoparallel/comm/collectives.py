@@ -365,8 +365,8 @@ def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:
-        ctx.spec = (src, dst, group)
-        ctx.module = "" if torch.compiler.is_compiling() else ranges.place()
+        ctx.back = *transposed(src, dst), group
+        ctx.module = ranges.place()
         ctx.set_materialize_grads(False)
         return apply(x, src, dst, group)
 
@@ -374,15 +374,18 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if grads[0] is None:  # of an output that is not differentiated
             return None, None, None, None
-        src, dst, group = ctx.spec
-        back = DUALS.get(dst, dst), DUALS.get(src, src), group
-        return ranges.in_backward(ctx.module, redistribute, grads[0], *back), None, None, None
+        return ranges.in_backward(ctx.module, redistribute, grads[0], *ctx.back), None, None, None
 
 
 # Dynamo traces what is below, and follows no cache: so it looks texts up instead of parsing them.
 DUALS = {str(p): str(dual(p)) for p in (Replicate, Partial)}
 _WHOLE = (Invariant, Replicate, Partial)
 _NOTHING = frozenset((str(a), str(b)) for a in _WHOLE for b in _WHOLE if action(a, b) == "nothing")
+
+
+def transposed(src: str, dst: str) -> tuple[str, str]:
+    """The placements between which the gradient of what goes from ``src`` to ``dst`` goes."""
+    return DUALS.get(dst, dst), DUALS.get(src, src)
 
 
 def apply(x: torch.Tensor, src: str, dst: str, group: str) -> torch.Tensor:

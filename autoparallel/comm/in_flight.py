@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoparallel.comm import ranges
-from autoparallel.comm.collectives import DUALS, apply, arriving_shape, is_traced, start_transfers
+from autoparallel.comm.collectives import apply, arriving_shape, is_traced, start_transfers, transposed
 from autoparallel.placements import ACTIONS, COLLECTIVES, parse_placement
 
 Started = tuple[Tensor, Tensor]
@@ -72,7 +72,7 @@ class _Start(torch.autograd.Function):
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, x: Tensor, src: str, dst: str, group: str) -> Tensor:
-        ctx.spec = DUALS.get(dst, dst), DUALS.get(src, src), group
+        ctx.spec = *transposed(src, dst), group
         ctx.module = ranges.place()
         ctx.set_materialize_grads(False)
         return finish_transfer(ticket, x.shape, src, dst, group) if sends(src, dst) else apply(x, src, dst, group)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch.profiler import record_function
 
 from autoparallel import _torch
@@ -25,8 +26,8 @@ def named(name: Callable[[], str]) -> AbstractContextManager[Any]:
 
 
 def place() -> str:
-    """The module that computes now, as far as a profiled program has said."""
-    return getattr(_HERE, "module", "")
+    """The module that computes now, as far as a profiled program has said; a compiled one says nothing."""
+    return "" if torch.compiler.is_compiling() else getattr(_HERE, "module", "")
 
 
 def in_backward(module: str, function: Callable[..., R], *arguments: Any) -> R:

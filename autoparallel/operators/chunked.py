@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoparallel.comm import ranges
-from autoparallel.comm.collectives import DUALS, apply, arriving_shape, is_traced
+from autoparallel.comm.collectives import apply, arriving_shape, is_traced, transposed
 from autoparallel.comm.in_flight import finish_transfer, sends, start_transfer
 
 T = TypeVar("T")
@@ -304,8 +304,8 @@ class _RedistributeThenLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = list(parameters[:count]), list(parameters[count:])
         ctx.set_materialize_grads(False)
-        ctx.module = "" if torch.compiler.is_compiling() else ranges.place()
-        ctx.way, ctx.count = (DUALS.get(dst, dst), DUALS.get(src, src), group, chunks), count
+        ctx.module = ranges.place()
+        ctx.way, ctx.count = (*transposed(src, dst), group, chunks), count
         if sends(src, dst):
             run = torch.ops.autoparallel.gathered_linears if _is_compiled(x) else _gather_chunks
             tensors = run(x, weights, biases, src, dst, group, chunks)
@@ -339,8 +339,8 @@ class _LinearThenRedistribute(torch.autograd.Function):
         ctx: Any, x: Tensor, src: str, dst: str, group: str, chunks: int, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.module = "" if torch.compiler.is_compiling() else ranges.place()
-        ctx.way = DUALS.get(dst, dst), DUALS.get(src, src), group, chunks
+        ctx.module = ranges.place()
+        ctx.way = *transposed(src, dst), group, chunks
         ctx.save_for_backward(x, weight)
         run = torch.ops.autoparallel.reduced_linear if _is_compiled(x) else _reduce_chunks
         result: Tensor = run(x, weight, bias, src, dst, group, chunks)

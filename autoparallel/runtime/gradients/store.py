@@ -435,12 +435,9 @@ class GradientStore:
         if window is None:
             return
         if (divisor := window.divisor()) is not None:
-            by_dtype: dict[torch.dtype, Tensors] = {}
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    by_dtype.setdefault(parameter.dtype, []).append(_torch.dtensor.local_of(parameter.grad))
-            for grads in by_dtype.values():
-                torch._foreach_div_(grads, divisor)
+            grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+            for alike in _torch.tensors.by_dtype(map(_torch.dtensor.local_of, grads)):
+                torch._foreach_div_(alike, divisor)
         self._call_hooks_of_window(window.names)
 
     def pending_layouts(self) -> dict[str, Layout]:

@@ -291,10 +291,7 @@ class Clipper:
             members = [run for of, some in runs.items() if of[0] in names for run in some]
             if not members or limit == float("inf"):
                 continue
-            members = arithmetic.join(members)
-            coefficient = arithmetic.clip_coefficient(norms[i], limit)
-            for dtype in {m.dtype: None for m in members}:
-                torch._foreach_mul_([m for m in members if m.dtype == dtype], coefficient.to(dtype))
+            _torch.tensors.multiply(arithmetic.join(members), arithmetic.clip_coefficient(norms[i], limit))
 
     def _visible(self, norms: torch.Tensor, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Norms in the dtype that users see: float64 for gradients of float64, else float32."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autoparallel import _torch
 from autoparallel.comm.collectives import settled
 from autoparallel.comm.groups import axis_index, communicator_of
 
@@ -127,10 +128,7 @@ def local_sum(grads: Sequence[Tensor], p: float) -> Tensor:
     grads = [g if not g.is_complex() else torch.view_as_real(settled(g)) if p == 2.0 else g.abs() for g in grads]
     if math.isinf(p):
         return torch.stack([_largest(g).double() for g in grads]).amax()
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for g in grads:
-        by_dtype.setdefault(g.dtype, []).append(g)
-    sums = [_norms(same, p).pow(p).sum() for same in by_dtype.values()]
+    sums = [_norms(alike, p).pow(p).sum() for alike in _torch.tensors.by_dtype(grads)]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 

@@ -105,12 +105,9 @@ def broadcast(tensors: Sequence[torch.Tensor], ranks: Sequence[int], group: Any,
     """
     if len(ranks) == 1:
         return
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
     with torch.no_grad():
-        for same in by_dtype.values():
-            for batch in in_batches(same, torch.Tensor.numel, 1 << 24):
+        for alike in _torch.tensors.by_dtype(tensors):
+            for batch in in_batches(alike, torch.Tensor.numel, 1 << 24):
                 flat = torch.cat([t.reshape(-1) for t in batch])
                 dist.broadcast(flat, src=ranks[source], group=group)
                 for t, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):

@@ -118,8 +118,7 @@ class Gradients:
 def _scale(values: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     if factor.device.type == "cpu" and factor == 1:  # other devices would be waited for
         return
-    for dtype in {v.dtype for v in values}:
-        torch._foreach_mul_([v for v in values if v.dtype == dtype], factor.to(dtype))
+    _torch.tensors.multiply(values, factor)
 
 
 class HandOut(torch.autograd.Function):
