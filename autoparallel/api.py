@@ -183,18 +183,7 @@ def compile(
     if pipeline is not None and not staged and not is_open:
         raise ValueError("pipeline=... was given, but the mesh has no axis named 'pp' for it")
     unable = refusal(precision, outputs, grad_scaler, {p.dtype for p in model.parameters()})
-    cuts_batch = (means.microbatches or 1) > 1
-    if staged and cuts_batch:
-        raise ValueError(
-            f"microbatches={means.microbatches} is for meshes without an axis named 'pp': give "
-            f"pipeline=autoparallel.Pipeline(microbatches={means.microbatches})"
-        )
-    if (staged or cuts_batch) and unable:
-        raise ValueError(unable)
-    if unable and means.microbatches is None:
-        means = replace(means, microbatches=1)
-    if cuts_batch:
-        unable = "microbatches=... was given, which is for calls without a pipeline"
+    means, unable = _settle_microbatches(means, staged, unable)
     mesh = with_data_axis(mesh) if staged else mesh
     inner = inner_mesh(mesh, PIPELINE_AXIS) if staged else mesh
     require_on_device(model, mesh)
@@ -283,6 +272,30 @@ def _require_methods(model: nn.Module, methods: Sequence[str]) -> None:
     for name in methods:
         if not callable(getattr(model, name, None)) or hasattr(ParallelModule, name):
             raise ValueError(f"methods names {name!r}, which is no method that {type(model).__name__} itself has")
+
+
+def _settle_microbatches(means: OpenMeans, staged: bool, unable: str) -> tuple[OpenMeans, str]:
+    """What is fixed of the means, and why a mesh that is searched may have no pipeline; empty where it may.
+
+    Args:
+        staged: whether the mesh has an axis for a pipeline.
+        unable: why a batch cannot be cut into microbatches; empty where it can.
+
+    Raises:
+        ValueError: where what is asked for does not go together.
+    """
+    count = means.microbatches
+    cuts_batch = count is not None and count > 1
+    if staged and cuts_batch:
+        raise ValueError(
+            f"microbatches={count} is for meshes without an axis named 'pp': give "
+            f"pipeline=autoparallel.Pipeline(microbatches={count})"
+        )
+    if (staged or cuts_batch) and unable:
+        raise ValueError(unable)
+    if cuts_batch:
+        return means, "microbatches=... was given, which is for calls without a pipeline"
+    return replace(means, microbatches=1) if unable and count is None else means, unable
 
 
 def _is_open(mesh: DeviceMesh | None) -> bool:

@@ -37,6 +37,9 @@ _FOLDED = ("zero_bubble_v", "dualpipe_v")
 SECONDS = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}
 """How long a computation takes beside a forward, where nothing better is known."""
 
+_BEFORE = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}
+"""What a stage must have done with a microbatch before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -230,6 +233,14 @@ class _Crossings:
             return [(BACKWARD, p, p.source) for p in self.read.get(action.stage, ()) if p.gradient]
         return []
 
+    def arriving(self, action: Action) -> list[tuple[str, Passing]]:
+        """What an action reads of other stages: values, or gradients."""
+        if action.kind == FORWARD:
+            return [(FORWARD, p) for p in self.read.get(action.stage, ())]
+        if action.kind in (BACKWARD, INPUT):
+            return [(BACKWARD, p) for p in self.produced.get(action.stage, ()) if p.gradient]
+        return []
+
 
 def play(
     lists: Sequence[Sequence[Action]],
@@ -251,28 +262,24 @@ def play(
         ValueError: when the schedule cannot run to its end.
     """
     crossings = _Crossings(passings)
-    produced, read = crossings.produced, crossings.read
     arrived: dict[tuple[str, int, int, int], float] = {}  # kind, value, target, microbatch
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in lists]
-    steps: list[list[Action | Transfer]] = [[] for _ in lists]
     position = [0] * len(lists)
     free = [0.0] * len(lists)
     finished_actions: set[Action] = set()
 
     def needs(action: Action) -> float | None:
         """When all that an action reads has arrived; None while some of it is not even made."""
-        if action.kind == FORWARD:
-            keys = [(FORWARD, p.value, p.target, action.microbatch) for p in read.get(action.stage, ())]
-        elif action.kind == WEIGHT:
-            return 0.0 if Action(INPUT, action.stage, action.microbatch) in finished_actions else None
-        else:
-            if Action(FORWARD, action.stage, action.microbatch) not in finished_actions:
+        before = _BEFORE.get(action.kind)
+        if before is not None and Action(before, action.stage, action.microbatch) not in finished_actions:
+            return None
+        latest = 0.0
+        for kind, p in crossings.arriving(action):
+            at = arrived.get((kind, p.value, p.target, action.microbatch))
+            if at is None:
                 return None
-            keys = [
-                (BACKWARD, p.value, p.target, action.microbatch) for p in produced.get(action.stage, ()) if p.gradient
-            ]
-        times = [arrived.get(key) for key in keys]
-        return None if None in times else max([0.0, *(t for t in times if t is not None)])
+            latest = max(latest, at)
+        return latest
 
     finished: list[tuple[float, int, Action]] = []  # in the order of their ends, with transfers still to be noted
     ready: dict[int, tuple[float, float, int]] = {}  # rank to its next action's end and begin, where it can start
@@ -303,17 +310,15 @@ def play(
             arrived[kind, p.value, p.target, action.microbatch] = end + travel
             if rank_of(to) not in ready:
                 changed.add(rank_of(to))
-    _order_steps(spans, steps, finished, crossings, rank_of)
-    return Timeline(tuple(map(tuple, spans)), tuple(map(tuple, steps)))
+    return Timeline(tuple(map(tuple, spans)), _order_steps(spans, finished, crossings, rank_of))
 
 
 def _order_steps(
     spans: Sequence[Sequence[tuple[Action, float, float]]],
-    steps: list[list[Action | Transfer]],
     finished: Sequence[tuple[float, int, Action]],
     crossings: _Crossings,
     rank_of: Callable[[int], int],
-) -> None:
+) -> tuple[tuple[Action | Transfer, ...], ...]:
     """Puts every rank's actions and transfers into one order (see [Note: order of transfers])."""
     # For each rank: before its action number i come the receives of slot i, behind it the sends of slot i.
     receives: list[list[list[Transfer]]] = [[[] for _ in range(len(actions) + 1)] for actions in spans]
@@ -332,6 +337,8 @@ def _order_steps(
             readers = (FORWARD,) if kind == FORWARD else (BACKWARD, INPUT)
             used = min(numbers[a] for k in readers if (a := Action(k, to, action.microbatch)) in numbers)
             receives[other][min(slot, used)].append(Transfer(RECEIVE, *common, rank))
+    steps: list[list[Action | Transfer]] = [[] for _ in spans]
     for rank, actions in enumerate(spans):
         for i, (action, _, _) in enumerate(actions):
             steps[rank] += [*receives[rank][i], action, *sends[rank][i]]
+    return tuple(map(tuple, steps))

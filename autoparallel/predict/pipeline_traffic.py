@@ -8,7 +8,7 @@ to them and its gradient back once a call, and gradients are reduced once a step
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from autoparallel.comm.groups import active_axes
 from autoparallel.comm.traffic import Traffic, TrafficCounter
@@ -42,19 +42,45 @@ def pipeline_traffic(
         call: the whole batch's.
         owners: the rank on the pipeline's axis on which each parameter lies.
     """
-    pipeline, sizes = staged.plan, plan.axis_sizes
-    count = pipeline.microbatches
-    nodes = {node.name: node for node in staged.captured.graph.nodes}
-    borders = []
+    pipeline = staged.plan
+    chains = [staged.chains(stage) for stage in range(pipeline.count)]
+    ties = find_ties(chains, owners, pipeline.rank_of, redistributor)
+    borders = list(_borders(staged, plan.axis_sizes))
+    loans = [loan for tie in ties for loan in _loans(tie, plan.axis_sizes)]
+    by_rank = _between_ranks(staged, borders, loans, call)
+    gradients = [Traffic()] * pipeline.ranks
+    tied = {tie.chain.name: tie for tie in ties}
+    for stage, program in enumerate(staged.programs):
+        rank = pipeline.rank_of(stage)
+        run = dry_run(program, plan, profile, _roots(staged, staged.graphs[stage]))
+        once, each = run.traffic[UNSHARD], run.traffic[FORWARD] + run.traffic[BACKWARD]
+        by_rank[rank] += once + each * pipeline.microbatches
+        for bucket in program.buckets:
+            untied = [c for c in bucket.chains if c.name in run.reached and c.name not in tied]
+            gradients[rank] += reduction_traffic(untied, plan)
+    for tie in ties:
+        if tie.chain.trainable:
+            gradients[tie.owner] += reduction_traffic([tie.chain], plan)
+    return PipelineTraffic(tuple(borders), tuple(loans), tuple(by_rank), tuple(gradients))
+
+
+def _borders(staged: StagedProgram, sizes: Sequence[int]) -> Iterator[Border]:
+    """What crosses between stages for one microbatch."""
+    nodes, rank_of = {node.name: node for node in staged.captured.graph.nodes}, staged.plan.rank_of
     for crossing in staged.crossings:
         size = form_of(crossing, staged.programs[crossing.targets[0]], sizes, staged.captured.actual).bytes
         key = nodes[crossing.name].meta["key"]
         for target, giver in zip(crossing.targets, crossing.givers, strict=True):
-            moves = pipeline.rank_of(giver) != pipeline.rank_of(target)
-            borders.append(Border(key, giver, target, size, size if crossing.returns(target) else 0, moves))
-    chains = [staged.chains(stage) for stage in range(pipeline.count)]
-    ties = find_ties(chains, owners, pipeline.rank_of, redistributor)
-    loans = [loan for tie in ties for loan in _loans(tie, sizes)]
+            back = size if crossing.returns(target) else 0
+            yield Border(key, giver, target, size, back, moves=rank_of(giver) != rank_of(target))
+
+
+def _between_ranks(
+    staged: StagedProgram, borders: Sequence[Border], loans: Sequence[Loan], call: Call
+) -> list[Traffic]:
+    """What each rank of the pipeline sends to others in a call: what crosses borders, parameters that are lent, and
+    results of stages, which all ranks get."""
+    pipeline = staged.plan
     calls = [TrafficCounter() for _ in range(pipeline.ranks)]
 
     def send(source: int, target: int, size: int) -> None:
@@ -63,7 +89,7 @@ def pipeline_traffic(
 
     for border in borders:
         source, target = pipeline.rank_of(border.source), pipeline.rank_of(border.target)
-        for _ in range(count if border.moves else 0):
+        for _ in range(pipeline.microbatches if border.moves else 0):
             send(source, target, border.forward)
             if border.backward:
                 send(target, source, border.backward)
@@ -78,22 +104,7 @@ def pipeline_traffic(
         for peer in range(pipeline.ranks) if forms else ():
             if peer != root:
                 send(root, peer, sum(form.bytes for form in forms))
-
-    by_rank = [counter.result() for counter in calls]
-    gradients = [Traffic()] * pipeline.ranks
-    tied = {tie.chain.name: tie for tie in ties}
-    for stage, program in enumerate(staged.programs):
-        rank = pipeline.rank_of(stage)
-        run = dry_run(program, plan, profile, _roots(staged, staged.graphs[stage]))
-        once, each = run.traffic[UNSHARD], run.traffic[FORWARD] + run.traffic[BACKWARD]
-        by_rank[rank] += once + each * count
-        for bucket in program.buckets:
-            untied = [c for c in bucket.chains if c.name in run.reached and c.name not in tied]
-            gradients[rank] += reduction_traffic(untied, plan)
-    for tie in ties:
-        if tie.chain.trainable:
-            gradients[tie.owner] += reduction_traffic([tie.chain], plan)
-    return PipelineTraffic(tuple(borders), tuple(loans), tuple(by_rank), tuple(gradients))
+    return [counter.result() for counter in calls]
 
 
 def _roots(staged: StagedProgram, graph: StageGraph) -> list[int]:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoparallel.planner.solve import highs
-from autoparallel.planner.solve.elimination import Infeasible, Solution
+from autoparallel.planner.solve.elimination import Infeasible, Solution, Tables
 from autoparallel.planner.solve.factors import Factor, Factors, evaluate, merge
 
 MOST_COLUMNS = 600_000
@@ -74,8 +74,31 @@ def solve(
         TimeoutError: when nothing was found in time.
     """
     usage, limit = budget if budget is not None else ((), math.inf)
-    costs, uses = merge(sizes, factors), merge(sizes, usage)
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
+    program, constant_cost = _program(sizes, offsets, merge(sizes, factors), merge(sizes, usage), limit)
+    answer = highs.solve(program, seconds)
+    if answer.infeasible:
+        raise Infeasible("no assignment has a finite cost" + (" within the limit" if math.isfinite(limit) else ""))
+    if answer.x is None:
+        raise TimeoutError(f"HiGHS found no assignment: {answer.message}")
+    choices = tuple([int(answer.x[offsets[v] : offsets[v + 1]].argmax()) for v in range(len(sizes))])
+    total, bound = evaluate(factors, choices), answer.bound + constant_cost
+    return Solution(choices, total, min(total, bound - _TOLERANCE * abs(bound)))
+
+
+def _program(
+    sizes: Sequence[int], offsets: npt.NDArray[np.intp], costs: Tables, uses: Tables, limit: float
+) -> tuple[highs.Program, float]:
+    """The 0/1 program, and the cost that no choice changes.
+
+    Args:
+        offsets: the column of each variable's first binary, and behind the last one.
+        costs, uses: tables by the variables they are over.
+        limit: of the sum of uses.
+
+    Raises:
+        Infeasible: where a table has no finite entry.
+    """
     states = int(offsets[-1])
     upper = np.ones(states)
     objective, weights = [np.zeros(states)], [np.zeros(states)]
@@ -123,11 +146,4 @@ def solve(
         most=(limit - constant_usage) / scale,
         binaries=states,
     )
-    answer = highs.solve(program, seconds)
-    if answer.infeasible:
-        raise Infeasible("no assignment has a finite cost" + (" within the limit" if math.isfinite(limit) else ""))
-    if answer.x is None:
-        raise TimeoutError(f"HiGHS found no assignment: {answer.message}")
-    choices = tuple([int(answer.x[offsets[v] : offsets[v + 1]].argmax()) for v in range(len(sizes))])
-    total, bound = evaluate(factors, choices), answer.bound + constant_cost
-    return Solution(choices, total, min(total, bound - _TOLERANCE * abs(bound)))
+    return program, constant_cost
