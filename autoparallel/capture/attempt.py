@@ -26,7 +26,13 @@ from autoparallel.capture.functional.layers import NotAlike, Stack, find_stacks,
 from autoparallel.capture.functional.passes import filling_passes, resolving_passes, tracing_passes
 from autoparallel.capture.python.globals_read import GlobalsRead, owners_of, packages_of, read_of_loss, refused_draw
 from autoparallel.capture.python.recorder import LOSS, Recorder, StateChangedError
-from autoparallel.capture.refusals.refusals import explain_failure, place_of, require_own_memory, require_same_memory
+from autoparallel.capture.refusals.refusals import (
+    explain_failure,
+    place_of,
+    require_dense,
+    require_own_memory,
+    require_same_memory,
+)
 from autoparallel.capture.tracing.drawn_numbers import require_dropped
 from autoparallel.capture.tracing.trace import Trace
 from autoparallel.capture.tracing.tracing import everything_seen
@@ -134,6 +140,7 @@ class Attempt:
         if isinstance(loss_fn, nn.Module):
             state = {**dict(loss_fn.named_parameters()), **dict(loss_fn.named_buffers()), **plain_tensors(loss_fn)}
             tensors |= {f"{LOSS}.{name}": tensor for name, tensor in state.items() if id(tensor) not in self.fakes}
+        require_dense({**dict(model.named_buffers()), **tensors})
         with self.mode:
             for tensor in tensors.values():
                 self.fakes.setdefault(id(tensor), stand_in(tensor, self.fakes))
@@ -191,7 +198,8 @@ class Attempt:
         constants = {name: self.fakes[id(t)] for name, t in self.others.items() if t not in REPLACED}
         self.recorders.append(Recorder(model, plain, table, self._trained, pair, constants))
         numbers = [i for i, spec in enumerate(self.specs) if isinstance(spec, NumberSpec)]
-        wrapper = Training(plain, loss, self.precision, self.recorders[-1], _alike(self.specs), numbers)
+        twins = [(i, s.twin) for i, s in enumerate(self.specs) if isinstance(s, InputSpec) and s.twin is not None]
+        wrapper = Training(plain, loss, self.precision, self.recorders[-1], _alike(self.specs), numbers, twins)
         wrapper.training = plain.training
         wrapper.findings.copies = table
         wrapper.findings.existing = {*map(id, table.values()), *self._input_ids}

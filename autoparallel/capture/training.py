@@ -52,6 +52,7 @@ class Training(nn.Module):
     Args:
         alike: the open dims of inputs, each an input and a dim, in sets of the same size: one symbol stands for a set.
         numbers: the inputs that are tensors in the graph, and numbers to the model.
+        twins: the inputs that are the same tensor as an earlier one, with that.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Training(nn.Module):
         recorder: Recorder,
         alike: Sequence[Sequence[tuple[int, int]]] = (),
         numbers: Sequence[int] = (),
+        twins: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__()
-        self.alike, self.numbers = alike, numbers
+        self.alike, self.numbers, self.twins = alike, numbers, twins
         self.model = model
         self.loss_fn = loss_fn
         cast = precision is not None and precision.cast_forward_inputs
@@ -81,10 +83,12 @@ class Training(nn.Module):
         inputs, nesting = pytree.tree_flatten((args, kwargs))
         for number in self.numbers:
             inputs[number] = inputs[number].item()
-        args, kwargs = pytree.tree_unflatten(inputs, nesting)
         for (first, dim), *others in self.alike:
             for other, its in others:
                 torch._check(inputs[first].shape[dim] == inputs[other].shape[its])
+        for number, earlier in self.twins:
+            inputs[number] = inputs[earlier]
+        args, kwargs = pytree.tree_unflatten(inputs, nesting)
         with self.recorder, DataAccess():
             leaves, self.findings.spec = flatten(self._outputs(args, kwargs))
         _require_leaves(leaves)

@@ -282,6 +282,7 @@ class InputSpec:
         shape: the global shape of the actual call.
         batch: how many rows of the batch one unit of dim 0 stands for; 0 when dim 0 is not the batch.
         open: the other dims whose size is left open, each with the number of a length that it shares.
+        twin: the number of the earlier input that is the same tensor; None where there is none.
     """
 
     shape: tuple[int, ...]
@@ -289,6 +290,7 @@ class InputSpec:
     requires_grad: bool
     batch: int
     open: tuple[tuple[int, int], ...] = ()
+    twin: int | None = None
 
     @property
     def fixed_shape(self) -> tuple[int, ...]:
@@ -328,13 +330,16 @@ def describe_inputs(leaves: Sequence[Any]) -> tuple[list[InputSpec | Any], int]:
     """Tells the batch dim of each input: dim 0, where it is the first tensor's batch size or a multiple of it."""
     batch = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim > 0), 0)
     specs: list[InputSpec | Any] = []
-    for x in leaves:
+    first: dict[int, int] = {}
+    for number, x in enumerate(leaves):
         if not isinstance(x, torch.Tensor):
             specs.append(x)
             continue
         rows = x.shape[0] if x.ndim else 0
         multiple = rows // batch if batch and rows and rows % batch == 0 and (batch > 1 or rows == 1) else 0
-        specs.append(InputSpec(tuple(x.shape), x.dtype, x.requires_grad, multiple))
+        earlier = first.setdefault(id(x), number)
+        twin = earlier if earlier != number else None
+        specs.append(InputSpec(tuple(x.shape), x.dtype, x.requires_grad, multiple, twin=twin))
     return specs, batch
 
 

@@ -73,6 +73,7 @@ def _inputs() -> dict[str, Any]:
     results["kinds"] = len(model._kinds) - kinds
     results["array"] = raised(lambda: model(x.numpy(), y))
     results["deep"] = raised(lambda: model({"x": [np.zeros(3)]}, y))
+    results["sparse"] = raised(lambda: model(x.to_sparse(), y))
     results["dtype"] = raised(lambda: model(x.float(), y))
     results["target"] = raised(lambda: model(x, y.numpy()))
 
@@ -100,6 +101,7 @@ def test_structures_of_tensors(found: dict[str, Any]) -> None:
         ("array", "the argument batch is a numpy array: give torch.from_numpy"),
         ("deep", "the argument batch['x'][0] is a numpy array"),
         ("target", "(the target) is a numpy array"),
+        ("sparse", "the argument batch is not dense (torch.sparse_coo)"),
         ("dtype", "It was called with batch [8, 8] float32, the target [8, 4] float64."),
         ("second derivative", "create_graph=True"),
         ("wrapped", "cannot be wrapped in DistributedDataParallel"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -95,6 +95,17 @@ def require_same_memory(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == "aten::set_":
             raise refused_memory("x.set_(...)", line_of(node))
+
+
+def require_dense(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses a sparse tensor that a model holds: it is traced, priced and cut like a dense one."""
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise CaptureError(
+                f"{name} is not dense ({tensor.layout}), and only dense tensors are traced\n"
+                "What to change: keep it as tensor.to_dense(), or as its indices and values, with index_add_ or "
+                "index_select in the place of its product."
+            )
 
 
 def require_own_memory(captured: Captured, model: nn.Module) -> None:

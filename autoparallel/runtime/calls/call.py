@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autoparallel._torch.tensors import storage_mark
 from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.calls import Call, sizes_of
@@ -39,17 +40,20 @@ def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) ->
     # The program has its casts already.
     with nullcontext() if call.autocast is None else torch.autocast(kinds.maker.mesh.device_type, enabled=False):
         kind = kinds.agree(call, problem)
+        captured = kind.runner.captured
+        buffers = [tensor_at(plain, path) for path in captured.mutated_buffers]
         try:
+            _require_unchanged(captured, buffers, call)
             store.begin_call()
             if store.window is not None and torch.is_grad_enabled():
                 _require_weight(kind, store.window)
-            draws = kind.runner.captured.draws
-            for _ in range(kind.runner.captured.python_draws):
+            draws = captured.draws
+            for _ in range(captured.python_draws):
                 random.random()
             results = kind.runner.run(call, STREAM.draw(kinds.exchange.place) if draws else RandomState(0, 0))
             settle(store.prefix)
             kinds.calls += call.is_training
-            return _deliver(kind, results, call, plain, store, kinds.maker.mesh)
+            return _deliver(kind, results, call, plain, buffers, store, kinds.maker.mesh)
         except BaseException as error:
             note_raised(error)
             raise
@@ -65,18 +69,36 @@ def _require_weight(kind: Kind, window: Any) -> None:
         )
 
 
+def _require_unchanged(captured: Captured, buffers: Sequence[torch.Tensor], call: Call) -> None:
+    """Raises where an input lies in the memory of a buffer that the call changes: the model would go on to read what
+    the buffer is changed to, the program what it was."""
+    inputs = {storage_mark(x) for x in call.leaves if isinstance(x, torch.Tensor)} if buffers else set()
+    for path, buffer in zip(captured.mutated_buffers, buffers, strict=True):
+        if path not in captured.rebound and storage_mark(buffer) in inputs:
+            raise ValueError(
+                f"an input lies in the memory of {path}, which the call changes in place\n"
+                f"What to change: give it a copy (model.{path}.clone())."
+            )
+
+
 def _deliver(
-    kind: Kind, results: Sequence[Any], call: Call, plain: nn.Module, store: GradientStore, mesh: DeviceMesh
+    kind: Kind,
+    results: Sequence[Any],
+    call: Call,
+    plain: nn.Module,
+    buffers: Sequence[torch.Tensor],
+    store: GradientStore,
+    mesh: DeviceMesh,
 ) -> Any:
     """Writes mutated buffers back and gives the outputs their outer form."""
     captured = kind.runner.captured
-    count = len(captured.mutated_buffers)
+    count = len(buffers)
     with torch.no_grad():
-        for path, value in zip(captured.mutated_buffers, results[:count], strict=True):
+        for path, buffer, value in zip(captured.mutated_buffers, buffers, results[:count], strict=True):
             if path in captured.rebound:
                 rebind(plain, path, value)
             else:
-                tensor_at(plain, path).copy_(value)
+                buffer.copy_(value)
     left_out = "the loss is computed in chunks of rows, and outputs made of its logits are kept with loss_chunks=1 only"
     values: list[Any] = [
         NotKept(f"output {i - count} of the model", left_out) if i in captured.left_out else x

@@ -209,7 +209,7 @@ class Kinds:
     def _key(self, call: Call) -> Key:
         """What a trace depends on, except for the sizes that are open."""
         specs = tuple(
-            (s.batch, s.open, s.fixed_shape, s.dtype, s.requires_grad) if isinstance(s, InputSpec) else s
+            (s.batch, s.open, s.fixed_shape, s.dtype, s.requires_grad, s.twin) if isinstance(s, InputSpec) else s
             for s in call.specs
         )
         key = (

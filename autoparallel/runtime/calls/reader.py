@@ -131,6 +131,8 @@ def _unfit(leaf: Any, mesh: DeviceMesh) -> str | None:
     """Why one leaf of the inputs cannot be used; None where it can."""
     if isinstance(leaf, np.ndarray):
         return f"is a numpy array: give torch.from_numpy(array).to({mesh.device_type!r})"
+    if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+        return f"is not dense ({leaf.layout}), and only dense tensors are cut into parts: give x.to_dense()"
     if isinstance(leaf, DTensor) and leaf.device_mesh != mesh:
         return "is a DTensor that lies on another mesh than the model"
     if isinstance(leaf, torch.Tensor) and leaf.device.type != mesh.device_type:

@@ -258,3 +258,15 @@ class CastsRouterToAnotherDtype(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.router = self.router.to(torch.float32)  # refused
         return self.router(x.float()).softmax(-1) * self.a(x)
+
+
+@program(refused="to_dense", line=False)
+class SparseBuffer(Two):
+    adjacency: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(self.adjacency @ x)

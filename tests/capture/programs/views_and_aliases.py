@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.capture.programs.inplace import Two
-from tests.capture.registry import program
-from tests.capture.runner import tokens
+from tests.capture.registry import loop, program
+from tests.capture.runner import Run, numbers, sgd, tokens
 
 
 @program(batch=tokens, ranks=True)
@@ -158,3 +158,55 @@ class NoElements(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([x, self.inner(self.prompt)]) @ self.inner.weight
+
+
+class AsksWhetherTheSame(Two):
+    """Attention in itself, or to another sequence."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.a(x) * self.b(memory).tanh() if memory is x else self.a(x) + self.b(memory)
+
+
+def train_on_the_same_and_another(run: Run, first: int) -> None:
+    """Every other call is given one tensor twice, whose gradient is then that of both; the length changes."""
+    model = run.compile(AsksWhetherTheSame().double())
+    optimizer = sgd(model)
+    for step in range(first, first + 6):
+        x = numbers(4, 3 + step % 4 // 2, 8, seed=step).requires_grad_()
+        output = model(x, x if step % 2 == 0 else numbers(4, 3 + step % 4 // 2, 8, seed=step + 50))
+        run.note("output", output)
+        run.backward(output)
+        run.note("gradient of the input", x.grad)
+        run.note_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@loop(ranks=True)
+def one_input_twice(run: Run) -> None:
+    train_on_the_same_and_another(run, 0)
+
+
+@loop()
+def one_input_twice_later(run: Run) -> None:
+    train_on_the_same_and_another(run, 1)
+
+
+class CountsRows(Two):
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("level", torch.ones(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.level.mul_(0.5)
+        return self.a(x) * self.level.mean()
+
+
+@loop(refused="clone", line=False)
+def buffer_as_input(run: Run) -> None:
+    """The call changes what it is given."""
+    plain = CountsRows().double()
+    model = run.compile(plain)
+    model(plain.level[:2])
