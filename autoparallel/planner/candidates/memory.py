@@ -8,8 +8,9 @@ little.  What needs the least memory of all decides whether anything fits.
 [Note: what is recomputed] Whole layers are, which ones the search decides with the layouts: a layer that runs again has
 its own best.  Of layers that are alike the first ones do, because what they save lives longest.
 
-[Note: means that save memory] A candidate says which means it may use.  Another one becomes a field of ``Means`` and of
-``Candidate``, and what it does to time and memory a part of what the search adds up, or a further candidate (``means``).
+[Note: means that save memory] A candidate says which means it may use.  Another one becomes a field of ``Means`` and
+``Candidate``, and what it does to time and memory a part of what the search adds up, or a further candidate (see
+``means``).
 """
 
 from __future__ import annotations
