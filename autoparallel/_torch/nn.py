@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as modules
+from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils import parametrize
 from torch.utils.hooks import BackwardHook
@@ -47,5 +48,7 @@ def backward_hook_of(module: nn.Module) -> BackwardHook:
 
 
 pack_padded_sequence = torch._pack_padded_sequence
+IS_CAUSAL_MASK = (transformer, "_detect_is_causal_mask")
+"""Where ``nn.TransformerEncoder`` and ``Decoder`` look up what compares a mask's values with those of a causal one."""
 
 __all__ = ["BackwardHook", "BatchNorm", "modules", "pack_padded_sequence"]  # torch's own, handed on

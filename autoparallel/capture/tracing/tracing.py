@@ -32,7 +32,7 @@ from autoparallel.capture.tracing.functions import function_apply
 from autoparallel.capture.tracing.positions import FOLLOWED, PACKED, masks_of_transformers, unless_counting
 from autoparallel.capture.tracing.seeding import NAMES as SEEDS
 from autoparallel.capture.tracing.trace import CURRENT, Trace, listening, refuse
-from autoparallel.capture.tracing.values_read import NAMES as BATCH_NORM
+from autoparallel.capture.tracing.values_read import NAMES as VALUES_READ
 from autoparallel.capture.tracing.values_read import READING
 from autoparallel.graph.captured import CaptureError
 from autoparallel.graph.lines import line_of_frame
@@ -220,7 +220,7 @@ _NAMES: tuple[tuple[Any, str, Any], ...] = (
     *ASKED,
     *DRAWS,
     *SEEDS,
-    *BATCH_NORM,
+    *VALUES_READ,
     (*_torch.export.VALIDATE_DEVICE, _validate_device),
     (torch.nn.Module, "to", _to),
     (torch.nn.SyncBatchNorm, "forward", _sync_batch_norm),

@@ -1,7 +1,8 @@
 """What torch's own functions and modules read of a tensor's values: composed of operators that read none, or refused.
 
-``torch.cov`` asks whether its divisor is positive, ``torch.combinations`` which of all pairs are ordered, and a batch
-norm without a momentum for how many batches it has seen.  All of it is known without the values, or is a tensor.
+``torch.cov`` asks whether its divisor is positive, ``torch.combinations`` which of all pairs are ordered, a batch norm
+without a momentum for how many batches it has seen, and ``nn.Transformer`` whether a mask is the causal one.  All of it
+is known without the values, is a tensor, or changes nothing of what is computed.
 """
 
 from __future__ import annotations
@@ -98,6 +99,15 @@ def _batch_norm(self: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _is_causal_mask(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Only what the caller says: layers are given the mask beside it, which computes the same."""
+    return _IS_CAUSAL_MASK(mask, is_causal, size) if listening() is None else is_causal is True
+
+
 _BATCH_NORM = _torch.nn.BatchNorm.forward
-NAMES: tuple[tuple[Any, str, Any], ...] = ((_torch.nn.BatchNorm, "forward", _batch_norm),)
+_IS_CAUSAL_MASK = getattr(*_torch.nn.IS_CAUSAL_MASK)
+NAMES: tuple[tuple[Any, str, Any], ...] = (
+    (_torch.nn.BatchNorm, "forward", _batch_norm),
+    (*_torch.nn.IS_CAUSAL_MASK, _is_causal_mask),
+)
 """What has no door but its name."""

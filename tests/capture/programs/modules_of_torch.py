@@ -136,6 +136,21 @@ class MultiheadAttention(nn.Module):
         return out, weights
 
 
+@program(batch=sequences)
+class CausalTransformer(nn.Module):
+    """Masks whose values torch compares with a causal one's, as nothing says that they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.decoder(x, self.encoder(x, mask=mask), tgt_mask=mask)
+
+
 @program(batch=sequences, ranks=True)
 class Gru(nn.Module):
     def __init__(self) -> None:
