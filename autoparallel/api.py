@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from autoparallel.comm.groups import bind, inner_mesh, whole_group, whole_group_name, with_data_axis
 from autoparallel.comm.world import PIPELINE_AXIS, usable_mesh
@@ -204,7 +205,10 @@ def compile(
     )
     STREAM.begin()
     agreement = agreement_of(mesh)
-    _require_same_model(agreement, model, request, backend, clip_grad_norm, pipeline, cache is not None)
+    _require_same_model(
+        agreement, model, request, backend=backend, clip_grad_norm=clip_grad_norm, pipeline=pipeline,
+        cache=cache is not None,
+    )  # fmt: skip
     prefix = bind(mesh)
     with Progress(type(model).__name__, agreement.is_first).phase("parameters"):
         tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"]
@@ -262,6 +266,8 @@ def _require_capturable(model: nn.Module) -> None:
         name = f"{path or 'the model'}, a {type(module).__name__},"
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"{name} is TorchScript\nWhat to change: give its class itself, without torch.jit.script.")
+        if isinstance(module, DistributedDataParallel):
+            raise TypeError(f"{name} reduces gradients itself\nWhat to change: give compile() the module it wraps.")
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
             raise ValueError(f"{name} is lazy\nWhat to change: call the plain model once, then compile it.")
 
@@ -303,17 +309,15 @@ def _is_open(mesh: DeviceMesh | None) -> bool:
     return mesh is None or not mesh.mesh_dim_names and mesh.ndim == 1 and mesh.size() == dist.get_world_size()
 
 
-def _require_same_model(agreement: Agreement, model: nn.Module, request: Request, *options: object) -> None:
+def _require_same_model(agreement: Agreement, model: nn.Module, request: Request, **options: object) -> None:
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     plan = request.plan
-    options = (
-        request.memory_limit, request.outputs, *options, request.open_means, request.precision,
-        request.profile,
-    )  # fmt: skip
+    of_request = "memory_limit", "outputs", "open_means", "precision"
+    options |= {name: getattr(request, name) for name in of_request} | {"hardware": request.profile}
     lines = [
         f"model {type(model).__name__}",
-        f"plan {plan!r}, options {options}" if isinstance(plan, str) else f"options {options}, plan",
-        *(plan.to_json().splitlines() if isinstance(plan, Plan) else ()),
+        *(f"{name}={value!r}" for name, value in options.items()),
+        *(plan.to_json().splitlines() if isinstance(plan, Plan) else [f"plan={plan!r}"]),
         *request.pins.text().splitlines(),
         *(f"{n} {list(t.shape)} {t.dtype} on {t.device.type}{', trained' * t.requires_grad}" for n, t in tensors),
     ]

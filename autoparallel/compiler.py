@@ -210,7 +210,9 @@ class Compiler:
             return self.planner.capture(call, training=training)
 
         with self._progress.phase("capture"):
-            return self.agreement.together(capture)
+            captured = self.agreement.together(capture)
+            self.agreement.require_same_text("the ranks have different programs:", str(captured.graph))
+            return captured
 
     def _require_same_names(self) -> None:
         """Raises where a module that came to another place has taken a parameter there, which is known by its name."""

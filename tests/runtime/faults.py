@@ -24,8 +24,9 @@ class Fault:
 
     Attributes:
         at: the part of the step: it is done in its place.
-        instead: what is done: "skip", "skip the batch", "raise", "another model", "read a number" of a parameter, or
-            seconds to stall before the part.
+        instead: what is done: "skip", "skip the batch", "raise", "another model", "read a number" of a parameter,
+            "another rate" of learning from then on, "keep gradients" after the step, or seconds to stall before the
+            part.
         rank, step: where and when.
     """
 
@@ -38,6 +39,15 @@ class Fault:
 def number_of(parameter: Tensor) -> float:
     """A number that is a sum over the ranks, where the parameter is sharded."""
     return parameter.norm().item()
+
+
+def step_with(optimizer: torch.optim.Optimizer, instead: str | float | None) -> None:
+    """A step, and the end of its gradients, with what is done instead."""
+    if instead == "another rate":
+        optimizer.param_groups[0]["lr"] *= 2
+    optimizer.step()
+    if instead != "keep gradients":
+        optimizer.zero_grad()
 
 
 class FaultError(Exception):
@@ -91,7 +101,7 @@ class Loop:
                 BEFORE: lambda model=model: number_of(model.up.weight) if instead == "read a number" else None,
                 FORWARD: lambda model=model, loss=loss: loss.append(model(x, y)),
                 BACKWARD: lambda loss=loss: loss[0].backward(),
-                STEP: lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()),
+                STEP: lambda optimizer=optimizer, number=number: step_with(optimizer, None if number else instead),
             }
             for name, part in parts.items():
                 self._do(part, instead if fault is not None and name == fault.at and not number else None)

@@ -90,6 +90,7 @@ def _compile_badly() -> Results:
         "not a mesh": lambda: compile(on=(2,)),
         "compiled already": lambda: compile(used=known),
         "compiled already, the plain one": lambda: compile(used=known._plain),
+        "wrapped": lambda: compile(used=nn.parallel.DistributedDataParallel(make(Net))),
         "another model on a rank": lambda: compile(used=Net(hidden=8 + 8 * rank).double()),
         "another name on a rank": lambda: compile(used=nn.Sequential(Net()) if rank else Net()),
         "another dtype on a rank": lambda: compile(used=make(Net, torch.float64 if rank else torch.float32)),
@@ -143,6 +144,7 @@ COMPILE = {
     "not a mesh": ("DeviceMesh", "tuple"),
     "compiled already": ("compiled already",),
     "compiled already, the plain one": ("DTensor already",),
+    "wrapped": ("TypeError", "the model, a DistributedDataParallel", "the module it wraps"),
     "another model on a rank": ("RankMismatchError", r"rank 0: up\.weight \[8, 8\]", r"rank 1: up\.weight \[16, 8\]"),
     "another name on a rank": ("RankMismatchError", "rank 0: model Net", "rank 1: model Sequential"),
     "another dtype on a rank": ("RankMismatchError", "float32", "float64"),
@@ -183,6 +185,7 @@ def _call_badly(before: int) -> Results:
         "another dtype on a rank": lambda: model(x.float() if rank else x, y),
         "one input less on a rank": lambda: model(x, y) if rank else model(x),
         "eval on a rank": lambda: model.train(rank == 0)(x, y),
+        "a keyword on a rank": lambda: model(y, x=x) if rank else model(x, y),
         "no_grad on a rank": lambda: _without_gradients(model, x, y) if rank else model(x, y),
         "no_sync on a rank": lambda: _without_sync(model, x, y) if rank else model(x, y),
         "a layer frozen on a rank": lambda: _frozen(model, rank == 1, x, y),
@@ -236,6 +239,7 @@ CALL = {
     "another dtype on a rank": ("RankMismatchError", "float64", "float32"),
     "one input less on a rank": ("RankMismatchError", "rank 0", "rank 1"),
     "eval on a rank": ("RankMismatchError", "rank 0: train", "rank 1: eval"),
+    "a keyword on a rank": ("RankMismatchError", r"rank 0: train, inputs \(8", r"rank 1: train, inputs .*\['x'\] \(8"),
     "no_grad on a rank": ("RankMismatchError", "rank 1: train, under no_grad"),
     "no_sync on a rank": ("RankMismatchError", "rank 1: train, in no_sync"),
     "a layer frozen on a rank": ("RankMismatchError", "rank 1: train, 4 of 6 parameters trained"),
@@ -312,6 +316,13 @@ class _DifferentOnRank(Net):
         return super().forward(x) * (1 + dist.get_rank())
 
 
+class _OtherOperatorOnRank(Net):
+    """The first rank's plan names an operator that the other's graph has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh() if dist.get_rank() else super().forward(x).relu()
+
+
 def _capture_badly(kind: type[nn.Module]) -> tuple[str, float]:
     model, _ = compiled_pair(kind)
     other, plain = compiled_pair(Net)
@@ -325,6 +336,7 @@ def _capture_badly(kind: type[nn.Module]) -> tuple[str, float]:
         (_Branching, ("CaptureError", r"test_errors\.py", "if x.sum", "torch.where")),
         (_BranchingOnRank, ("rank 1|CaptureError", "torch.where")),
         (_DifferentOnRank, ("RankMismatchError", "different programs", r"rank 1: .*mul.*, 2")),
+        (_OtherOperatorOnRank, ("RankMismatchError", "different programs", r"rank 0: .*relu", r"rank 1: .*tanh")),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -26,6 +26,8 @@ OUT_OF_STEP = {
     "a loader error caught": (Fault(BEFORE, "raise"), "different values", "call 6 of model", "5 backwards and 5 steps"),
     "a backward skipped": (Fault(BACKWARD, "skip"), "rank 0: backward 6 of model", "rank 1: .*call 6 of model"),
     "an optimizer step skipped": (Fault(STEP, "skip"), "6 steps", "5 steps"),
+    "a step by another rate": (Fault(STEP, "another rate"), r"rank 0.*SGD\(lr=0.1,", r"rank 1.*SGD\(lr=0.2,"),
+    "gradients kept": (Fault(STEP, "keep gradients"), "rank 1: backward 7 .* added to gradients", "rank 0: backward 7"),
 }
 
 

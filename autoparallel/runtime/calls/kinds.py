@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
 from autoparallel.comm.groups import before_next_collective
@@ -182,11 +183,13 @@ class Kinds:
         modes += ["under no_grad"] * (not call.gradients) + ["in no_sync"] * (not synchronise)
         modes += [f"under autocast to {call.autocast}"] * (call.autocast is not None)
         modes += [f"{trained} of {count} parameters trained"] * (trained < count)
+        places = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(len(call.specs)), call.in_spec))[0]
+        names = [pytree.keystr(path[2:] if path[0] == pytree.SequenceKey(0) else path[1:]) for path, _ in places]
         inputs = [
-            f"{s.shape} {s.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
+            f"{f'{name} ' * bool(name)}{s.shape} {s.dtype}{f' DTensor {format_layout(layout)}' if layout else ''}"
             if isinstance(s, InputSpec)
             else repr(s)
-            for s, layout in zip(call.specs, call.layouts, strict=True)
+            for name, s, layout in zip(names, call.specs, call.layouts, strict=True)
         ]
         return f"{', '.join(modes)}, inputs {', '.join(inputs)}; {len(self._kinds)} kinds of calls so far"
 

@@ -13,6 +13,7 @@ backward, on the sum of all that it and the backwards under ``no_sync()`` before
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -90,6 +91,7 @@ class GradientStore:
         self.synchronise = True
         self.offloads_states = False  # whether the optimizer's states lie in host memory
         self.backwards, self.steps = 0, 0
+        self.last_step, self.all_steps = "", b""  # what the last was made by, and a digest of what all were
         self.before_backward: Callable[[], None] = lambda: None
         self.when_reduced: Callable[[list[str]], None] | None = None  # is told whose gradients have become whole
         self.window: Any = None  # of accumulate(), while its gradients are not divided
@@ -130,6 +132,16 @@ class GradientStore:
             running.is_counted = True
             self.backwards += 1
             self.before_backward()
+
+    def note_step(self, settings: str) -> None:
+        """Counts a step of an optimizer, made by the settings that a text tells."""
+        self.steps += 1
+        self.last_step = settings
+        self.all_steps = hashlib.sha256(self.all_steps + settings.encode()).digest()
+
+    def accumulates(self) -> bool:
+        """Whether parameters have gradients, which a backward adds to."""
+        return any(parameter.grad is not None for parameter in self.parameters.values())
 
     def has_stale(self) -> bool:
         """Whether a kept copy of gathered parameters is not what they are now, as far as this rank can see."""

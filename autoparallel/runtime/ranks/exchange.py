@@ -1,9 +1,10 @@
 """What the ranks show each other before every call of a model and before every backward through one.
 
 [Note: what ranks show] Which of the models compiled for these ranks it is, how many calls, backwards and steps of
-optimizers this rank has made of it, and what kind of call comes next: so a rank that has left one out, or makes it of
-another model, is seen at the next exchange.  A rank that skips a batch altogether has made as many calls as the others,
-of other batches; only values show that, and a sample of them is shown, too (see ``check_inputs`` of ``compile``).
+optimizers this rank has made of it, by which settings, whether a backward adds to gradients, and what kind of call
+comes next: so a rank that has left one out, steps by another learning rate, or makes a call of another model, is seen
+at the next exchange.  A rank that skips a batch altogether has made as many calls as the others, of other batches; only
+values show that, and a sample of them is shown, too (see ``check_inputs`` of ``compile``).
 """
 
 from __future__ import annotations
@@ -137,9 +138,11 @@ class Exchange:
     def of_backward(self) -> Callable[[], None]:
         """Shows the other ranks that a backward comes; what is returned raises where none of this model does."""
         place = f"backward {self.store.backwards} of {self.name}"
-        table_of_all = self.agreement.ask(digest("backward", self.name, self._counts(), self.store.synchronise), place)
+        adds = self.store.everyone is None and self.store.accumulates()  # else a rank may hold nothing
+        row = digest("backward", self.name, self._counts(), self.store.synchronise, adds)
+        table_of_all = self.agreement.ask(row, place)
 
-        mode = "" if self.store.synchronise else " in no_sync"
+        mode = ("" if self.store.synchronise else " in no_sync") + ", added to gradients that are there" * adds
         return self.agreement.later(
             lambda: self._require_same_call(table_of_all(), lambda: f"{place}{mode}; {self._so_far()}")
         )
@@ -147,18 +150,19 @@ class Exchange:
     def _require_same_call(self, table: torch.Tensor, describe: Callable[[], str]) -> None:
         self.agreement.require_same(table[:, :32], "the ranks call the model differently:", describe)
 
-    def _counts(self) -> tuple[int, ...]:
+    def _counts(self) -> tuple[object, ...]:
         """What this rank has made of the model, since the ranks have last found that it was not the same."""
         in_step = self.store.everyone is None  # else a rank steps what lies on it, which may be nothing
         counts = self.calls, self.store.backwards, self.store.steps * in_step
         if self._mismatches != self.agreement.mismatches:
-            self._mismatches, self._base = self.agreement.mismatches, counts
-        return tuple(now - before for now, before in zip(counts, self._base, strict=True))
+            self._mismatches, self._base, self.store.all_steps = self.agreement.mismatches, counts, b""
+        steps = self.store.all_steps if in_step else b""
+        return (*(now - before for now, before in zip(counts, self._base, strict=True)), steps)
 
     def _so_far(self) -> str:
         return (
             f"call {self.calls} of {self.name}, after {self.store.backwards} backwards and {self.store.steps} steps of "
-            "optimizers"
+            f"optimizers{f', the last of {self.store.last_step}' * bool(self.store.last_step)}"
         )
 
     # -- values -----------------------------------------------------------------------------------------------------

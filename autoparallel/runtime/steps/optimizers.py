@@ -26,6 +26,7 @@ _CLIPPERS: weakref.WeakKeyDictionary[Clipper, None] = weakref.WeakKeyDictionary(
 _UNDONE: weakref.WeakKeyDictionary[torch.optim.Optimizer, ExitStack] = weakref.WeakKeyDictionary()
 """What is undone after the step that is running now."""
 
+_NUMBERS = (int, float, bool)
 _HOOKED = False
 
 
@@ -70,7 +71,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
         closure = _closure_of(args, kwargs)
         if closure is None or store.window is not None:
             store.settle()
-        store.steps += 1
+        store.note_step(_settings_of(optimizer))
         part = part_of(optimizer)
         if part is None and store.offloads_states:
             raise RuntimeError(
@@ -93,6 +94,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     if part is not None:
         _undo(optimizer).callback(_torch.optim.call_innermost(optimizer, _enter, _leave))
     return changed
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """What an optimizer steps by, in words: its class, and the numbers and flags that its groups set."""
+    groups = [
+        ", ".join(f"{name}={value}" for name, value in group.items() if value is not False and _is_number(value))
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"
+
+
+def _is_number(value: object) -> bool:
+    """Whether a setting is a number, or several as betas are; a tensor is not looked into."""
+    return type(value) in _NUMBERS or type(value) is tuple and all(type(x) in _NUMBERS for x in value)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
