@@ -31,11 +31,20 @@ VALIDATE_DEVICE = flex, "_validate_device"
 """The function of FlexAttention that raises where a CPU is to differentiate, and where it stands."""
 
 
-class AttendingMode(TorchDispatchMode):
-    """A mode in which FlexAttention runs: Dynamo, by which FlexAttention traces its functions, takes no notice of it
-    there; what else is compiled runs as it was written, as in other modes."""
+class UnnoticedMode(TorchDispatchMode):
+    """A mode that is called for operators that run graphs, too, and of which Dynamo, by which torch traces these,
+    takes no notice."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """What Dynamo asks."""
+        return True
+
+
+class AttendingMode(UnnoticedMode):
+    """The same for FlexAttention alone; what else is compiled runs as it was written, as in other modes."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoparallel import _torch
 from autoparallel.capture.tracing.trace import CURRENT
@@ -110,18 +109,11 @@ def _stacks(model: nn.Module) -> dict[str, list[nn.Module]]:
     return stacks
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(_torch.export.UnnoticedMode):
     """Records every operator as a call of a graph: its constants, what it reads, and the kinds of what it makes.
 
     Graphs that an operator runs are constants, known by their code.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Has Dynamo, by which torch traces those graphs, take no notice of it."""
-        return True
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()

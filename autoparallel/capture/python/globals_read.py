@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoparallel import _torch
 from autoparallel.capture.python.recorder import StateChangedError
 from autoparallel.graph.captured import CaptureError, refusal
 from autoparallel.graph.garbage import collected_rarely, count_as_old
@@ -108,15 +108,8 @@ class _Root:
             (self.value.update if isinstance(self.value, dict | set) else self.value.extend)(self.content)
 
 
-class _Suspended(TorchDispatchMode):
+class _Suspended(_torch.export.UnnoticedMode):
     """Has no calls traced inside of operators, where no code of the model runs, but in those of control flow."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Has Dynamo, by which torch traces what these run, take no notice of it."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):

@@ -27,9 +27,6 @@ from autoparallel.plan import Plan
 from autoparallel.planner.calls.options import Option
 from autoparallel.rules.calls import is_tensor
 
-Placements = Sequence[Placement | None]
-"""One for each mesh axis; None leaves an axis open."""
-
 WHOLE = ("I", "R")
 
 
