@@ -87,6 +87,8 @@ def freeze(value: Any, deep: bool = False, outer: tuple[int, ...] = ()) -> Hasha
         return type(value), value.tobytes()
     if isinstance(value, partial):
         return "partial", freeze((value.func, value.args, value.keywords), deep, outer)
+    if slots_of(value) and not is_data(value):
+        return Same(value), tuple([freeze(getattr(value, name, MISSING), deep, outer) for name in slots_of(value)])
     if not deep or isinstance(value, (torch.Tensor, OPAQUE)) or not is_data(value) or len(outer) > _DEEPEST:
         return Same(value)
     return Same(value), tuple([(name, freeze(x, deep, outer)) for name, x in vars(value).items()])
@@ -100,6 +102,18 @@ def is_data(value: Any) -> bool:
     if not cls.__flags__ & _HEAP_TYPE or not hasattr(value, "__dict__") or isinstance(value, (torch.Tensor, OPAQUE)):
         return False
     return cls.__module__.partition(".")[0] not in LIBRARIES
+
+
+def slots_of(value: Any) -> tuple[str, ...]:
+    """The attributes that an object of a user's class has by ``__slots__``."""
+    cls: Any = type(value)
+    return () if isinstance(value, (torch.Tensor, OPAQUE)) else _slots(cls)
+
+
+@cache
+def _slots(cls: Any) -> tuple[str, ...]:
+    users = (c for c in cls.__mro__ if c.__flags__ & _HEAP_TYPE and c.__module__.partition(".")[0] not in LIBRARIES)
+    return tuple(name for c in users for name, x in vars(c).items() if isinstance(x, types.MemberDescriptorType))
 
 
 @dataclass(frozen=True)

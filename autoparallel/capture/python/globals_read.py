@@ -40,10 +40,16 @@ from autoparallel.graph.python_state import (
     is_library,
     is_plain,
     shown,
+    slots_of,
 )
 
 _CACHE = type(cache(len))
 _CONTAINERS = (list, dict, set, tuple, deque)
+
+
+def _is_container(value: Any) -> bool:
+    """Whether a value is compared as a whole, whatever is read of it."""
+    return isinstance(value, _CONTAINERS) or bool(slots_of(value)) and not is_data(value)
 
 
 def _leave(value: Any) -> None:
@@ -251,7 +257,7 @@ class GlobalsRead:
             value = table.get(name, MISSING)
             if value is MISSING:
                 continue
-            if attributes and not is_plain(value) and not isinstance(value, _CONTAINERS):
+            if attributes and not is_plain(value) and not _is_container(value):
                 if is_data(value) and not is_installed(frame.f_code.co_filename):
                     self._owners[id(value)] = value  # perhaps it is a method, which reads others
                 self._add_chain(name, value, tuple(attributes), frame)
@@ -278,7 +284,7 @@ class GlobalsRead:
             value = values.get(name, MISSING)
             if value is MISSING or isinstance(value, torch.Tensor | torch.SymInt):
                 continue
-            if attributes and not is_plain(value) and not isinstance(value, _CONTAINERS):
+            if attributes and not is_plain(value) and not _is_container(value):
                 self._add_chain(name, value, tuple(attributes), frame)
                 continue
             if cells is None:
@@ -312,7 +318,7 @@ class GlobalsRead:
         inside = getattr(value, "__dict__", {}).get(name, getattr(type(value), name, MISSING))
         if inside is MISSING or isinstance(inside, OPAQUE) or hasattr(inside, "__get__"):
             return
-        if not is_plain(inside) and len(attributes) > 1 and not isinstance(inside, list | dict | set | tuple):
+        if not is_plain(inside) and len(attributes) > 1 and not _is_container(inside):
             self._add_chain(f"{label}.{name}", inside, attributes[1:], frame)
             return
         self._add((id(value), name), f"{label}.{name}", partial(getattr, value, name, MISSING),
@@ -424,7 +430,7 @@ def _functions_before(frame: types.FrameType, first: str) -> Iterator[types.Func
 
 def _may_change(value: Any) -> bool:
     """Whether a default can be another in another call, and is compared by what it holds."""
-    return value is not None and (is_plain(value) or isinstance(value, _CONTAINERS) or is_data(value))
+    return value is not None and (is_plain(value) or _is_container(value) or is_data(value))
 
 
 def _default(function: types.FunctionType, name: str) -> Any:

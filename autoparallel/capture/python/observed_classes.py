@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol
 
-from autoparallel.graph.python_state import LIBRARIES
+from autoparallel.graph.python_state import LIBRARIES, is_library
 
 
 class Observer(Protocol):
-    """What is told of access to objects, by their ``__dict__``; ``write`` also of what is deleted."""
+    """What is told of access to objects, by their ``__dict__``; ``write`` also of what is deleted.
+
+    ``read_all`` is told of code that asks for the ``__dict__`` itself, ``read_class`` of what is read of a class.
+    """
 
     def read(self, table: dict[str, Any], name: str) -> None: ...
+    def read_all(self, table: dict[str, Any]) -> None: ...
+    def read_class(self, cls: type, name: str) -> None: ...
     def write(self, table: dict[str, Any], name: str) -> None: ...
 
 
 _OBSERVERS: dict[int, Observer] = {}
 """By the id of an object's ``__dict__``: it is the same for the proxies that ``torch.export`` puts around modules."""
 
+_OF_CLASSES: dict[type, Observer] = {}
+"""By the class of ours that an object has got."""
+
 _CLASSES: dict[type, type] = {}
+_METACLASSES: dict[type, type] = {}
 _BODIES: dict[type, frozenset[str]] = {}
 """What a class of ours had when it was made."""
 
@@ -29,12 +39,13 @@ def observe(subject: Any, observer: Observer) -> None:
         TypeError: for an object whose class cannot be another, or wants to know of those derived from it.
     """
     object.__setattr__(subject, "__class__", _observed_class(type(subject)))  # also of a frozen dataclass
-    _OBSERVERS[id(vars(subject))] = observer
+    _OBSERVERS[id(object.__getattribute__(subject, "__dict__"))] = _OF_CLASSES[type(subject)] = observer
 
 
 def release(subject: Any) -> None:
     """Tells nobody of an object any more, and forgets what has been set on its class."""
     _OBSERVERS.pop(id(vars(subject)), None)
+    _OF_CLASSES.pop(type(subject), None)
     for name in written_to(type(subject)):
         delattr(type(subject), name)
 
@@ -58,12 +69,14 @@ def _observed_class(cls: type) -> type:
         get, put, remove = methods.__getattribute__, methods.__setattr__, methods.__delattr__
 
         def __getattribute__(self: Any, name: str) -> Any:
-            if name[:2] == "__":
+            if name[:2] == "__" and name != "__dict__":
                 return get(self, name)
             table = get(self, "__dict__")
             observer = _OBSERVERS.get(id(table))
-            if observer is not None:
+            if observer is not None and name != "__dict__":
                 observer.read(table, name)
+            elif observer is not None and not is_library(sys._getframe(1).f_code.co_filename):
+                observer.read_all(table)
             return get(self, name)
 
         def __setattr__(self: Any, name: str, value: Any) -> None:
@@ -82,6 +95,22 @@ def _observed_class(cls: type) -> type:
             "__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
             "__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__,
         }  # fmt: skip
-        observed = type(cls)(cls.__name__, (cls,), body)
+        observed = _observed_metaclass(type(cls))(cls.__name__, (cls,), body)
         _CLASSES[cls], _BODIES[observed] = observed, frozenset(vars(observed))
     return _CLASSES[cls]
+
+
+def _observed_metaclass(metaclass: type) -> Any:
+    """A class of classes derived from another, whose classes tell of what is read of them: ``type(self).name``."""
+    if metaclass not in _METACLASSES:
+        get: Any = metaclass.__getattribute__
+
+        def __getattribute__(cls: Any, name: str) -> Any:
+            observer = _OF_CLASSES.get(cls)
+            if observer is not None and name[:2] != "__":
+                observer.read_class(cls, name)
+            return get(cls, name)
+
+        body = {"__module__": metaclass.__module__, "__getattribute__": __getattribute__}
+        _METACLASSES[metaclass] = type(metaclass)(metaclass.__name__, (metaclass,), body)
+    return _METACLASSES[metaclass]

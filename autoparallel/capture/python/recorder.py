@@ -12,6 +12,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -29,6 +30,7 @@ from autoparallel.graph.python_state import (
     is_data,
     is_plain,
     shown,
+    slots_of,
 )
 
 _INTERNAL = frozenset((*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized")) - {"forward"}
@@ -112,6 +114,7 @@ class Recorder:
         self._refusal: CaptureError | None = None
         self._constants, self._versions = constants or {}, dict[str, int]()
         self.rebound: set[str] = set()
+        self._class_reads: set[tuple[type, str]] = set()
         originals: list[Any] = memo.get(id(memo), [])
         self._watched: dict[int, _Watched] = {}
         self._recording = False
@@ -130,11 +133,8 @@ class Recorder:
 
         tables = {id(vars(w.original)) for w in self._watched.values()}
         tables |= {id(vars(m)[kind]) for m in modules for kind in ("_buffers", "_parameters")}
-        self._held = [
-            memo[id(x)]
-            for x in originals
-            if isinstance(x, list | dict | set | deque) and id(x) not in tables and memo.get(id(x), x) is not x
-        ]
+        containers = [x for x in originals if isinstance(x, list | dict | set | deque) or slots_of(x)]
+        self._held = [memo[id(x)] for x in containers if id(x) not in tables and memo.get(id(x), x) is not x]
         self._containers: list[tuple[Any, Any]] = []
 
     def _watch(self, path: str, original: Any, copied: Any) -> None:
@@ -152,7 +152,7 @@ class Recorder:
         self._tables = {
             (id(vars(w.copy)), kind): dict(vars(w.copy)[kind]) for w in modules for kind in ("_buffers", *_TABLES)
         }
-        self._containers = [(container, container.copy()) for container in self._held]
+        self._containers = [(container, _entries(container)) for container in self._held]
         self._versions = {name: fake._version for name, fake in self._constants.items()}
         self._recording = True
         return self
@@ -174,6 +174,16 @@ class Recorder:
             if name not in watched.writes and name not in watched.reads:
                 watched.reads.add(name)
                 self._look_at(watched, name)
+
+    def read_all(self, table: dict[str, Any]) -> None:
+        """Notes that the ``__dict__`` of an object is asked for, and thereby anything that is in it."""
+        for name in list(table) if self._recording else ():
+            self.read(table, name)
+
+    def read_class(self, cls: type, name: str) -> None:
+        """Notes that an attribute of an object's class is read, of the class itself."""
+        if self._recording and name not in _INTERNAL:
+            self._class_reads.add((cls.__mro__[1], name))  # the class that ours is derived from
 
     def _look_at(self, watched: _Watched, name: str) -> None:
         """Refuses what is read for the first time and cannot be in a program; later, not in the middle of a call."""
@@ -332,6 +342,8 @@ class Recorder:
     def is_changed(self, number: int) -> bool:
         """Whether the run has changed one of the lists, dicts and sets that the model holds."""
         container, entries = self._containers[number]
+        if slots_of(container):
+            container = _entries(container)
         if not container and not entries or _holds_the_same(container, entries):
             return False
         if isinstance(container, OrderedDict):  # hooks, among others
@@ -357,6 +369,8 @@ class Recorder:
         for watched in self._watched.values():
             for name in sorted(watched.reads):
                 self._note(state, watched, name)
+        for cls, name in sorted(self._class_reads, key=str):
+            _note_of_class(state, cls, name)
         return state
 
     def _note(self, state: PythonState, watched: _Watched, name: str) -> None:
@@ -370,12 +384,19 @@ class Recorder:
                 return  # a kind of call depends on which there are, whether they are read or not
         if isinstance(table.get(name), torch.Tensor) and not hasattr(type(owner), name):
             state.watch(label, _tensor_reader(table, name), (id(table), name))
+        elif name in slots_of(owner):
+            state.watch(label, partial(getattr, owner, name, MISSING), (id(table), name))
         elif name in table or not hasattr(type(owner), name):
             state.add(label, table, name)
         else:  # an attribute of the class, until the object has one of this name
-            cls = next(c for c in type(owner).__mro__ if name in vars(c))
             state.add(label, table, name)
-            state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name, owner=cls)
+            _note_of_class(state, type(owner), name)
+
+
+def _note_of_class(state: PythonState, cls: type, name: str) -> None:
+    """Notes an attribute of a class, which is one of the classes that it is derived from."""
+    cls = next((c for c in cls.__mro__ if name in vars(c)), cls)
+    state.add(f"{cls.__module__}.{cls.__qualname__}.{name}", vars(cls), name, owner=cls)
 
 
 def _is_bookkeeping(module: Any) -> bool:
@@ -386,6 +407,12 @@ def _is_bookkeeping(module: Any) -> bool:
 
 def _is_same(before: Any, now: Any) -> bool:
     return before is now or type(before) is type(now) and is_plain(now) and freeze(before) == freeze(now)
+
+
+def _entries(container: Any) -> Any:
+    """A copy of a container; of an object without a ``__dict__``, its attributes."""
+    names = slots_of(container)
+    return {name: getattr(container, name, MISSING) for name in names} if names else container.copy()
 
 
 def _holds_the_same(container: Any, entries: Any) -> bool:

@@ -1,0 +1,116 @@
+"""Attributes that are read past the object that has them: of its class, of its ``__dict__``, of ``__slots__``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tests.capture.programs.inplace import Two
+from tests.capture.registry import program
+
+
+def rescale(model: Any, step: int) -> None:
+    """Sets the attribute of the class whose object a model, plain or compiled, is."""
+    for cls in (ScaleOfTheType, ScaleOfTheClass, ScaleOfAClassMethod):
+        cls.scale = 1.0 + step
+
+
+@program(between=rescale, ranks=True)
+class ScaleOfTheType(Two):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * type(self).scale
+
+
+@program(between=rescale)
+class ScaleOfTheClass(Two):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.__class__.scale
+
+
+@program(between=rescale)
+class ScaleOfAClassMethod(Two):
+    scale = 1.0
+
+    @classmethod
+    def scaled(cls, x: Tensor) -> Tensor:
+        return x * cls.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.a(x))
+
+
+@program(between=lambda model, step: setattr(model, "scale", 1.0 + step))
+class ScaleInTheDict(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.__dict__["scale"]
+
+
+@program(between=lambda model, step: setattr(model, "scale", 1.0 + step))
+class ScaleAmongVars(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * sum(value for value in vars(self).values() if isinstance(value, float))
+
+
+@dataclass(slots=True)
+class Scales:
+    value: float = 1.0
+    inner: Scales | None = None
+
+
+class ScalesWithMore(Scales):
+    """Has a ``__dict__``, too."""
+
+
+SCALES = Scales()
+
+
+@program(between=lambda model, step: setattr(model.scales.inner, "value", 1.0 + step), ranks=True)
+class ScaleInSlots(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = Scales(2.0, Scales())
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.scales.inner is not None
+        return self.a(x) * self.scales.value * self.scales.inner.value
+
+
+@program(between=lambda model, step: setattr(model.scales, "value", 1.0 + step))
+class ScaleInSlotsBesideADict(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = ScalesWithMore()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.scales.value
+
+
+@program(between=lambda model, step: setattr(SCALES, "value", 1.0 + step))
+class ScaleInAGlobalsSlots(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * SCALES.value
+
+
+@program(refused="outlives it")
+class ScaleInSlotsMoved(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = Scales()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scales.value += 1.0  # refused
+        return self.a(x) * self.scales.value
