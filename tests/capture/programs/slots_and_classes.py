@@ -105,7 +105,7 @@ class ScaleInAGlobalsSlots(Two):
         return self.a(x) * SCALES.value
 
 
-@program(refused="outlives it")
+@program(refused="registered buffer")
 class ScaleInSlotsMoved(Two):
     def __init__(self) -> None:
         super().__init__()
