@@ -253,8 +253,7 @@ class _DryStore(GradientStore):
             sums = cast(self.sum_uses(rows), chains[0].reduce_dtype)
             self._each = len(rows[0][0].each)
             with self.meter.ledger.holding(GRADIENT_BUFFERS):
-                for gradient in self.start(sums, [chain.each for chain, _ in rows])():
-                    gradient.add_(gradient)  # takes as long as adding it to those of the microbatches before
+                self.passes.running().expect(self.start(sums, [chain.each for chain, _ in rows]), _add_up)
             self._each = None
         return [None] * len(chains)
 
@@ -292,9 +291,16 @@ class _DryStore(GradientStore):
         return finish
 
     def _finish_backward(self, ended: BackwardPass) -> None:
-        self.communicator.begin_phase(GRADIENTS)
+        if self.reduces:
+            self.communicator.begin_phase(GRADIENTS)
         with self.meter.ledger.holding(GRADIENT_BUFFERS):
             super()._finish_backward(ended)
+
+
+def _add_up(gradients: Tensors) -> None:
+    """Takes as long as adding gradients to those of the microbatches before."""
+    for gradient in gradients:
+        gradient.add_(gradient)
 
 
 class _Body(fx.Interpreter):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ from autoparallel.passes.hoist_parameter_chains import ParameterChain
 from autoparallel.passes.split_weight_gradients import Deferred, collect_deferred
 from autoparallel.placements import largest_piece
 from autoparallel.program.program import LocalProgram
-from autoparallel.runtime.gradients.backwards import Grads, Tensors, reached
+from autoparallel.runtime.gradients.backwards import BackwardPass, Grads, Tensors, reached
 from autoparallel.runtime.gradients.buckets import ParameterBucket
-from autoparallel.runtime.gradients.store import GradientStore, cast
+from autoparallel.runtime.gradients.store import GradientStore
 from autoparallel.runtime.programs.runner import Runner
 from autoparallel.runtime.ranks.messages import Form
 
@@ -47,7 +48,7 @@ class StageGradients(GradientStore):
     def __init__(self, store: GradientStore, borrowed: Mapping[str, nn.Parameter], *, alone: bool = False) -> None:
         super().__init__(store.mesh, store.prefix, {**store.parameters, **borrowed})
         self.store, self.alone = store, alone
-        self.passes, self.copies = store.passes, store.copies
+        self.copies = store.copies
         self.sums: dict[str, torch.Tensor] = {}
         self._leaves: list[tuple[ParameterChain, list[torch.Tensor]]] = []
         self._without: list[torch.Tensor] = []  # leaves that have no gradient yet
@@ -85,12 +86,20 @@ class StageGradients(GradientStore):
     def receive(
         self, chains: Sequence[ParameterChain], grads: Grads, accumulated: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """Adds one microbatch's gradients to the sums; autograd is handed nothing."""
+        """Adds one microbatch's gradients to the sums, at once or when they are reduced; autograd is handed nothing."""
+        rows = reached(chains, grads, accumulated)
+        some, values = [chain for chain, _ in rows], self.sum_uses(rows)
+        if self._reduces(some):
+            self.passes.running().expect(self._reduce(some, values, [c.each for c in some]), partial(self._add, some))
+        else:
+            self._add(some, values)
+        return [None] * len(chains)
+
+    def _add(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
+        """Adds gradients to the sums."""
         sums: Tensors = []
         addends: Tensors = []
-        rows = reached(chains, grads, accumulated)
-        some = [chain for chain, _ in rows]
-        for chain, value in zip(some, self._reduce_gradients(some, self.sum_uses(rows)), strict=True):
+        for chain, value in zip(chains, values, strict=True):
             total = self.sums.get(chain.name)
             if total is None:
                 copied = value.to(chain.accumulator_dtype, copy=True, memory_format=torch.contiguous_format)
@@ -100,13 +109,15 @@ class StageGradients(GradientStore):
                 addends.append(value if value.dtype == total.dtype else value.to(total.dtype))
         if sums:
             torch._foreach_add_(sums, addends)
-        return [None] * len(chains)
 
-    def _reduce_gradients(self, chains: Sequence[ParameterChain], values: Tensors) -> Tensors:
-        """One microbatch's gradients, or the sums of all, in the layouts in which the plan adds them up."""
-        if not (self.alone and chains and chains[0].each):
-            return values
-        return self.start(cast(values, chains[0].reduce_dtype), [chain.each for chain in chains])()
+    def _reduces(self, chains: Sequence[ParameterChain]) -> bool:
+        """Whether each microbatch's gradients are reduced before they are added to the sums."""
+        return self.alone and bool(chains) and bool(chains[0].each)
+
+    def _finish_backward(self, ended: BackwardPass) -> None:
+        while ended.reductions:
+            travel, add = ended.reductions.pop(0)
+            add(travel())
 
     def added(self, chain: ParameterChain) -> ParameterChain:
         """The way that is left to a parameter's summed gradients."""
@@ -120,12 +131,15 @@ class StageGradients(GradientStore):
         for chain, leaves in held:
             grads = [leaf.grad for leaf in leaves]
             if any(grad is not None for grad in grads):
-                (total,) = self._reduce_gradients([chain], self.sum_uses([(chain, grads)]))
-                sums[chain.name] = settled(total).contiguous()
+                totals = self.sum_uses([(chain, grads)])
+                if self._reduces([chain]):
+                    totals = self._reduce([chain], totals, [chain.each])()
+                sums[chain.name] = settled(totals[0]).contiguous()
         return sums
 
     def forget(self) -> None:
-        """Lets go of the sums and of what was held."""
+        """Lets go of the sums, of what was held, and of backwards that have died."""
+        self.passes.end_dead()
         self.sums, self._leaves, self._without, self._claimed = {}, [], [], set()
 
 
