@@ -165,7 +165,7 @@ def test_what_fits_a_device_goes_before_what_is_faster() -> None:
 
 
 def test_a_pipeline_that_is_asked_for_and_cannot_be() -> None:
-    with pytest.raises(PlanError, match="cannot be a pipeline: it has no loss"):
+    with pytest.raises(PlanError, match="cannot be a pipeline: this call makes no loss"):
         _search(Deep(), 4, loss=None, pipeline=autoparallel.Pipeline()).choose()
 
 

@@ -56,7 +56,7 @@ def _combinations(_: Trace, func: Any, input: Tensor, r: int = 2, with_replaceme
         return func(input, r, with_replacement)
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
     places = [*choose(range(input.shape[0]), r)]
-    return input[torch.tensor(places, device=input.device).reshape(len(places), r)]
+    return input[torch.tensor(places, dtype=torch.int64, device=input.device).reshape(len(places), r)]
 
 
 def _pack(*_: Any, **__: Any) -> NoReturn:

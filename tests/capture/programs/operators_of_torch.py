@@ -210,7 +210,8 @@ class Covariances(Two):
 class Combinations(Two):
     def forward(self, x: Tensor) -> Tensor:
         pairs, triples = torch.combinations(self.a.bias), torch.combinations(self.b.bias, 3, with_replacement=True)
-        return self.a(x) + pairs.prod(1).sum() + triples.prod(1).sum()
+        none = torch.combinations(self.a.bias, len(self.a.bias) + 1)
+        return self.a(x) + pairs.prod(1).sum() + triples.prod(1).sum() + none.sum()
 
 
 @program(refused="return the log-probabilities")
