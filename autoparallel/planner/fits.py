@@ -124,13 +124,12 @@ def _require_layout(
                 )
 
 
-NO_LOSS = "this call makes no loss (give it a target, or make it under torch.no_grad())"
-
-
 def unable(captured: Captured, call: Call) -> str:
     """Why a model cannot be run in microbatches, as a pipeline does; empty where it can."""
     if captured.objective is None:
-        return explain_ambiguity(len(captured.flowing)) if len(captured.flowing) > 1 else NO_LOSS
+        if len(captured.flowing) > 1:
+            return explain_ambiguity(len(captured.flowing))
+        return "this call makes no loss (give it a target, or make it under torch.no_grad())"
     if captured.weight is not None and captured.weight.problem:
         return captured.weight.problem
     if any(layout is not None for layout in call.layouts):

@@ -90,12 +90,13 @@ class StageGradients(GradientStore):
         rows = reached(chains, grads, accumulated)
         some, values = [chain for chain, _ in rows], self.sum_uses(rows)
         if self._reduces(some):
-            self.passes.running().expect(self._reduce(some, values, [c.each for c in some]), partial(self._add, some))
+            travel = self._reduce(some, values, [chain.each for chain in some])
+            self.passes.running().expect(travel, partial(self._add_up, some))
         else:
-            self._add(some, values)
+            self._add_up(some, values)
         return [None] * len(chains)
 
-    def _add(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
+    def _add_up(self, chains: Sequence[ParameterChain], values: Tensors) -> None:
         """Adds gradients to the sums."""
         sums: Tensors = []
         addends: Tensors = []
@@ -138,8 +139,7 @@ class StageGradients(GradientStore):
         return sums
 
     def forget(self) -> None:
-        """Lets go of the sums, of what was held, and of backwards that have died."""
-        self.passes.end_dead()
+        """Lets go of the sums and of what was held."""
         self.sums, self._leaves, self._without, self._claimed = {}, [], [], set()
 
 
@@ -200,7 +200,8 @@ class Stage:
         self.name = f"stage {index} ({named[0]} to {named[-1]})" if named else f"stage {index}"
 
     def begin(self, differentiate: bool) -> None:
-        """Takes the parameters that stay the same for a call's microbatches."""
+        """Takes the parameters that stay the same for a call's microbatches; ends what an exception has left."""
+        self.gradients.passes.end_dead()
         self.gradients.synchronise = self.gradients.store.synchronise
         for bucket in self.runner.hoisted:
             if bucket.bucket.gather != "per_microbatch":
