@@ -3,7 +3,7 @@
 Before (w is trained; the outputs are the new value of a buffer, the loss, and something beside it):
     mul = x * w;  sum = mul.sum();  return (mul, sum, mul)
 After, with meta["differentiable"] and meta["backward"] on every node:
-    mul = x * w;  sum = mul.sum();  return (mul.detach(), sum, mul.detach())
+    mul = x * w;  sum = mul.sum();  detach = mul.detach();  return (detach, sum, detach)
 """
 
 from __future__ import annotations
@@ -76,12 +76,15 @@ def detach_outputs(graph: fx.Graph, first: int, loss: int | None = None) -> Deta
     output = graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     detached = []
+    results_of: dict[fx.Node, fx.Node] = {}  # a value that is several outputs is detached once
     for i, node in enumerate(results):
         if node.meta["differentiable"] and (i < first or loss is not None and i != loss):
-            with graph.inserting_before(output):
-                result = graph.call_function(torch.ops.aten.detach.default, (node,))
-            result.meta = {**node.meta, "differentiable": False, "key": f"{node.meta['key']}/output"}
-            results[i] = result
+            if node not in results_of:
+                with graph.inserting_before(output):
+                    result = graph.call_function(torch.ops.aten.detach.default, (node,))
+                result.meta = {**node.meta, "differentiable": False, "key": f"{node.meta['key']}/output"}
+                results_of[node] = result
+            results[i] = results_of[node]
             if i >= first:
                 detached.append(i)
     output.args = (tuple(results),)
