@@ -228,7 +228,7 @@ class Fragment:
 
     def prepare(self, arguments: Sequence[Any]) -> None:
         """Captures and plans for a call like this one."""
-        self.kinds.of(self._call_of(arguments))
+        self.kinds.of(self.kinds.with_key(self._call_of(arguments)))
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         parameters = {name: arguments[i] for i, name in self._parameters}

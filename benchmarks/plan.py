@@ -32,6 +32,7 @@ from autoparallel.hardware import H100
 from autoparallel.plan import Plan
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.problem import Problem
 from autoparallel.planner.space.space import SearchSpace
 from autoparallel.planner.space.subject import Subject
 
@@ -72,7 +73,7 @@ def captured(model: nn.Module, inputs: Inputs, loss_fn: Callable[..., Any] | Non
 def planned(graph: Captured, mesh: Sequence[int], preset: str = "auto", memory_limit: float | None = None) -> Plan:
     """The plan of a graph on a mesh of H100s."""
     request = Request(tuple(zip(NAMES, mesh, strict=False)), H100, preset)
-    return cheapest(SearchSpace(Subject(graph, request)), memory_limit)
+    return cheapest(Problem(SearchSpace(Subject(graph, request))), memory_limit)
 
 
 def peak_gigabytes() -> float:

@@ -17,6 +17,7 @@ from autoparallel.plan import Plan
 from autoparallel.planner.fits import require_fits
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.problem import Problem
 from autoparallel.planner.space.space import SearchSpace
 from autoparallel.planner.space.subject import Subject
 from tests.captures import captured
@@ -26,7 +27,7 @@ MESH = (("dp", 2), ("tp", 2))
 
 
 def planned(graph: Captured, mesh: tuple[tuple[str, int], ...] = MESH, preset: str = "fsdp") -> Plan:
-    return cheapest(SearchSpace(Subject(graph, Request(mesh, profile_for("cpu"), preset))))
+    return cheapest(Problem(SearchSpace(Subject(graph, Request(mesh, profile_for("cpu"), preset)))))
 
 
 @pytest.fixture(scope="module")

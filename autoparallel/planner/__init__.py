@@ -8,7 +8,7 @@ From the ground up:
 - ``solve``: minimises a sum of tables: numbers alone; ``calls``: how each call may run; ``thresholds`` bound the work.
 - ``request``: what is asked.
 - ``space``: what can be chosen, and its prices; ``layouts``: the cheapest, by ``axis_pairs`` where tables are too
-  large; ``infeasible`` explains why there are none.
+  large; ``infeasible`` explains why nothing fits.
 - ``stages``: cuts, schedules and recomputation of a pipeline.
 - ``fits`` checks a plan, ``programs`` makes its programs.
 - ``candidates``: the ways to plan that are compared, who proposes them, and what each is worth.

@@ -26,21 +26,20 @@ Solve = Callable[[Sequence[int], Factors, Factors, bool], Sequence[int]]
 _ROUNDING = 1e-9  # relative difference of costs below which they count as equal
 
 
-def minimise_by_pairs(problem: Problem, axis_sizes: Sequence[int], solve: Solve, limited: bool) -> list[int]:
+def minimise_by_pairs(problem: Problem, objective: Factors, solve: Solve, limited: bool) -> list[int]:
     """The best assignment found by minimising over two mesh axes at a time (see [Note: wide graphs]), or one at a time
     where two are too wide, too.
 
     The largest axes come first.  A first round without the limit says where to start within one.
     """
-    if len(axis_sizes) > 2:
+    if len(problem.space.axis_sizes) > 2:
         with contextlib.suppress(TooWide):
-            return _minimise_in_turn(problem, axis_sizes, solve, limited, 2)
-    return _minimise_in_turn(problem, axis_sizes, solve, limited, 1)
+            return _minimise_in_turn(problem, objective, solve, limited, 2)
+    return _minimise_in_turn(problem, objective, solve, limited, 1)
 
 
-def _minimise_in_turn(
-    problem: Problem, axis_sizes: Sequence[int], solve: Solve, limited: bool, together: int
-) -> list[int]:
+def _minimise_in_turn(problem: Problem, objective: Factors, solve: Solve, limited: bool, together: int) -> list[int]:
+    axis_sizes = problem.space.axis_sizes
     axes = range(len(axis_sizes))
     groups = list(itertools.combinations(axes, together))
     groups.sort(key=lambda free: -math.prod([axis_sizes[axis] for axis in free]))
@@ -54,9 +53,9 @@ def _minimise_in_turn(
                 break
             left = _states_left(problem, held, [axis for axis in axes if axis not in free])
             sizes = [len(states) for states in left]
-            numbers = solve(sizes, problem.factors.restricted(left), problem.usage.restricted(left), within)
+            numbers = solve(sizes, objective.restricted(left), problem.usage.restricted(left), within)
             choices = [int(states[choice]) for states, choice in zip(left, numbers, strict=True)]
-            cost = evaluate(problem.factors, choices)
+            cost = evaluate(objective, choices)
             idle += 1
             if cost < least:
                 idle = 0 if cost < least * (1 - _ROUNDING) else idle

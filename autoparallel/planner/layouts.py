@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autoparallel.decisions.decisions import RECOMPUTED, Estimate
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
@@ -19,7 +18,7 @@ from autoparallel.graph.fingerprint import fingerprint
 from autoparallel.placements import format_layout
 from autoparallel.plan import Plan
 from autoparallel.planner.axis_pairs import minimise_by_pairs
-from autoparallel.planner.infeasible import explain_conflict, explain_limit
+from autoparallel.planner.infeasible import explain_limit
 from autoparallel.planner.solve.budget import Budget
 from autoparallel.planner.solve.elimination import Infeasible, Solution, TooWide
 from autoparallel.planner.solve.factors import Factors, evaluate
@@ -27,21 +26,14 @@ from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.integer_program import solve_if_small
 from autoparallel.planner.solve.layered import minimise
 from autoparallel.planner.space.problem import Problem
-from autoparallel.planner.space.space import NoOption, SearchSpace
 from autoparallel.planner.thresholds import THRESHOLDS
 
 
-def cheapest(
-    space: SearchSpace,
-    memory_limit: float | None = None,
-    room: float = 0.0,
-    *,
-    sparing: bool = False,
-) -> Plan:
+def cheapest(problem: Problem, memory_limit: float | None = None, room: float = 0.0, *, sparing: bool = False) -> Plan:
     """The plan that minimises the predicted time of a step.
 
     Args:
-        space: the choices and their prices.
+        problem: the choices and their prices.
         memory_limit: bytes per device for parameters, gradients, optimizer states, gathered parameters and saved
             activations.
         room: bytes of it that are left for what the search does not add up.
@@ -50,14 +42,10 @@ def cheapest(
     Raises:
         PlanError: when no plan satisfies the constraints or the limit.
     """
-    try:
-        problem = space.problem
-    except NoOption as error:
-        raise PlanError(explain_conflict(space, error.node)) from error
-    objective = problem.objective
+    space, objective = problem.space, problem.objective
     if sparing:
         objective = objective.joined(problem.usage.times(THRESHOLDS.sparing))
-    solution = _solve(space, problem, objective, memory_limit, room)
+    solution = _solve(problem, objective, memory_limit, room)
     choices = solution.choices
     operators, shared, parameters = {}, {}, {}
     texts: dict[int, tuple[str, ...]] = {}  # of options, by id
@@ -88,7 +76,7 @@ def cheapest(
         linear_chunks=_linear_chunks(problem, choices),
         cost=cost,
         lower_bound=0.0 if sparing else min(solution.bound, cost),
-        estimate=_estimate(space, problem, choices),
+        estimate=_estimate(problem, choices),
     )
 
 
@@ -99,17 +87,14 @@ def _linear_chunks(problem: Problem, choices: Sequence[int]) -> int:
     return best if hidden and hidden[best] > 0 else 1
 
 
-def _estimate(space: SearchSpace, problem: Problem, choices: Sequence[int]) -> Estimate:
-    names, shares = space.captured.parameters, problem.shares(problem.factors, choices)
+def _estimate(problem: Problem, choices: Sequence[int]) -> Estimate:
+    names, shares = problem.captured.parameters, problem.shares(problem.factors, choices)
     parameters = {names[node.name]: seconds for node, seconds in shares.items() if node.name in names}
     return Estimate(evaluate(problem.usage, choices), parameters)
 
 
-def _solve(
-    space: SearchSpace, problem: Problem, objective: Factors, memory_limit: float | None, room: float
-) -> Solution:
+def _solve(problem: Problem, objective: Factors, memory_limit: float | None, room: float) -> Solution:
     """The choices that minimise an objective."""
-
     limit = math.inf if memory_limit is None else memory_limit - room
 
     def solve(sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool = True) -> Solution:
@@ -129,11 +114,10 @@ def _solve(
         try:
             return solve(problem.sizes, objective, problem.usage)
         except TooWide:
-            if len(space.axis_sizes) < 2:
+            if len(problem.space.axis_sizes) < 2:
                 raise
         limited = memory_limit is not None
-        problem = replace(problem, factors=objective)
-        choices = minimise_by_pairs(problem, space.axis_sizes, lambda *parts: solve(*parts).choices, limited)
+        choices = minimise_by_pairs(problem, objective, lambda *parts: solve(*parts).choices, limited)
         budget = (problem.usage, limit) if limited else None
         return prove(problem.sizes, objective, choices, budget, problem.layers)
     except TooWide as error:
@@ -141,7 +125,7 @@ def _solve(
         raise PlanError(f"{message}, or pin some parameters ({error})") from error
     except Infeasible as error:
         if memory_limit is not None and error.variable is None:
-            raise PlanError(explain_limit(error, space, problem, memory_limit, room)) from error
+            raise PlanError(explain_limit(error, problem, memory_limit, room)) from error
         node = problem.node_of(error.variable)
         options = problem.variables[node].options if node is not None else ()
-        raise PlanError(explain_conflict(space, node, options)) from error
+        raise PlanError(problem.space.conflict(node, options)) from error

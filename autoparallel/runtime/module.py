@@ -95,7 +95,7 @@ class ParallelModule(Face):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Traces and plans for a kind of call without running it."""
-        self._kinds.agree(*self._read_call(args, kwargs))
+        self._kinds.of(self._kinds.agree(*self._read_call(args, kwargs)))
 
     def _read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, str | None]:
         """A call, and why this rank cannot make it, if it cannot; raises on every rank where it is none on any."""

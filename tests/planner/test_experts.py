@@ -17,6 +17,7 @@ from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.request.presets import constraints_for
 from autoparallel.planner.request.request import Request
 from autoparallel.planner.space.experts import find_experts
+from autoparallel.planner.space.problem import Problem
 from autoparallel.planner.space.space import SearchSpace
 from autoparallel.planner.space.subject import Subject
 from tests.passes.support import captured
@@ -48,7 +49,7 @@ class Stack(nn.Module):
 
 
 def _search(graph: Captured, preset: str, mesh: tuple[tuple[str, int], ...]) -> Plan:
-    return cheapest(SearchSpace(Subject(graph, Request(mesh, CPU, preset))))
+    return cheapest(Problem(SearchSpace(Subject(graph, Request(mesh, CPU, preset)))))
 
 
 def _captured(model: nn.Module) -> Captured:

@@ -25,6 +25,7 @@ from autoparallel.planner.solve.factors import Factor, Factors, evaluate
 from autoparallel.planner.solve.hubs import prove
 from autoparallel.planner.solve.kinds import Layers
 from autoparallel.planner.solve.layered import LayeredNetwork, minimise
+from autoparallel.planner.space.problem import Problem
 from autoparallel.planner.space.space import SearchSpace
 from autoparallel.planner.space.subject import Subject
 from tests.captures import captured
@@ -60,17 +61,17 @@ class ReadsAll(nn.Module):
         return self.head(made[-1])
 
 
-def _space(width: int, layers: int, rows: int, mesh: Mesh, profile: Profile = H100) -> SearchSpace:
+def _problem(width: int, layers: int, rows: int, mesh: Mesh, profile: Profile = H100) -> Problem:
     with torch.device("meta"):
         model = nn.Sequential(*[Block(width) for _ in range(layers)], nn.Linear(width, 16))
-    return _space_of(model, width, rows, mesh, profile)
+    return _problem_of(model, width, rows, mesh, profile)
 
 
-def _space_of(model: nn.Module, width: int, rows: int, mesh: Mesh, profile: Profile = H100) -> SearchSpace:
+def _problem_of(model: nn.Module, width: int, rows: int, mesh: Mesh, profile: Profile = H100) -> Problem:
     x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, 16, device="meta")
     graph = captured(model, x, y, loss_fn=F.mse_loss, least_batch=2 * int(np.prod(mesh)))
     names = ("a", "b", "c")[: len(mesh)]
-    return SearchSpace(Subject(graph, Request(tuple(zip(names, mesh, strict=True)), profile)))
+    return Problem(SearchSpace(Subject(graph, Request(tuple(zip(names, mesh, strict=True)), profile))))
 
 
 def _chain(
@@ -155,7 +156,7 @@ class TestLayers:
 
     @pytest.mark.parametrize(("layers", "mesh"), [(2, (8, 8)), (4, (8, 8)), (4, (2, 4, 4))], ids=str)
     def test_real_layers(self, layers: int, mesh: Mesh) -> None:
-        problem = _space(512, layers, 256, mesh).problem
+        problem = _problem(512, layers, 256, mesh)
         found = minimise(problem.sizes, problem.factors, problem.layers)
         assert found.cost == pytest.approx(minimise(problem.sizes, problem.factors).cost, rel=1e-12)
         repeated = LayeredNetwork(problem.sizes, problem.factors, layers=problem.layers).kinds
@@ -164,18 +165,17 @@ class TestLayers:
     def test_more_layers_need_no_more_tables(self) -> None:
         rest = []
         for layers in (8, 16):
-            space = _space(512, layers, 256, (8, 8))
-            problem = space.problem
-            rest.append((len(space._of_kind), len(space._ends_alike)))
+            problem = _problem(512, layers, 256, (8, 8))
+            rest.append((len(problem.space._of_kind), len(problem._ends_alike)))
             assert len(problem.sizes) > 10 * layers
         assert rest[0] == rest[1]
 
 
 class TestWideGraphs:
     def test_pairs_of_axes_come_close_and_the_bound_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        exact = cheapest(_space(256, 2, 256, (2, 2, 2)))
+        exact = cheapest(_problem(256, 2, 256, (2, 2, 2)))
         assert exact.gap == 0.0
-        space = _space(256, 2, 256, (2, 2, 2))
+        problem = _problem(256, 2, 256, (2, 2, 2))
         calls = []
 
         def once_too_wide(sizes: list[int], factors: list[Factor], layers: Layers) -> object:
@@ -192,14 +192,14 @@ class TestWideGraphs:
         monkeypatch.setattr(hubs, "minimise", always_too_wide)
         monkeypatch.setattr(hubs, "BOUND_TABLE", 500)
         monkeypatch.setattr(hubs, "NARROWED_TABLE", 500)
-        pairs = cheapest(space)
+        pairs = cheapest(problem)
         assert len(calls) > 3
         assert pairs.cost is not None and exact.cost is not None and pairs.lower_bound is not None
         assert exact.cost <= pairs.cost * (1 + 1e-12) <= 1.05 * exact.cost
         assert 0 < pairs.lower_bound < exact.cost
 
     def test_where_pairs_are_too_wide_one_axis_is_minimised_at_a_time(self) -> None:
-        problem = _space(256, 2, 256, (2, 2, 2)).problem
+        problem = _problem(256, 2, 256, (2, 2, 2))
         tried = []
 
         def solve(sizes: Sequence[int], factors: Factors, usage: Factors, limited: bool) -> Sequence[int]:
@@ -208,7 +208,7 @@ class TestWideGraphs:
                 raise TooWide(max(sizes), 20, ())
             return minimise(sizes, factors).choices
 
-        choices = minimise_by_pairs(problem, (2, 2, 2), solve, False)
+        choices = minimise_by_pairs(problem, problem.factors, solve, False)
         assert tried[0] > 20 >= max(tried[1:]) and len(tried) > 3
         exact = minimise(problem.sizes, problem.factors).cost
         assert exact * (1 - 1e-12) <= evaluate(problem.factors, choices) <= 1.5 * exact
@@ -276,11 +276,10 @@ class TestWideGraphs:
         """Added up with weights, as in DenseFormer: no elimination within the tables allowed, so HiGHS is asked."""
         with torch.device("meta"):
             model = ReadsAll(64, 12)
-        space = _space_of(model, 64, 256, (8,))
-        problem = space.problem
+        problem = _problem_of(model, 64, 256, (8,))
         with pytest.raises(TooWide):
             minimise(problem.sizes, problem.factors)
-        plan = cheapest(space)
+        plan = cheapest(problem)
         assert plan.gap is not None and 0 <= plan.gap < 2e-6
         assert evaluate(problem.factors, [0] * len(problem.sizes)) > plan.cost  # type: ignore[operator]
 
@@ -303,7 +302,7 @@ class TestWideGraphs:
 
 class TestPlans:
     def test_the_gap_is_kept_in_files_and_said(self) -> None:
-        plan = cheapest(_space(256, 2, 256, (8,)))
+        plan = cheapest(_problem(256, 2, 256, (8,)))
         assert plan.gap == 0.0
         again = Plan.from_json(plan.to_json())
         assert (again.cost, again.lower_bound) == (plan.cost, plan.lower_bound)
@@ -311,4 +310,4 @@ class TestPlans:
 
     def test_a_limit_that_nothing_fits_names_what_takes_most(self) -> None:
         with pytest.raises(PlanError, match=r"the smallest that a plan needs is [\d.]+ .B, most of it for .*B\)"):
-            cheapest(_space(256, 2, 256, (8,)), memory_limit=1e3)
+            cheapest(_problem(256, 2, 256, (8,)), memory_limit=1e3)

@@ -24,6 +24,7 @@ from autoparallel.planner.draft import call_of
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.problem import Problem
 from autoparallel.planner.space.space import SearchSpace
 from autoparallel.planner.space.subject import Subject
 from autoparallel.planner.stages.stages import StagePlanner
@@ -50,7 +51,7 @@ def planner(model: nn.Module, width: int, ranks: int, limit: float | None = None
     graph = captured(model, torch.randn(rows, width), torch.randn(rows, width), loss_fn=F.mse_loss)
     request = Request((("dp", 1),), PROFILE, stages=ranks, memory_limit=limit)
     may_recompute = () if limit is None else find_layers(graph.graph)
-    return StagePlanner(Subject(graph, request, may_recompute), cheapest(SearchSpace(Subject(graph, request))))
+    return StagePlanner(Subject(graph, request, may_recompute), cheapest(Problem(SearchSpace(Subject(graph, request)))))
 
 
 WIDTHS = (64, 256, 256, 64, 64, 64, 512, 64)
@@ -245,7 +246,7 @@ def test_full_size_sums_of_gradients_are_counted_where_parameters_are_sharded() 
     for preset in ("data_parallel", "fsdp"):
         request = Request((("dp", 2),), PROFILE, preset, stages=2)
         subject = Subject(graph, request)
-        found = StagePlanner(subject, cheapest(SearchSpace(subject)))
+        found = StagePlanner(subject, cheapest(Problem(SearchSpace(subject))))
         needs.append(found.pricer.rows(graph.actual).resting.sum())
     whole = 2 * 64 * 64 * 4
     assert needs == [4 * whole, 4 * whole / 2 + whole / 2]  # weight, gradient, two states; and the sum over its shard

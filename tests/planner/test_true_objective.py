@@ -23,6 +23,7 @@ from autoparallel.planner.draft import call_of
 from autoparallel.planner.layouts import cheapest
 from autoparallel.planner.planner import Planner
 from autoparallel.planner.request.request import Request
+from autoparallel.planner.space.problem import Problem
 from autoparallel.planner.space.space import SearchSpace
 from autoparallel.planner.space.subject import Subject
 from autoparallel.rules.calls import tensor_operands
@@ -152,7 +153,7 @@ def test_no_plan_of_a_small_graph_is_cheaper_than_the_one_found(
     profile: Profile, ranks: int, rows: int, width: int, hidden: int
 ) -> None:
     space = _space(profile, ranks, rows, width, hidden)
-    plan, referee = cheapest(space), Referee(space)
+    plan, referee = cheapest(Problem(space)), Referee(space)
     assert referee.plans > 1000
     assert plan.cost == pytest.approx(referee.least, rel=1e-9)
 
@@ -160,5 +161,5 @@ def test_no_plan_of_a_small_graph_is_cheaper_than_the_one_found(
 def test_the_graphs_have_different_answers() -> None:
     """Else brute force would have confirmed one plan several times."""
     sizes = [(SLOW, 2, 4096, 64, 64), (SLOW, 2, 3, 512, 4096), (H100, 2, 4, 8, 8)]
-    found = {tuple(sorted(cheapest(_space(*size)).operators.items())) for size in sizes}
+    found = {tuple(sorted(cheapest(Problem(_space(*size))).operators.items())) for size in sizes}
     assert len(found) == 3

@@ -57,6 +57,19 @@ class Option:
         return (self.again, self.seconds - self.again) if self.again else (self.seconds, 0.0)
 
 
+@dataclass(slots=True)
+class Variable:
+    """The choice of one node, and its number in a factor graph."""
+
+    node: fx.Node
+    options: list[Option]
+    number: int
+
+
+Reader = tuple[Variable, int]
+"""A consumer of a tensor, and which of its operands it is."""
+
+
 def operator_options(
     node: fx.Node,
     axis_sizes: Sequence[int],

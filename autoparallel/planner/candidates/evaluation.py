@@ -32,6 +32,7 @@ from autoparallel.planner.programs import adapt, build
 from autoparallel.planner.request.presets import possible_presets
 from autoparallel.planner.request.request import Request, Settled
 from autoparallel.planner.space.interleaving import why_whole
+from autoparallel.planner.space.problem import Problem
 from autoparallel.planner.space.space import SearchSpace
 from autoparallel.planner.space.subject import Subject
 from autoparallel.planner.stages.stages import StagePlanner
@@ -66,7 +67,7 @@ class Evaluator:
         self._outcomes: dict[Candidate, Outcome] = {}
         self._graphs: dict[Hashable, Captured] = {}
         self._subjects: dict[Candidate, Subject] = {}
-        self._spaces: dict[Candidate, SearchSpace] = {}
+        self._problems: dict[Candidate, Problem] = {}
         self._forecasts: dict[tuple[Hashable, ...], tuple[Plan, Forecast]] = {}
         self._short: dict[Hashable, Short] = {}
         self._exact: list[tuple[Plan, tuple[LocalProgram, Prediction]]] = []
@@ -155,22 +156,18 @@ class Evaluator:
                     if candidate.cut is not None:
                         outcome = self._cut(candidate)
                     else:
-                        space = self._space(candidate)
-                        plan = cheapest(space, candidate.limit, candidate.room, sparing=candidate.sparing)
-                        outcome = self._complete(plan, space, candidate)
+                        alike = replace(candidate, limit=None, room=0.0, sparing=False)
+                        if (problem := self._problems.get(alike)) is None:
+                            problem = self._problems[alike] = Problem(self._space(candidate))
+                        plan = cheapest(problem, candidate.limit, candidate.room, sparing=candidate.sparing)
+                        outcome = self._complete(plan, problem.space, candidate)
                 except PlanError as error:
                     outcome = Outcome(candidate, error=error)
                 self._outcomes[candidate] = outcome
             outcome = self._outcomes[candidate]
 
     def _space(self, candidate: Candidate) -> SearchSpace:
-        """The choices that a candidate leaves; those that differ in memory alone have the same."""
-        key = replace(candidate, limit=None, room=0.0, sparing=False)
-        if key not in self._spaces:
-            self._spaces[key] = self._new_space(candidate)
-        return self._spaces[key]
-
-    def _new_space(self, candidate: Candidate) -> SearchSpace:
+        """The choices that a candidate leaves."""
         request, call, subject = self.request, self.call, self._subject(candidate)
         graph = subject.captured
         fixed = not graph.batches and not any("batch_factors" in node.meta for node in graph.graph.nodes)

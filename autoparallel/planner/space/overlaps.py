@@ -15,7 +15,7 @@ from torch import fx
 from autoparallel.passes.chunk_linears import LINEAR
 from autoparallel.placements import Layout, largest_piece
 from autoparallel.placements.redistribution import PARTIAL
-from autoparallel.planner.space.problem import Reader, Variable
+from autoparallel.planner.calls.options import Reader, Variable
 from autoparallel.planner.space.subject import Subject
 from autoparallel.planner.thresholds import THRESHOLDS
 

@@ -10,10 +10,9 @@ from torch import fx
 
 from autoparallel.placements import Layout
 from autoparallel.placements.redistribution import PARTIAL, LayoutTable, local_numel
-from autoparallel.planner.calls.options import Option
+from autoparallel.planner.calls.options import Option, Reader, Variable
 from autoparallel.planner.space.interleaving import dealing_seconds, deals_out, dealt_bytes
 from autoparallel.planner.space.overlaps import Overlaps
-from autoparallel.planner.space.problem import Reader, Variable
 from autoparallel.planner.space.subject import Subject
 from autoparallel.rules.calls import is_tensor
 

@@ -1,79 +1,35 @@
-"""The space of choices that the search explores, and their prices.
-
-The variables are
-
-- for each operator: its mode on every mesh axis (``rules.typing``), which gives the layouts it needs and makes;
-- for each tensor with several consumers: the layout they all read it in, so that a redistribution shared by several
-  consumers is one choice with one price;
-- for each parameter: its layout at rest, and whether it is gathered per use or per microbatch;
-- for each layer for which that is open: whether all but its products, or all of it, runs again in the backward.
-
-The costs are compute and memory traffic on local sizes, forward and backward, and redistributions, forward and
-backward, between what one side makes and the other needs.
-"""
+"""The space of choices that the search explores: the ways to run each operator, and to keep each parameter."""
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-import numpy as np
 from torch import fx
 
 from autoparallel import operators
-from autoparallel.decisions.decisions import FULL, RECOMPUTED
+from autoparallel.comm.world import mesh_text
 from autoparallel.decisions.parameters import ParameterPlan, PlanError
-from autoparallel.graph.layers import layers_of
-from autoparallel.placements import Layout, parse_layout
+from autoparallel.graph.lines import line_of
+from autoparallel.placements import Layout, format_layout, parse_layout
 from autoparallel.placements.modes import INVARIANT_MODE
 from autoparallel.planner.calls.options import Option, operator_options
 from autoparallel.planner.request.presets import Constraints
-from autoparallel.planner.solve.factors import Factors
-from autoparallel.planner.space.overlaps import Overlaps
 from autoparallel.planner.space.permits import Permits
-from autoparallel.planner.space.prices import Pricer, Prices, most_hidden
-from autoparallel.planner.space.problem import Problem, Reader, Variable
 from autoparallel.planner.space.subject import Subject
 from autoparallel.predict.optimizer import parameter_cost
 from autoparallel.program.program import wanted_outputs
 from autoparallel.rules import operator_name, rule_for
 from autoparallel.rules.calls import is_tensor, tensor_operands
+from autoparallel.rules.ways import call_modes
 
-
-class NoOption(PlanError):
-    """A preset or pins leave no way to run an operator."""
-
-    def __init__(self, node: fx.Node) -> None:
-        super().__init__(f"the plan leaves no way to run {node.meta['key']}")
-        self.node = node
-
-
-@dataclass
-class _Ends:
-    """What tensors share that are alike and whose consumers are.
-
-    Attributes:
-        shared: the layouts in which several consumers may read one.
-        leaving: the layouts in which one leaves the graph.
-        prices: the tables to its consumers, once they are worked out.
-        again: the table of what that costs once more, where its layer may run again.
-        hidden: for each number of chunks, the table of what they hide of it.
-    """
-
-    shared: list[Layout] | None
-    leaving: Sequence[Layout]
-    prices: Prices | None = None
-    again: np.ndarray | None = None
-    hidden: Sequence[np.ndarray] = ()
+SHOWN = 4
+"""How many ways a message lists."""
 
 
 class SearchSpace:
-    """The choices that a preset and pins leave for a captured graph on one mesh, and their costs.
-
-    Costs are those of one microbatch, in seconds, with its share of what is paid once a step: the gathers of parameters
-    that are kept, the reduction of gradients and the update.
+    """The choices that a preset and pins leave for a captured graph on one mesh.
 
     Args:
         preset: which axes may do what; the request's, unless told another.
@@ -99,128 +55,9 @@ class SearchSpace:
         self.constraints, self.pins = self.permits.constraints, self.permits.pins
         self.unruled: dict[str, int] = {}
         self._options: dict[fx.Node, list[Option] | None] = {}
-        self._ends: dict[fx.Node, tuple[_Ends, Sequence[tuple[fx.Node, int]]]] = {}
-        # What is alike is worked out once: options by the kind of node, prices by the options on both sides.
+        # What is alike is worked out once.
         self._of_kind: dict[Hashable, tuple[list[Option] | None, bool]] = {}  # with whether they have a rule
         self._left: dict[Hashable, list[Option]] = {}
-        self._ends_alike: dict[Hashable, _Ends] = {}
-        self._own_prices: dict[Hashable, tuple[np.ndarray, np.ndarray | None]] = {}
-        self.overlaps = Overlaps(subject)
-        self._pricer = Pricer(subject, partial(self.permits.forbidden, self.options), self.overlaps)
-
-    # -- options ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def problem(self) -> Problem:
-        """Every option and price.
-
-        Variables are numbered as the graph runs, a parameter's just before its first reader's and in its layer, and a
-        shared layout's just after its producer's, so that layers that are alike have variables in the same order.
-        """
-        problem = Problem(hidden={count: Factors() for count in self.overlaps.counts})
-        readers, leaving = self._consumers()
-        operators = [n for n in self.captured.graph.nodes if n.op == "call_function" and self.options(n) is not None]
-        for node in operators:
-            if (layer := self.open.get(node)) is not None and layer not in problem.again:
-                problem.again[layer] = variable = problem.add(1 + len(RECOMPUTED), (layer,))
-                if layer in self.subject.checkpointed:
-                    answers = np.array([0.0 if much == FULL else np.inf for much in (None, *RECOMPUTED)])
-                    problem.factors.add((variable,), answers)
-            for operand in self.size.operands(node):
-                if operand.op == "placeholder" and operand not in problem.variables:
-                    self._add(problem, operand, readers, leaving, layers_of(node))
-            self._add(problem, node, readers, leaving, layers_of(node))
-        for node in self.captured.graph.nodes:
-            if node.op == "placeholder" and node not in problem.variables:
-                self._add(problem, node, readers, leaving, ())
-        for producer in problem.variables.values():
-            self._connect(problem, producer)
-        return problem
-
-    def _recomputation_variable(self, problem: Problem, node: fx.Node) -> tuple[int, ...]:
-        """The variable that says how much of a node's layer runs again, where there is one."""
-        return (problem.again[self.open[node]],) if node in self.open else ()
-
-    def _consumers(self) -> tuple[dict[fx.Node, list[tuple[fx.Node, int]]], dict[fx.Node, list[Layout]]]:
-        """Who reads each tensor, and the layouts in which it leaves the graph."""
-        readers: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
-        leaving: dict[fx.Node, list[Layout]] = {}
-        for node in self.captured.graph.nodes:
-            if node.op == "call_function":
-                for i, operand in enumerate(self.size.operands(node)):
-                    readers.setdefault(operand, []).append((node, i))
-        for value, layout in zip(self.captured.graph.output_node().args[0], self.outputs, strict=True):  # type: ignore[arg-type]
-            if isinstance(value, fx.Node) and layout is not None:
-                leaving.setdefault(value, []).append(layout)
-        return readers, leaving
-
-    def _add(
-        self,
-        problem: Problem,
-        node: fx.Node,
-        readers: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]],
-        leaving: Mapping[fx.Node, Sequence[Layout]],
-        layers: tuple[str, ...],
-    ) -> None:
-        options = self.options(node)
-        assert options is not None
-        variable = Variable(node, options, problem.add(len(options), layers))
-        problem.variables[node] = variable
-        alike = id(options), node in self.open, node in self.subject.repeated
-        if alike not in self._own_prices:
-            seconds = np.array([o.seconds for o in options])
-            saved = np.array([o.saved_bytes for o in options])
-            if node in self.open:
-                again = np.array([o.again for o in options])
-                seconds = np.stack(
-                    [seconds, seconds + again * (node in self.subject.repeated), seconds + again], axis=-1
-                )
-                saved = np.stack([saved, [o.kept_bytes for o in options], [o.left_bytes for o in options]], axis=-1)
-            self._own_prices[alike] = seconds, saved if saved.any() else None
-        option_seconds, option_bytes = self._own_prices[alike]
-        scope = variable.number, *self._recomputation_variable(problem, node)
-        problem.factors.add(scope, option_seconds)
-        if option_bytes is not None:
-            problem.usage.add(scope, option_bytes)
-        consumers, leaves = readers.get(node, ()), leaving.get(node, ())
-        if not consumers and not leaves:
-            return
-        # Worked out once for tensors that are alike and whose consumers are.
-        options_of = self._options
-        layer = self.open.get(node)
-        at = tuple([(id(options_of[r]), position, self.open.get(r) == layer) for r, position in consumers])
-        key = (
-            alike,
-            self.size.tensor(node),
-            node in self.searched,
-            node.name in self.captured.parameters,
-            at,
-            tuple(leaves),
-        )
-        ends = self._ends_alike.get(key)
-        if ends is None:
-            ends = self._ends_alike[key] = _Ends(self._shared_layouts(node, options, consumers, leaves), leaves)
-        self._ends[node] = ends, consumers
-        if ends.shared is not None:
-            problem.readers[node] = ends.shared, problem.add(len(ends.shared), layers)
-
-    def _shared_layouts(
-        self,
-        node: fx.Node,
-        options: Sequence[Option],
-        readers: Sequence[tuple[fx.Node, int]],
-        leaving: Sequence[Layout],
-    ) -> list[Layout] | None:
-        """The layouts in which several consumers may read a tensor; None for one consumer."""
-        # What depends on no parameter and no input is whole on every rank; each reader cuts what it needs.
-        if node not in self.searched or len(readers) + len(leaving) < 2:
-            return None
-        wanted: dict[Layout, None] = {}
-        for reader, position in readers:
-            wanted |= dict.fromkeys([o.needs[position] for o in self.options(reader) or ()])
-        if node.name not in self.captured.parameters:
-            wanted |= dict.fromkeys([o.result for o in options])
-        return list(wanted)
 
     def options(self, node: fx.Node) -> list[Option] | None:
         """The ways to run an operator or to keep a parameter; None for a node that has no choice and no tensors.
@@ -249,7 +86,7 @@ class SearchSpace:
                         parts=self.subject.parts(node),
                     )
                     if not options:
-                        raise NoOption(node)
+                        raise PlanError(self.conflict(node))
                 self._of_kind[kind] = options, self._rule_is_known(node)
             options, has_rule = self._of_kind[kind]
             self._options[node] = self._left_by_pins(node, options)
@@ -310,62 +147,53 @@ class SearchSpace:
             options += [Option((), (), layout, seconds, held, gather=g) for g in (gathers if sharded else ["per_step"])]
         return options
 
-    # -- prices between variables -----------------------------------------------------------------------------------
+    # -- why there is none ------------------------------------------------------------------------------------------
 
-    def _connect(self, problem: Problem, producer: Variable) -> None:
-        """Adds what it costs to bring a tensor to all its consumers."""
-        node = producer.node
-        if node not in self._ends:
+    def conflict(self, node: fx.Node | None, options: Sequence[Option] = ()) -> str:
+        """Why a preset or pins do not fit the model, and what to change.
+
+        Args:
+            node: the operator or parameter at which that shows, if it is known.
+            options: what is left of its ways; none of them goes together with what is left of its neighbours'.
+        """
+        ranks = math.prod(self.axis_sizes[axis] for axis in self.constraints.data)
+        problem = f"the plan does not fit the model on the mesh {mesh_text(self.mesh)}"
+        cure = "use plan='auto'" + (", or pin and forbid less" if self.pins else "")
+        sizes = {self.captured.actual[s] for s in self.captured.batches} or set(self._batch_sizes(node))
+        if rows := sorted(size for size in sizes if size % ranks):
+            at = f" at {node.meta['key']}" if node is not None and "key" in node.meta else ""
+            return (
+                f"{problem}{at}: a batch of {', '.join(map(str, rows))} rows must divide by {ranks}, the ranks that "
+                f"shard it (the batch is the first dim of the first input); change the batch or the mesh, or {cure}"
+            )
+        if node is None:
+            return f"{problem}: what it asks of some operators contradicts what it asks of others; {cure}"
+        if node.op == "placeholder":
+            name = self.captured.parameters.get(node.name, node.name)
+            readers = _texts(str(user.meta["key"]) for user in node.users if "key" in user.meta)
+            lies = _texts(format_layout(option.result).replace("I", "R") for option in options)
+            return f"{problem}: {name} can lie as {lies}, from where its readers ({readers}) may not have it; {cure}"
+        where = f"{node.meta['key']} ({line_of(node)})"
+        if not options:
+            modes = _texts(str(way.mode) for way in call_modes(node)) if is_tensor(node) else "whole"
+            return f"{problem}: it leaves none of the ways to run {where}: {modes}; {cure}, or register_rule() for it"
+        left = _texts(",".join(map(str, option.modes)) for option in options)
+        return (
+            f"{problem}: it leaves {where} to run as {left}, which does not go together with what it leaves for what "
+            f"that reads; {cure}, or register_rule() for it"
+        )
+
+    def _batch_sizes(self, node: fx.Node | None) -> Iterable[int]:
+        """The sizes of the dims of an operator that a preset cuts as the batch."""
+        if node is None or node.op != "call_function" or not is_tensor(node):
             return
-        ends, consumers = self._ends[node]
-        readers = [(problem.variables[reader], position) for reader, position in consumers]
-        prices, factors = ends.prices, problem.factors
-        if prices is None:
-            prices = ends.prices = self._pricer.price(producer, readers, ends.leaving, ends.shared)
-            if prices.saved is not None and node not in self.open:
-                prices.saved = np.ascontiguousarray(prices.saved[..., 0])
-            ends.again, ends.hidden = self._again_prices(producer, readers, ends, prices)
-        first, scope = producer.number, (producer.number, *[reader.number for reader, _ in readers])
-        if ends.shared is not None:
-            first = problem.readers[node][1]
-            scope = producer.number, first
-        if ends.shared is not None or node not in self.searched:
-            for (reader, _), table in zip(readers, prices.readers, strict=False):
-                factors.add((first, reader.number), table)
-            for table in prices.leaving:
-                factors.add((first,), table)
-        if node in self.searched:
-            factors.add(scope, prices.source)
-            if prices.usage is not None:
-                problem.usage.add(scope, prices.usage)
-            with_answer = *scope, *self._recomputation_variable(problem, node)
-            if prices.saved is not None:
-                problem.usage.add(with_answer, prices.saved)
-            if ends.again is not None:
-                factors.add(with_answer, ends.again)
-            for hidden, table in zip(problem.hidden.values(), ends.hidden, strict=False):
-                hidden.add(with_answer, table)
+        for way in call_modes(node):
+            if self.permits.cuts_batch(node, rule_for(node), way):
+                operands = zip((*tensor_operands(node), node), (*way.operands, way.result), strict=True)
+                yield from (self.size.shape(x)[p.dim] for x, p in operands if p.kind == "S")
 
-    def _again_prices(
-        self, producer: Variable, readers: Sequence[Reader], ends: _Ends, prices: Prices
-    ) -> tuple[np.ndarray | None, Sequence[np.ndarray]]:
-        """What it takes more to bring a tensor to its consumers where its layer runs again, and what each number of
-        chunks hides of the way, both by how much of the layer runs again where that is open."""
-        node, layer, hidden = producer.node, self.open.get(producer.node), prices.hidden
-        if layer is None:
-            return None, () if hidden is None else list(hidden.sum(axis=1))
-        inside = [(reader, position) for reader, position in readers if self.open.get(reader.node) == layer]
-        part = every = np.zeros(prices.source.shape)
-        repeats = bool(inside) and node in self.searched and bool(node.meta["backward"])
-        if repeats:
-            columns = ends.shared if ends.shared is not None else [o.needs[inside[0][1]] for o in inside[0][0].options]
-            every, part = self._pricer.again(producer, columns)
-        tables: list[np.ndarray] = []
-        if hidden is not None:
-            # Where all but the products runs again, linear layers are left whole.
-            forward, backward = most_hidden(hidden)
-            every, part = every - repeats * forward, part + forward + backward
-            for first, then in hidden:
-                tables.append(np.stack([first + then, 0 * first, (1 + repeats) * first + then], axis=-1))
-        more = np.stack([0 * every, part, every], axis=-1)
-        return more if more.any() else None, tables
+
+def _texts(texts: Iterable[str]) -> str:
+    """The first of some texts, each once."""
+    every = list(dict.fromkeys(texts))
+    return " or ".join(every[:SHOWN]) + (" or ..." if len(every) > SHOWN else "")

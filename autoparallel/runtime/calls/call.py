@@ -39,7 +39,7 @@ def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) ->
     store = kinds.store
     # The program has its casts already.
     with nullcontext() if call.autocast is None else torch.autocast(kinds.maker.mesh.device_type, enabled=False):
-        kind = kinds.agree(call, problem)
+        kind = kinds.of(kinds.agree(call, problem))
         captured = kind.runner.captured
         buffers = [tensor_at(plain, path) for path in captured.mutated_buffers]
         try:

@@ -97,6 +97,20 @@ class Key:
     sizes: tuple[object, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KeyedCall:
+    """A call, with those lengths and numbers open of which calls of its form have had several.
+
+    Attributes:
+        key: its kind.
+        sized: its kind with its sizes.
+    """
+
+    call: Call
+    key: Key
+    sized: object
+
+
 class Kinds:
     """The kinds of calls that a model has had.
 
@@ -138,33 +152,26 @@ class Kinds:
 
     # -- before a call and before a backward ------------------------------------------------------------------------
 
-    def agree(self, call: Call, problem: str | None) -> Kind:
-        """The program of this kind of call, once all ranks have shown that they are about to make the same call; or,
-        where that call has been made before, with its first collective waiting for them to have shown it.
+    def agree(self, call: Call, problem: str | None) -> KeyedCall:
+        """Has all ranks show that they are about to make the same call; where that has been made before and draws
+        nothing, its first collective waits for them to have shown it.
 
         Args:
             problem: why this rank cannot make the call, if it cannot.
         """
-        call, key, sized = self._settle(call)
+        keyed = self.with_key(call)
         whole = self.calls < CHECKED_CALLS or not self._kinds
         synchronise = self.store.synchronise
         require_same = self.exchange.of_call(
-            call, (key, len(self._kinds)), problem, whole, lambda: self._describe(call, synchronise)
+            keyed.call, (keyed.key, len(self._kinds)), problem, whole, lambda: self._describe(keyed.call, synchronise)
         )
-        ready = self._ready.get(sized)
-        if ready is None or whole or problem or self.store.copies or self.exchange.agreement.broken:
-            require_same()
-            return ready or self._kind_for(key, sized, call)
-        if ready.runner.captured.draws:  # what the first rank draws comes with the table
+        ready = self._ready.get(keyed.sized)
+        at_once = whole or problem or self.store.copies or self.exchange.agreement.broken
+        if ready is None or at_once or ready.runner.captured.draws:  # what the first rank draws comes with the table
             require_same()
         else:
             before_next_collective(self.store.prefix, require_same)
-        return ready
-
-    def of(self, call: Call) -> Kind:
-        """The program of this kind of call, where the ranks are known to make the same call."""
-        call, key, sized = self._settle(call)
-        return self._ready.get(sized) or self._kind_for(key, sized, call)
+        return keyed
 
     def _agree_on_backward(self) -> None:
         """Has the ranks show each other that they come to a backward, before the first collective of it."""
@@ -195,15 +202,14 @@ class Kinds:
 
     # -- which kind -------------------------------------------------------------------------------------------------
 
-    def _settle(self, call: Call) -> tuple[Call, Key, object]:
-        """A call with those lengths and numbers open of which calls of its form have had several, its kind, and the
-        kind with the call's sizes."""
+    def with_key(self, call: Call) -> KeyedCall:
+        """A call with its kind."""
         key = self._key(call)
         if key not in self._kinds and (form := self._form(call)) in self._forms:
             specs = opened(call.specs, [*self._forms[form], changing_of(call.specs)])
             call = replace(call, specs=without_numbers(specs) if form in self._fixing else specs)
             key = self._key(call)
-        return call, key, (key, _shapes_of(call))
+        return KeyedCall(call, key, (key, _shapes_of(call)))
 
     def _form(self, call: Call) -> object:
         """The inputs of a call but for sizes and numbers: what is open in training is so in evaluation, too."""
@@ -222,8 +228,12 @@ class Kinds:
         states = self._states.get(key, [])
         return Key(key, next((i for i, state in enumerate(states) if state.changed() is None), len(states)))
 
-    def _kind_for(self, key: Key, sized: object, call: Call) -> Kind:
-        """The kind whose trace has the sizes of a call; it is made where there is none."""
+    def of(self, keyed: KeyedCall) -> Kind:
+        """The kind whose trace has the sizes of a call, which the ranks are known to make alike; it is made where there
+        is none."""
+        if (ready := self._ready.get(keyed.sized)) is not None:
+            return ready
+        call, key = keyed.call, keyed.key
         kind, trace, why = self._kinds.get(key), None, ""
         if kind is not None:
             captured = kind.runner.captured
@@ -245,7 +255,7 @@ class Kinds:
                 kind = self.maker.make_kind(call, trace)
             self._add(kind, key, call, "planned" if trace is not None else "captured and planned", why, started)
         kind.runner.require_fits(call)
-        self._ready[sized] = kind
+        self._ready[keyed.sized] = kind
         self._note(call)
         return kind
 
