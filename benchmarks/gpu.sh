@@ -5,11 +5,21 @@
 #     bash benchmarks/gpu.sh [folder for the results]
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# The last one: a look at whether there is a GPU must not keep forked processes from using it.
+export PYTORCH_NVML_BASED_CUDA_CHECK=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 out="${1:-.}"
 mkdir -p "$out"
 
-python3 -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name(0))' || exit 1
+python3 - <<'CHECK' || exit 1
+import torch
+
+if not torch.cuda.is_available():
+    raise SystemExit(
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU here. The same code runs on the CPU:\n"
+        "    python benchmarks/gpu.py --device cpu --size tiny --rounds 2"
+    )
+print("torch", torch.__version__, "on", torch.cuda.get_device_name(0))
+CHECK
 parity=0 figures=0
 if python3 -c 'import pytest, hypothesis' 2>/dev/null; then
   AUTOPARALLEL_TEST_DEVICE=cuda timeout 240 python3 -m pytest -q -p no:cacheprovider --override-ini addopts= \

@@ -17,7 +17,8 @@ from autoparallel._torch import autograd, distributed, dtensor, dynamo, export, 
 
 # In a build for CUDA, fake tensors pretend that there are eight GPUs; autograd starts a thread for each that it sees at
 # its first backward, and a process with such threads cannot be forked any more. So it has its first one before.
-if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+# Devices are counted, as `is_available` would keep every process that is forked from this one from using CUDA.
+if torch.backends.cuda.is_built() and not torch.cuda.device_count():
     torch.ones((), requires_grad=True).backward()
 
 __all__ = ["autograd", "distributed", "dtensor", "dynamo", "export", "nn", "optim", "tensors"]

@@ -169,12 +169,15 @@ class MeshGroups:
     def send(self, x: torch.Tensor, axis: str, peer: int) -> Wait:
         """Sends a contiguous ``x``; what is returned waits until its memory may be written to again."""
         rank = self.ranks(axis)[peer]
+        x = x.cpu() if self.gloo else x  # gloo sends and receives host memory alone
         return self._start("send", axis, x, lambda group: dist.isend(x, rank, group), False)
 
     def receive(self, out: torch.Tensor, axis: str, peer: int) -> Wait:
         """Receives what a rank sends into ``out``."""
         rank = self.ranks(axis)[peer]
-        return self._start("receive", axis, out, lambda group: dist.irecv(out, rank, group), False)
+        host = out if out.is_cpu or not self.gloo else torch.empty_like(out, device="cpu")
+        wait = self._start("receive", axis, out, lambda group: dist.irecv(host, rank, group), False)
+        return wait if host is out else lambda: wait().copy_(host)
 
     def all_reduce(self, x: torch.Tensor, axis: str, op: str = "sum") -> Wait:
         """Reduces the contiguous ``x`` in place."""

@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -91,6 +92,19 @@ def count_ranks() -> int:
 def device_of(model: nn.Module) -> str:
     """The kind of device that a model is on; the cpu for one on the meta device."""
     return next((p.device.type for p in model.parameters() if p.device.type != "meta"), "cpu")
+
+
+def elsewhere(tensor: torch.Tensor, mesh: DeviceMesh) -> str | None:
+    """What to do where a tensor is not on the device that this process computes on; None where it is."""
+    kind, index = tensor.device.type, tensor.device.index
+    if kind != mesh.device_type:
+        return f"is on {tensor.device}, the mesh is on {mesh.device_type!r}: move it there"
+    if index is None or index == (here := torch.get_device_module(kind).current_device()):
+        return None
+    return (
+        f"is on {tensor.device}, this process computes on {kind}:{here}: call torch.{kind}.set_device({index}) before "
+        "init_process_group, or move it there"
+    )
 
 
 def make_mesh(device: str, axes: Axes) -> DeviceMesh:

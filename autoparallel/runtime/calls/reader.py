@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autoparallel import _torch
+from autoparallel.comm.world import elsewhere
 from autoparallel.graph.calls import Call
 from autoparallel.graph.captured import InputSpec, describe_inputs
 from autoparallel.graph.hooks import hooks_of
@@ -135,6 +136,4 @@ def _unfit(leaf: Any, mesh: DeviceMesh) -> str | None:
         return f"is not dense ({leaf.layout}), and only dense tensors are cut into parts: give x.to_dense()"
     if isinstance(leaf, DTensor) and leaf.device_mesh != mesh:
         return "is a DTensor that lies on another mesh than the model"
-    if isinstance(leaf, torch.Tensor) and leaf.device.type != mesh.device_type:
-        return f"is on {leaf.device}, the mesh is on {mesh.device_type!r}: move it there"
-    return None
+    return elsewhere(leaf, mesh) if isinstance(leaf, torch.Tensor) else None

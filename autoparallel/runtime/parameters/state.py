@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel import _torch
+from autoparallel.comm.world import elsewhere
 from autoparallel.graph.garbage import FEW, collected_rarely
 from autoparallel.graph.plain_tensors import REPLACED
 from autoparallel.placements import Invariant, Layout, to_dtensor_placements
@@ -52,6 +53,8 @@ def require_on_device(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"{name} is on {tensor.device} but the mesh is on {mesh.device_type!r}: move the model there first "
                 f"(model.to({mesh.device_type!r})), or make a mesh on {tensor.device.type!r}"
             )
+        if not tensor.is_meta and (problem := elsewhere(tensor, mesh)):
+            raise ValueError(f"{name} {problem}")
         require_own_hooks(name, tensor)
 
 

@@ -1,0 +1,101 @@
+"""What would go wrong on GPUs alone, through stand-ins for what only they have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoparallel.comm.groups import bind, communicator_of
+from autoparallel.comm.world import elsewhere
+from autoparallel.runtime.parameters.state import require_on_device
+from tests.distributed import run_distributed
+
+ROOT = Path(__file__).parents[1]
+
+
+class _OnDevice(Tensor):
+    """A tensor that says it is on a device, and gives its values to the host only when it is asked to."""
+
+    is_cpu = False  # type: ignore[assignment]
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+    def cpu(self, memory_format: Any = torch.preserve_format) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+
+class _Mesh:
+    device_type = "cuda"
+
+
+def _messages() -> tuple[list[float], bool]:
+    """What arrives of a message between devices over gloo, and whether gloo was given host memory alone."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), dist.get_rank()
+    communicator, axis = communicator_of(f"{bind(mesh)}/pp")
+    given: list[Tensor] = []
+
+    def noted(start: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(x: Tensor, *arguments: Any) -> Any:
+            given.append(x)
+            return start(x, *arguments)
+
+        return begin
+
+    send, receive = dist.isend, dist.irecv
+    dist.isend, dist.irecv = noted(send), noted(receive)
+    try:
+        mine = torch.full((3,), rank + 1.0).as_subclass(_OnDevice)
+        out = torch.zeros(3).as_subclass(_OnDevice)
+        waits = [communicator.send(mine, axis, 1 - rank), communicator.receive(out, axis, 1 - rank)]
+        for wait in waits:
+            wait()
+    finally:
+        dist.isend, dist.irecv = send, receive
+    return out.as_subclass(Tensor).tolist(), not any(x is mine or x is out for x in given)
+
+
+def test_gloo_is_given_host_memory_between_stages() -> None:
+    for rank, (arrived, on_host) in enumerate(run_distributed(_messages, world_size=2)):
+        assert arrived == [2.0 - rank] * 3 and on_host
+
+
+def test_what_is_on_another_device_of_the_kind_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    mesh: Any = _Mesh()
+    x = torch.zeros(3).as_subclass(_OnDevice)
+    assert "is on cuda:1, this process computes on cuda:0: call torch.cuda.set_device(1)" in str(elsewhere(x, mesh))
+    model = nn.Module()
+    model.register_buffer("table", x)
+    with pytest.raises(ValueError, match="table is on cuda:1, this process computes on cuda:0"):
+        require_on_device(model, mesh)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert elsewhere(x, mesh) is None
+
+
+def test_processes_that_are_forked_after_an_import_may_use_cuda() -> None:
+    code = (
+        "import torch\n"
+        "torch.backends.cuda.is_built = lambda: True\n"
+        "def poisons(): raise AssertionError('no forked process can use CUDA any more')\n"
+        "torch.cuda.is_available = poisons\n"
+        "import autoparallel\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_without_a_gpu_the_benchmark_says_so(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", "benchmarks/gpu.sh", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, env=environment)
+    assert ran.returncode == 1 and "sees no GPU here" in ran.stderr and "--device cpu" in ran.stderr
