@@ -48,17 +48,22 @@ def inline_gradient_modes(
         aliases: whether a call that is no operator of torch returns what shares memory with its operands.
 
     Raises:
-        CaptureError: where a tensor that carries a gradient is changed in place without its gradient noticing.
+        CaptureError: where a tensor that carries a gradient is changed in place without its gradient noticing, and
+            where a model that is called without gradients makes something inside that carries one.
     """
     modes = dict(_flatten(module, enabled))
     if not enabled:
+        # Only what reads a parameter or an input there, or a view of one, makes something that carries a gradient.
+        carrying = {x for x in module.graph.find_nodes(op="placeholder") if x.name in differentiable}
         for node, (mode, _) in modes.items():
-            if mode:
+            if mode and not carrying.isdisjoint(node.all_input_nodes):
                 raise refusal(
                     "the model is called under torch.no_grad() or torch.inference_mode(), and enables gradients inside",
                     line_of(node),
                     "call it with gradients enabled",
                 )
+            if not carrying.isdisjoint(_aliases(node)[0]):
+                carrying.add(node)
     elif modes:
         _Walk(module.graph, modes, differentiable, transparent, aliases).run()
 

@@ -161,6 +161,46 @@ def test_the_callers_mode_is_part_of_the_call(mode: Any) -> None:
     assert compiled(x).requires_grad
 
 
+class EntropyOfLogits(Base):
+    """Properties of ``torch.distributions`` are computed with gradients enabled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.Categorical(logits=self.up(x), validate_args=False).probs.log().sum(-1)
+
+
+class ReadsAWeightEnabled(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        with torch.enable_grad():
+            return h @ self.down.weight
+
+
+class ReadsAViewEnabled(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h, turned = self.up(x), self.down.weight.t()
+        with torch.enable_grad():
+            return h @ turned.t()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_enabling_gradients_where_nothing_carries_one_changes_nothing(mode: Any) -> None:
+    x = batches()[0]
+    plain, compiled = make_model(EntropyOfLogits), autoparallel.compile(make_model(EntropyOfLogits))
+    with mode():
+        torch.testing.assert_close(compiled(x), plain(x), rtol=1e-9, atol=1e-9)
+        assert not plain(x).requires_grad
+
+
+@pytest.mark.parametrize("make", [ReadsAWeightEnabled, ReadsAViewEnabled])
+def test_a_gradient_that_is_made_without_gradients_is_refused(make: Callable[[], nn.Module]) -> None:
+    x = batches()[0]
+    compiled = autoparallel.compile(make_model(make))
+    with torch.no_grad():
+        assert make_model(make)(x).requires_grad
+        with pytest.raises(autoparallel.CaptureError, match=r"enables gradients inside.*in forward"):
+            compiled(x)
+
+
 class ChangesUnderNoGrad(Base):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
