@@ -196,7 +196,8 @@ class Compiler:
         if cache is None:
             return search.choose(agreement.share)
         key = key_of(search.request, search.captured, search.call, Settled(), search.devices, search.refusal)
-        text = agreement.from_first(lambda: cache.get(key, lambda text: from_json(MeshChoice, text, 1) and text) or "")
+        text = cache.get(key, lambda text: from_json(MeshChoice, text, 1) and text) if agreement.is_first else None
+        text = agreement.of_first(text or "")
         if text:
             return from_json(MeshChoice, text, 1)
         choice = search.choose(agreement.share)
@@ -205,12 +206,10 @@ class Compiler:
         return choice
 
     def _capture(self, call: Call, training: bool | None = None) -> Captured:
-        def capture() -> Captured:
-            self._require_same_names()
-            return self.planner.capture(call, training=training)
-
         with self._progress.phase("capture"):
-            captured = self.agreement.together(capture)
+            with self.agreement.together():
+                self._require_same_names()
+                captured = self.planner.capture(call, training=training)
             self.agreement.require_same_text("the ranks have different programs:", str(captured.graph))
             return captured
 
@@ -232,9 +231,10 @@ class Compiler:
             settled = Settled(at_rest)
             if first is not None:
                 settled = Settled(at_rest, first.pipeline, first.recompute, first.offload_optimizer)
-            make = self.agreement.from_first
             with self._progress.phase("plan"):
-                plan = Plan.from_json(make(lambda: self.planner.search(captured, call, settled).to_json()))
+                with self.agreement.together():
+                    text = self.planner.search(captured, call, settled).to_json() if self.agreement.is_first else ""
+                plan = Plan.from_json(self.agreement.of_first(text))
         prepare(self.request, captured, plan, call)
         self.first = first or plan
         return plan

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import autoparallel
 from autoparallel import _torch
 from autoparallel.comm.groups import axis_of_group, bind, communicator_of, with_data_axis
+from autoparallel.decisions.parameters import PlanError
 from autoparallel.runtime.ranks.agreement import agreement_of
 from tests.distributed import open_pool, run_distributed, run_in
 from tests.runtime.support import SideBySide, batch, make
@@ -96,6 +97,30 @@ def test_places_on_several_axes_are_those_of_the_mesh() -> None:
             "all_to_all_rows": rows,
             "agreement": [f"rank {one} said {one}" for one in range(4)],
         }
+
+
+def _told(raised: dict[int, Exception]) -> str:
+    """What a rank hears of what some ranks raise."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    agreement = agreement_of(mesh)
+    assert agreement.of_first(f"rank {dist.get_rank()}") == "rank 0"
+    try:
+        with agreement.together():
+            if dist.get_rank() in raised:
+                raise raised[dist.get_rank()]
+    except Exception as error:  # noqa: BLE001 - compared by the test
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_what_a_rank_raises_is_raised_on_all() -> None:
+    for raised, told in (
+        ({}, ["nothing", "nothing"]),
+        ({0: ValueError("full")}, ["ValueError: full", "RankMismatchError: rank 0 failed: full"]),
+        ({1: PlanError("no plan")}, ["PlanError: rank 1 failed: no plan", "PlanError: no plan"]),
+        ({0: ValueError("full"), 1: TypeError("odd")}, ["ValueError: full", "TypeError: odd"]),
+    ):
+        assert run_distributed(_told, raised, world_size=2) == told
 
 
 def _steps_on(layout: list[list[int]], plan: str) -> float | str:

@@ -52,8 +52,12 @@ def load(world: World, path: str | Path, states: Mapping[str, Any]) -> Checkpoin
         CheckpointError: on every rank, before anything is changed: where there is none, where it is damaged, and where
             it is of another model or of other optimizers.
     """
-    folder = Path(world.ranks.from_first(lambda: str(find(Path(path)))))
-    step, values, actions = world.ranks.together(lambda: _read_states(world, folder, states))
+    ranks = world.ranks
+    with ranks.together():
+        name = str(find(Path(path))) if ranks.is_first else ""
+    folder = Path(ranks.of_first(name))
+    with ranks.together():
+        step, values, actions = _read_states(world, folder, states)
     for act in actions:
         act()
     return Checkpoint(folder, step, values)

@@ -90,11 +90,18 @@ class _File:
 
 def export(world: World, plain: nn.Module, path: Path, max_shard_size: int | str) -> None:
     """See ``ParallelModule.export_hf``."""
-    stored, files, index = world.ranks.together(lambda: _laid_out(plain, path, max_shard_size))
+    ranks = world.ranks
+    with ranks.together():
+        stored, files, index = _laid_out(plain, path, max_shard_size)
     try:
-        world.ranks.from_first(lambda: _begin(path, files))
-        world.ranks.together(lambda: _write(world, {n: t for n, (t, _) in tensors_of(plain).items()}, stored, files))
-        world.ranks.from_first(lambda: _finish(plain, path, files, index))
+        with ranks.together():
+            if ranks.is_first:
+                _begin(path, files)
+        with ranks.together():
+            _write(world, {n: t for n, (t, _) in tensors_of(plain).items()}, stored, files)
+        with ranks.together():
+            if ranks.is_first:
+                _finish(plain, path, files, index)
     except BaseException:
         if world.number == 0:
             with contextlib.suppress(OSError):
@@ -145,7 +152,7 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-def _begin(path: Path, files: list[_File]) -> str:
+def _begin(path: Path, files: list[_File]) -> None:
     """Makes the files, without the tensors."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -156,7 +163,6 @@ def _begin(path: Path, files: list[_File]) -> str:
                 opened.truncate(file.size)
     except OSError as error:
         raise CheckpointError(f"nothing can be saved to {path}: {error}") from error
-    return ""
 
 
 def _write(world: World, tensors: Mapping[str, Tensor], stored: Mapping[str, Stored], files: list[_File]) -> None:
@@ -203,7 +209,7 @@ def _write_block(descriptor: int, offset: int, stored: Stored, place: Region, bl
             begin, left = begin + written, left[written:]
 
 
-def _finish(plain: nn.Module, path: Path, files: list[_File], index: str | None) -> str:
+def _finish(plain: nn.Module, path: Path, files: list[_File], index: str | None) -> None:
     """Gives the files their names, in place of those of a save before, and says what they are of."""
     try:
         (path / INDEX).unlink(missing_ok=True)
@@ -217,7 +223,6 @@ def _finish(plain: nn.Module, path: Path, files: list[_File], index: str | None)
         _write_config(plain, path)
     except OSError as error:
         raise CheckpointError(f"{path} could not be completed: {error}") from error
-    return ""
 
 
 def _write_config(plain: Any, path: Path) -> None:
@@ -238,14 +243,11 @@ def _write_config(plain: Any, path: Path) -> None:
 def read(world: World, plain: nn.Module, path: Path) -> None:
     """See ``ParallelModule.load_hf``."""
     with contextlib.ExitStack() as opened:
-        reads = world.ranks.together(lambda: _reads(world, plain, path, opened))
-        world.ranks.together(lambda: _run(reads))
-
-
-def _run(reads: list[Callable[[], object]]) -> None:
-    with torch.no_grad():
-        for take in reads:
-            take()
+        with world.ranks.together():
+            reads = _reads(world, plain, path, opened)
+        with world.ranks.together(), torch.no_grad():
+            for take in reads:
+                take()
 
 
 def _reads(world: World, plain: nn.Module, path: Path, opened: contextlib.ExitStack) -> list[Callable[[], object]]:

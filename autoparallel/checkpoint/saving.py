@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,6 @@ from autoparallel.checkpoint.tree import encode, optimizer_state
 from autoparallel.checkpoint.writers import is_writer, layout_of
 from autoparallel.placements.regions import own_region
 
-T = TypeVar("T")
-
 PATIENCE = 600.0
 """Seconds that the first rank waits for the others to have written, after a save that nobody waits for."""
 
@@ -41,11 +40,15 @@ PATIENCE = 600.0
 class Together(Protocol):
     """The ranks, as far as saving needs them."""
 
-    def together(self, action: Callable[[], T]) -> T:
-        """Runs something that may raise; when it raises on any rank, every rank raises."""
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that makes what only one of them makes."""
 
-    def from_first(self, make: Callable[[], str]) -> str:
-        """The text that the first rank makes, on all ranks."""
+    def together(self) -> AbstractContextManager[None]:
+        """When something inside raises on any rank, every rank raises."""
+
+    def of_first(self, text: str) -> str:
+        """What the first rank gives, on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,11 @@ class Save:
         self.is_done = True
         self._written.wait()
         try:
-            self._world.ranks.together(self._require_written)
+            with self._world.ranks.together():
+                self._require_written()
             self._thread.join()
-            self._world.ranks.together(self._require_written)
+            with self._world.ranks.together():
+                self._require_written()
         except BaseException as error:
             self._failure, self._given_up = error, True
             self._thread.join()
@@ -154,9 +159,14 @@ def save(
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is how many checkpoints stay, at least 1, got {keep}")
-    parts, tree = world.ranks.together(lambda: _collect(world, states, asynchronous))
-    folder = Path(world.ranks.from_first(lambda: _make_folder(Path(path), step)))
-    world.ranks.together(lambda: _require_room(folder, size_of(parts.values())))
+    ranks = world.ranks
+    with ranks.together():
+        parts, tree = _collect(world, states, asynchronous)
+    with ranks.together():
+        name = _make_folder(Path(path), step) if ranks.is_first else ""
+    folder = Path(ranks.of_first(name))
+    with ranks.together():
+        _require_room(folder, size_of(parts.values()))
     return Save(world, folder, step, keep, parts, tree)
 
 

@@ -101,7 +101,7 @@ class Failure:
         """What is shown first: 0 for a model that fails by itself, 1 for most, 2 where another process is to blame."""
         if self.type == PlainModelError.__name__:
             return 0
-        told = self.type == "RankMismatchError" and " failed" in self.message.partition(":")[0]
+        told = self.type in ("RankMismatchError", "PlanError") and " failed" in self.message.partition(":")[0]
         lost = self.type in ("Waited", "TimedOut") or any(text in self.message for text in _CONSEQUENCES)
         return 2 if told or lost else 1
 

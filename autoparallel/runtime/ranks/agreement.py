@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -164,47 +165,37 @@ class Agreement:
                 dist.all_gather_object(parts, value, group=self.group)
         return parts
 
-    def together(self, action: Callable[[], T]) -> T:
-        """Runs something that may raise; when it raises on any rank, every rank raises."""
-        error: BaseException | None = None
-        result: T | None = None
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """When something inside raises on any rank, every rank raises."""
+        error: Exception | None = None
         try:
-            result = action()
+            yield
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
-        texts = self.gather(None if error is None else str(error))
-        failed = [(r, t) for r, t in zip(self.ranks, texts, strict=True) if t is not None]
-        if failed and error is None:
-            raise RankMismatchError(f"rank {failed[0][0]} failed: {failed[0][1]}")
+        failures = self.gather(None if error is None else (isinstance(error, PlanError), str(error)))
         if error is not None:
             raise error
-        return result  # type: ignore[return-value]
+        for rank, failure in zip(self.ranks, failures, strict=True):
+            if failure is not None:
+                is_about_plan, text = failure
+                raise (PlanError if is_about_plan else RankMismatchError)(f"rank {rank} failed: {text}")
 
     def share(self, action: Callable[[S], T], items: Sequence[S]) -> list[T]:
         """What an action makes of every item, each done by one rank; raises on every rank where it does on one."""
         place, count = self.ranks.index(dist.get_rank()), len(self.ranks)
-        parts = self.gather(self.together(lambda: [action(item) for item in items[place::count]]))
+        with self.together():
+            part = [action(item) for item in items[place::count]]
+        parts = self.gather(part)
         return [parts[i % count][i // count] for i in range(len(items))]
 
-    def from_first(self, make: Callable[[], str]) -> str:
-        """The text that the first rank makes, on all ranks; its error, if it raises, too."""
-        if self.alone:
-            return make()
-        error: Exception | None = None
-        box: list[Any] = [None]
-        if self.is_first:
-            try:
-                box = [(None, make())]
-            except Exception as caught:  # noqa: BLE001 - raised below, on every rank
-                error, box = caught, [(type(caught), str(caught))]
-        with waiting.explained():
-            dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
-        kind, text = box[0]
-        if error is not None:
-            raise error
-        if kind is not None:
-            raise (kind if issubclass(kind, PlanError) else RankMismatchError)(f"rank {self.ranks[0]}: {text}")
-        return text
+    def of_first(self, text: str) -> str:
+        """What the first rank gives, on all ranks."""
+        box = [text]
+        if not self.alone:
+            with waiting.explained():
+                dist.broadcast_object_list(box, src=self.ranks[0], group=self.group)
+        return box[0]
 
 
 def _mismatch(what: str, ranks: Sequence[int], texts: Sequence[str]) -> RankMismatchError:
