@@ -155,6 +155,12 @@ def compile(
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh (see init_device_mesh), not a {type(mesh).__name__}")
     require_options(plan, pins, forbid, outputs, backend, precision, check_inputs)
+    _require_loss(loss_fn)
+    if example_inputs is not None and not isinstance(example_inputs, tuple | list):
+        kind = type(example_inputs).__name__
+        raise TypeError(f"example_inputs must be a tuple of the positional inputs of a call, not a {kind}")
+    if cache is not None and not isinstance(cache, str | Path):
+        raise TypeError(f"cache must be the path of a folder, not a {type(cache).__name__}")
     if check_replicas is not None and (type(check_replicas) is not int or check_replicas < 1):
         raise ValueError(f"check_replicas must be a positive number of calls, got {check_replicas!r}")
     if clip_grad_norm is not None and not isinstance(clip_grad_norm, ClipGradNorm):
@@ -173,7 +179,7 @@ def compile(
                 raise ValueError(f"a Plan is carried out as it is, with its own {name}: leave {name}=... out")
         means = OpenMeans(**vars(plan.means))  # later kinds of calls are asked for them, too
     if isinstance(model, ParallelModule):
-        raise ValueError("the model is compiled already")
+        raise ValueError("the model is compiled already: use what the first compile() returned")
     _require_capturable(model)
     _require_methods(model, methods)
     saved = plan if isinstance(plan, Plan) else pins if isinstance(pins, Plan) else None
@@ -237,10 +243,11 @@ def require_options(
     plan: object, pins: object, forbid: object, outputs: str, backend: str, precision: object, check_inputs: object
 ) -> None:
     """Raises TypeError or ValueError for options of ``compile()``, as either face takes them, that cannot be used."""
+    expected = f"one of {', '.join(PRESETS)}, or a Plan (of a file: Plan.load(path))"
     if not isinstance(plan, str | Plan):
-        raise TypeError(f"plan must be one of {', '.join(PRESETS)}, or a Plan, not a {type(plan).__name__}")
+        raise TypeError(f"plan must be {expected}, not a {type(plan).__name__}")
     if isinstance(plan, str) and plan not in PRESETS:
-        raise ValueError(f"unknown plan {plan!r}: expected one of {', '.join(PRESETS)}, or a Plan")
+        raise ValueError(f"unknown plan {plan!r}: expected {expected}")
     if isinstance(plan, Plan) and (pins is not None or forbid is not None):
         raise ValueError("a Plan is carried out as it is, so that nothing can be pinned: give it as pins=plan instead")
     if outputs not in OUTPUTS:
@@ -251,13 +258,21 @@ def require_options(
 
         if not isinstance(precision, MixedPrecisionPolicy):
             raise TypeError(
-                "precision must be a torch.distributed.fsdp.MixedPrecisionPolicy, not a "
-                f"{precision if isinstance(precision, torch.dtype) else type(precision).__name__}"
+                "precision must be a torch.distributed.fsdp.MixedPrecisionPolicy, such as "
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), not "
+                f"{precision if isinstance(precision, torch.dtype) else f'a {type(precision).__name__}'}"
             )
     if check_inputs is not None and (isinstance(check_inputs, bool) or not isinstance(check_inputs, int)):
         raise TypeError(f"check_inputs must be a number of calls, not a {type(check_inputs).__name__}")
     if check_inputs is not None and check_inputs < 0:
         raise ValueError(f"check_inputs must not be negative, got {check_inputs}")
+
+
+def _require_loss(loss_fn: object) -> None:
+    if loss_fn is None or callable(loss_fn) and not isinstance(loss_fn, type):
+        return
+    kind = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else f"a {type(loss_fn).__name__}"
+    raise TypeError(f"loss_fn must be a function of an output and a target (F.cross_entropy, nn.MSELoss()), not {kind}")
 
 
 def _require_capturable(model: nn.Module) -> None:

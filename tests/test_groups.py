@@ -144,3 +144,14 @@ def test_a_mesh_whose_axes_take_turns_is_right_and_one_that_runs_backwards_is_re
         assert all(off < 1e-9 for off in run_distributed(_steps_on, LAYOUT, plan, world_size=4))
     refused = run_distributed(_steps_on, [[0, 1], [3, 2]], "fsdp", world_size=4)
     assert all("'tp' do not increase" in words and "What to change" in words for words in refused)
+
+
+def _with_a_teacher_on_one_rank() -> float:
+    alone = DeviceMesh("cpu", [0], mesh_dim_names=("dp",))  # made by all ranks
+    if dist.get_rank() == 0:
+        autoparallel.compile(make(seed=1), alone)(batch()[0])
+    return _steps_on([[0, 1]], "fsdp")  # type: ignore[return-value]
+
+
+def test_ranks_of_a_mesh_may_have_bound_different_meshes_before() -> None:
+    assert all(off < 1e-9 for off in run_distributed(_with_a_teacher_on_one_rank, world_size=2))

@@ -220,7 +220,7 @@ class Attempt:
         leave_out(wrapper, stacks)
         calls = _calls_of(wrapper, as_compiled)
         try:
-            program, draws = _export(wrapper, self.inputs, self.shapes, self.model, calls)
+            program, draws = _export(wrapper, self.inputs, self.shapes, calls)
         except CaptureError as error:
             if as_compiled or calls.asked_at is None:
                 raise
@@ -296,7 +296,7 @@ class Attempt:
                 if failed is None or error.__cause__ is None or place_of(error.__cause__) != place_of(failed):
                     raise
                 # It speaks of sizes, not of symbols.
-                raise FailsUntraced(explain_failure(failed, self.model)) from failed
+                raise FailsUntraced(explain_failure(failed, whole.model, whole.findings.has_outputs)) from failed
         for state in (whole.recorder.state(), reads.state(), read_of_loss(self.loss_fn)):
             captured.state.merge(state)
         if failed is None:  # else all of the model was traced
@@ -383,9 +383,7 @@ def _shapes_of(inputs: tuple[Any, ...], leaves: Sequence[Any], dynamic: Sequence
     return shapes.dynamic_shapes(lambda args, kwargs: None, inputs)
 
 
-def _export(
-    wrapper: nn.Module, inputs: tuple[Any, ...], shapes: Any, model: nn.Module, calls: Trace
-) -> tuple[ExportedProgram, int]:
+def _export(wrapper: Training, inputs: tuple[Any, ...], shapes: Any, calls: Trace) -> tuple[ExportedProgram, int]:
     """The trace, and how many times it draws random numbers."""
     try:
         with everything_seen(calls):
@@ -401,7 +399,7 @@ def _export(
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(explain_failure(error, model)) from error
+        raise CaptureError(explain_failure(error, wrapper.model, wrapper.findings.has_outputs)) from error
 
 
 def _name_outputs(program: ExportedProgram) -> None:

@@ -83,11 +83,15 @@ def _arguments(model: nn.Module, specs: Sequence[Any], in_spec: pytree.TreeSpec,
     args, kwargs = pytree.tree_unflatten(specs, in_spec)
     target = {"the target": args[-1]} if options["loss_fn"] is not None and args else {}
     names = list(inspect.signature(model.forward).parameters)
+    names += [f"argument {i}" for i in range(len(names) + 1, len(args) + 1)]  # more than it takes
     values = {**dict(zip(names, args[: len(args) - len(target)], strict=False)), **kwargs, **target}
-    shown = [
-        f"{name}{pytree.keystr(path)} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
-        for name, value in values.items()
-        for path, spec in pytree.tree_flatten_with_path(value)[0]
-        if isinstance(spec, InputSpec)
-    ]
-    return f"It was called with {', '.join(shown) or 'no tensors'}."
+    shown: list[str] = []
+    for name, value in values.items():
+        tensors = [
+            f"{name}{pytree.keystr(path)} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+            for path, spec in pytree.tree_flatten_with_path(value)[0]
+            if isinstance(spec, InputSpec)
+        ]
+        text = repr(value.value if isinstance(value, NumberSpec) else value)
+        shown += tensors or [f"{name} {text}" if len(text) < 30 else f"{name}, a {type(value).__name__}"]
+    return f"It was called with {', '.join(shown) or 'nothing'}."

@@ -33,6 +33,7 @@ class Findings:
         copies: the copies themselves: an id is unique while its owner lives.
         existing: of the tensors that the copy and its inputs have before a call, by id.
         left_out: the lines of checks of values that the trace leaves out.
+        has_outputs: whether the model has run, so that what fails now is the loss function.
     """
 
     counted: bool = False
@@ -42,6 +43,7 @@ class Findings:
     copies: dict[int, Any] = field(default_factory=dict)
     existing: set[int] = field(default_factory=set)
     left_out: dict[str, None] = field(default_factory=dict)
+    has_outputs: bool = False
 
 
 class Training(nn.Module):
@@ -101,7 +103,9 @@ class Training(nn.Module):
         if self.loss_fn is None:
             return self._run(args, kwargs)
         *inputs, target = args
-        loss = self.loss_fn(self._run(tuple(inputs), kwargs), target)
+        outputs = self._run(tuple(inputs), kwargs)
+        self.findings.has_outputs = True
+        loss = self.loss_fn(outputs, target)
         if isinstance(loss, tuple) and len(loss) == 2 and _is_scalar(loss[0]) and _is_count(loss[1]):
             self.findings.counted = True
             return loss[0] / loss[1]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -297,11 +298,13 @@ _LOCAL = threading.local()
 def bind(mesh: DeviceMesh) -> str:
     """Registers ``mesh`` and returns the prefix under which its axes are known, the same on every rank.
 
+    It is made of the mesh alone: ranks may have bound other meshes before, such as one of a teacher on some of them.
     The groups over several axes are made here, all at once, because making one is itself a collective.
     """
     names = mesh.mesh_dim_names or ()
     _forget_closed()
-    key = next(name for name in (f"mesh{i}" for i in itertools.count()) if name not in _BOUND)
+    key = f"mesh{zlib.crc32(repr((mesh.device_type, names, mesh.mesh.tolist())).encode()):08x}"
+    key = next(name for name in (key + "x" * i for i in itertools.count()) if name not in _BOUND)
     for prefix, bound in _BOUND.items():
         if bound.mesh == mesh:
             _BOUND[prefix] = _BOUND.pop(prefix)

@@ -20,6 +20,8 @@ def line_of(node: fx.Node) -> str:
     """The line of the model that made a node, as the trace noted it."""
     # Under torch.no_grad() the trace keeps modules, but no lines.
     modules = [kind for _, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    if modules and str(modules[-1]).endswith(".capture.training.Training"):
+        return noted_line(node) or "the loss function"
     return noted_line(node) or (f"forward of {modules[-1]}" if modules else "an unknown line")
 
 
@@ -40,6 +42,22 @@ def noted_line(node: fx.Node) -> str:
         if line.lstrip().startswith('File "/') and "/torch/" not in line and not line.lstrip().startswith(_OURS)
     ]
     return ": ".join(line.strip().removeprefix("File ") for line in lines[files[-1] : files[-1] + 2]) if files else ""
+
+
+def place_of_error(error: BaseException) -> str | None:
+    """The module and the line of the model whose operator has raised in a program; None where there is none."""
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        frame, trace_line = trace.tb_frame, trace.tb_lineno
+        program = frame.f_locals.get("self")
+        if isinstance(program, fx.GraphModule) and frame.f_code.co_name == "forward":
+            name = linecache.getline(frame.f_code.co_filename, trace_line).strip().partition(" ")[0]
+            node = next((node for node in program.graph.nodes if node.name == name), None)
+            if node is not None:
+                module = node.meta.get("module")
+                place = f"{module}, at {line_of(node)}" if module else line_of(node)
+        trace = trace.tb_next
+    return place
 
 
 def line_of_frame(frame: FrameType | None) -> str:

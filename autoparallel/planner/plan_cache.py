@@ -31,6 +31,7 @@ from autoparallel.graph.layers import is_checkpointed
 from autoparallel.planner.request.pins import Pins
 from autoparallel.planner.request.request import Request, Settled
 from autoparallel.rules.registry import USER_RULES
+from autoparallel.text import LOGGER
 
 T = TypeVar("T")
 
@@ -58,10 +59,10 @@ class PlanCache:
         return None
 
     def put(self, key: str | None, text: str) -> None:
-        """Keeps a text; a folder that is full or cannot be written to keeps nothing."""
+        """Keeps a text; a folder that is full or cannot be written to keeps nothing, and a warning says so."""
         if key is None:
             return
-        with suppress(OSError):
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
             try:
@@ -71,6 +72,8 @@ class PlanCache:
             except BaseException:  # a full disk, an interrupted run
                 os.unlink(name)
                 raise
+        except OSError as error:
+            LOGGER.warning("the cache keeps nothing: %s", error)
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.txt"

@@ -68,6 +68,8 @@ class Face(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "module" and not hasattr(self.__dict__["_plain"], name):  # what DistributedDataParallel has
+                raise AttributeError("a compiled model wraps nothing: model.module is the model itself") from None
             value = getattr(self.__dict__["_plain"], name)
         return self._under_whole(name) if name in self.__dict__["_methods"] else value
 
@@ -115,6 +117,9 @@ class Face(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads parameters and buffers; plain tensors are whole values, of which each rank takes its part."""
+        if not isinstance(state_dict, Mapping):
+            kind = type(state_dict).__name__
+            raise TypeError(f"load_state_dict() takes a dict of tensors, such as torch.load(path) gives, not a {kind}")
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace the sharded parameters; use assign=False")
         parameters = dict(self.named_parameters(remove_duplicate=False))

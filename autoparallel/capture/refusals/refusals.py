@@ -181,20 +181,26 @@ def place_of(error: BaseException) -> object:
     return type(error), [(f.filename, f.lineno) for f in frames[-1:]]
 
 
-def explain_failure(error: Exception, model: nn.Module) -> str:
-    """What a model does that cannot be traced, with its line and a cure."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own_frames = _own_frames(frames)
+def explain_failure(error: Exception, model: nn.Module, in_loss: bool) -> str:
+    """What a model or its loss function does that cannot be traced, with its line, or else its module, and a cure.
+
+    Args:
+        model: the copy that was run.
+        in_loss: whether it has run, and its loss function failed.
+    """
+    own_frames = _own_frames(traceback.extract_tb(error.__traceback__))
+    modules = list(_modules_of(error))
+    paths = {id(module): path for path, module in model.named_modules()}
+    inner = next((module for module in modules if id(module) in paths), model)
+    where = "its loss function" if in_loss else f"{paths[id(inner)] or 'its call'}, a {type(inner).__name__}"
     if own_frames:
         last = own_frames[-1]
-        where = f'"{last.filename}", line {last.lineno}, in {last.name}: {last.line}'
-    else:
-        code = type(model).forward.__code__
-        where = f'"{code.co_filename}", line {code.co_firstlineno}, in forward'
+        line = f'"{last.filename}", line {last.lineno}, in {last.name}: {last.line}'
+        where = f"{where}, {line}" if in_loss else line
     text = str(error).strip()
     kind = type(error).__name__
     if "DataDependent" in kind or "data-dependent" in text or "Could not guard" in text or "DynamicOutput" in kind:
-        what, advice = _explain_value(error, own_frames[-1].line or "" if own_frames else "")
+        what, advice = _explain_value(error, modules, own_frames[-1].line or "" if own_frames else "")
         return f"{type(model).__name__} cannot be captured at {where}\n{what}\nWhat to change: {advice}."
     if kind == "UnsupportedOperatorException" and _draws(text):
         advice = "torch cannot trace this random operator: draw outside of the model, and pass the numbers in"
@@ -231,6 +237,12 @@ def explain_failure(error: Exception, model: nn.Module) -> str:
             "write the derivative out, or put it into an autograd.Function: not all that torch.func does inside of "
             "a model can be traced"
         )
+    elif kind == "TypeError" and not in_loss and not own_frames and inner is model and _MISCALLED.search(text):
+        where = "its call"
+        advice = (
+            "give it what its forward takes; a target comes last, by its position, and is for the loss function that "
+            "compile(loss_fn=...) has been given"
+        )
     elif "Constraints violated" in text or "specialized" in text:
         advice = "the batch size is fixed somewhere in the model: use x.shape[0] instead of a number"
     else:
@@ -248,12 +260,13 @@ _OF_TORCH = {
 }
 """What to do instead of modules of torch whose Python depends on values, by the name of the class."""
 
+_MISCALLED = re.compile(r"forward\(\) (takes|got|missing) ")
+
 _DECIDES = re.compile(r"\s*(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(any|all|bool)\(")
 
 
-def _explain_value(error: Exception, line: str) -> tuple[str, str]:
+def _explain_value(error: Exception, modules: list[nn.Module], line: str) -> tuple[str, str]:
     """What Python does with a tensor's values in a line, and what to do instead."""
-    modules = list(_modules_of(error))
     for module in modules:
         names = {cls.__name__ for cls in type(module).__mro__}
         advice = next((text for name, text in _OF_TORCH.items() if name in names), None)

@@ -18,6 +18,7 @@ from autoparallel.comm.groups import settle
 from autoparallel.comm.waiting import note_raised
 from autoparallel.graph.calls import Call, sizes_of
 from autoparallel.graph.captured import Captured, leaf_value
+from autoparallel.graph.lines import place_of_error
 from autoparallel.graph.plain_tensors import holder_of, rebind, tensor_at
 from autoparallel.operators import RandomState
 from autoparallel.runtime.calls.kinds import Kind, Kinds
@@ -56,6 +57,8 @@ def run_call(kinds: Kinds, plain: nn.Module, call: Call, problem: str | None) ->
             return _deliver(kind, results, call, plain, buffers, store, kinds.maker.mesh)
         except BaseException as error:
             note_raised(error)
+            if place := place_of_error(error):
+                error.add_note(f"It was raised in {type(plain).__name__} by {place}")
             raise
 
 

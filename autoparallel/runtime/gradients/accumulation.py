@@ -146,7 +146,8 @@ class _Ahead(Generic[T]):
 def windows(store: GradientStore, steps: int, batches: Iterable[T], weights: str) -> Iterator[Window[T]]:
     """See ``ParallelModule.accumulate``."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps must be a positive number of microbatches, got {steps!r}")
+        got = repr(steps) if isinstance(steps, int | float) else f"a {type(steps).__name__}"
+        raise ValueError(f"steps must be a positive number of microbatches, got {got}: model.accumulate(4, loader)")
     if weights not in WEIGHTS:
         raise ValueError(f"unknown weights {weights!r}: expected one of {', '.join(WEIGHTS)}")
     return _windows(store, steps, _Ahead(batches), weights)

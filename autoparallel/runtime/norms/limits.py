@@ -171,7 +171,9 @@ class ParameterNames:
 
 
 def require_limit(value: Any) -> float:
-    """A limit as a float. Raises ValueError when it is negative or nan."""
+    """A limit as a float. Raises TypeError for what is no number, ValueError when it is negative or nan."""
+    if isinstance(value, bool | str):
+        raise TypeError(f"max_norm must be a number, got {value!r}")
     limit = float(value)
     if not limit >= 0:
         raise ValueError(f"max_norm must not be negative, got {limit}")

@@ -1,0 +1,94 @@
+"""Mistakes of the first hour: what is said names the argument, the module or the line, and what to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoparallel
+from tests.runtime.support import raised
+
+X, Y = torch.ones(8, 6), torch.zeros(8, dtype=torch.int64)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.table(ids))
+
+
+def compiled(model: nn.Module | None = None, loss_fn: Any = F.cross_entropy, **options: Any) -> Any:
+    return autoparallel.compile(model or nn.Sequential(nn.Linear(6, 4), nn.ReLU()), loss_fn=loss_fn, **options)
+
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "too wide": (lambda: compiled()(torch.ones(8, 7), Y), "Sequential cannot be captured at 0, a Linear\n"),
+    "a target of another size": (lambda: compiled()(X, Y[:4]), "cannot be captured at its loss function\n"),
+    "a loss that reads": (
+        lambda: compiled(loss_fn=lambda out, y: F.cross_entropy(out, y).item())(X, Y),
+        "a tensor's value is read into Python at the loss function\n",
+    ),
+    "no loss": (lambda: compiled(loss_fn=None)(X, Y), "cannot be captured at its call\nTypeError: .*compile(loss_fn="),
+    "a target by name": (lambda: compiled()(X, target=Y), "a target comes last, by its position"),
+    "more than it takes": (lambda: compiled()(X, X, X, Y), "called with input [8, 6] float32, argument 2 [8, 6]"),
+    "a list": (lambda: compiled()(X.tolist(), Y), "It was called with input, a list, the target [8] int64."),
+    "None": (lambda: compiled()(None, Y), "It was called with input None, the target [8] int64."),
+    "module": (lambda: compiled().module, "model.module is the model itself"),
+    "a path for a state": (lambda: compiled().load_state_dict("model.pt"), "takes a dict of tensors.*not a str"),
+    "steps and loader": (lambda: compiled().accumulate([(X, Y)], 4), "got a list: model.accumulate(4, loader)"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_cannot_be_says_what_to_change(name: str) -> None:
+    mistake, words = CALLS[name]
+    message = raised(mistake)
+    for part in words.split(".*"):
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_fn": "cross_entropy"}, "loss_fn must be a function of an output and a target.*not a str"),
+        ({"loss_fn": nn.CrossEntropyLoss}, "not the class CrossEntropyLoss"),
+        ({"example_inputs": X}, "example_inputs must be a tuple of the positional inputs of a call, not a Tensor"),
+        ({"cache": 3}, "cache must be the path of a folder, not a int"),
+        ({"plan": "plan.json"}, r"Plan.load\(path\)"),
+        ({"plan": Path("plan.json")}, r"Plan.load\(path\)"),
+        ({"precision": torch.bfloat16}, r"MixedPrecisionPolicy\(param_dtype=torch.bfloat16.*not torch.bfloat16"),
+        ({"clip_grad_norm": "1.0"}, "max_norm must be a number, got '1.0'"),
+    ],
+)
+def test_an_option_that_cannot_be_says_what_it_is(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        compiled(**options)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [((Y + 10, Y), "raised in Words by table, at .*ids"), ((Y, Y + 5), "by the loss function")],
+    ids=["an input", "the target"],
+)
+def test_an_index_out_of_range_is_raised_with_its_module_and_line(inputs: tuple[Tensor, Tensor], words: str) -> None:
+    with pytest.raises(IndexError) as caught:
+        compiled(Words())(*inputs)
+    (note,) = caught.value.__notes__
+    assert all(part in note for part in words.split(".*")), note
+
+
+def test_a_cache_that_keeps_nothing_is_said_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING, "autoparallel"):
+        assert compiled(cache=tmp_path / "file")(X, Y).isfinite()
+    assert "the cache keeps nothing" in caplog.text
